@@ -70,14 +70,14 @@ def _measure_nanoseconds_per_token(data: TokenDataset) -> float:
     started_at = time.process_time()
     while (seconds := time.process_time() - started_at) < _MIN_SECONDS:
         batch = data.build_batch(position, _BATCH_SIZE)
-        data.load(batch.ids)
+        data.load_samples(batch.ids)
         position, tokens = position + _BATCH_SIZE, tokens + batch.loss_tokens
     return seconds / tokens * 1e9
 
 
 def _measure_open_milliseconds(prefix: Path) -> float:
     started_at = time.perf_counter()
-    TokenDataset([prefix], _SHAPE, 0).load(np.array([10**6]))
+    TokenDataset([prefix], _SHAPE, 0).load_samples(np.array([10**6]))
     return (time.perf_counter() - started_at) * 1e3
 
 

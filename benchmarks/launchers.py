@@ -225,12 +225,12 @@ def _list_run_processes() -> list[str]:
 
 def _list_leftover_objects(lab: Lab) -> list[str]:
     """Return what the engines and Slurm have of a run."""
-    objects = process.run_command(["squeue", "--noheader"], env=lab.build_environment()).splitlines()
+    objects = process.run_command(["squeue", "--noheader"], env=lab.build_client_environment()).splitlines()
     for node in _NODES:
         docker = ["docker", "-H", lab.get_docker_host(node)]
         for list_arguments in (["ps", "-a", "--format", "{{.Names}}"], ["network", "ls", "--format", "{{.Name}}"]):
             objects += [name for name in process.run_command([*docker, *list_arguments]).splitlines() if name.startswith(_RUN_NAME)]
-    services = process.run_command(["docker", "service", "ls", "--format", "{{.Name}}"], env=lab.build_environment())
+    services = process.run_command(["docker", "service", "ls", "--format", "{{.Name}}"], env=lab.build_client_environment())
     return [*objects, *services.splitlines()]
 
 
@@ -276,7 +276,7 @@ def _write_stack() -> Path:
 
 
 def _build_environment(lab: Lab) -> dict[str, str]:
-    return {**lab.build_environment(), "XDG_STATE_HOME": str(_STATE_FOLDER), "OMP_NUM_THREADS": "1"}
+    return {**lab.build_client_environment(), "XDG_STATE_HOME": str(_STATE_FOLDER), "OMP_NUM_THREADS": "1"}
 
 
 def _get_job_folder(lab: Lab) -> Path:

@@ -68,7 +68,7 @@ def measure_scale() -> Iterator[BenchmarkRow]:
             with _running_swarmtrain(lab, 2):
                 started_at = time.monotonic()
                 process.run_command(
-                    [*SWARMTRAIN_ARGV, "scale", RUN_NAME, "--nodes", str(_NODE_COUNT), "--yes"], env=lab.build_environment()
+                    [*SWARMTRAIN_ARGV, "scale", RUN_NAME, "--nodes", str(_NODE_COUNT), "--yes"], env=lab.build_client_environment()
                 )
                 wait_until(lambda: _count_ranks(lab) == _NODE_COUNT, "four ranks make no step", interval=0.1)
                 return time.monotonic() - started_at
@@ -103,21 +103,21 @@ def _measure_recovery_seconds(lab: Lab) -> float:
 @contextmanager
 def _running_swarmtrain(lab: Lab, nodes: int) -> Iterator[None]:
     """Keep a run of swarmtrain on `nodes` nodes, in a steady state."""
-    environment = lab.build_environment()
+    environment = lab.build_client_environment()
     command = ["deploy", "examples/quickstart.yml", "--name", RUN_NAME, "--detach", *_DEPLOY_OPTIONS, "-o", f"runner.nodes={nodes}"]
     try:
         process.run_command([*SWARMTRAIN_ARGV, *command], env=environment)
         _wait_until_steady(lab, nodes)
         yield
     finally:
-        SwarmLauncher(environment["DOCKER_HOST"]).tear_down(RUN_NAME, lambda line: None)
+        SwarmLauncher(environment["DOCKER_HOST"]).tear_down_run(RUN_NAME, lambda line: None)
         _remove_run_folders(lab)
 
 
 @contextmanager
 def _running_torchrun(lab: Lab) -> Iterator[None]:
     """Keep the same script running in the same containers under torchrun, in a steady state."""
-    environment = lab.build_environment()
+    environment = lab.build_client_environment()
     options = [*_DEPLOY_OPTIONS, "-o", f"runner.nodes={_NODE_COUNT}"]
     process.run_command(
         [*SWARMTRAIN_ARGV, "generate", "examples/quickstart.yml", *options, "--name", RUN_NAME, "--output", str(_STACK_FILE)],

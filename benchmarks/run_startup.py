@@ -40,7 +40,7 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
     """The quickstart on a lab whose nodes already have the image."""
     with running_lab(3) as lab:
         provide_image(lab)
-        environment = lab.build_environment()
+        environment = lab.build_client_environment()
         launcher = SwarmLauncher(environment["DOCKER_HOST"])
         process.run_command(
             [*SWARMTRAIN_ARGV, "generate", "examples/quickstart.yml", *DEPLOY_OPTIONS, "--name", RUN_NAME, "--output", str(_STACK_FILE)],
@@ -59,7 +59,7 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
             with _running_command(argv, environment):
                 wait_until(lambda: _has_stepped(launcher), "the first step", seconds=300)
                 durations = _measure_phases(launcher, DockerEngine(environment["DOCKER_HOST"]), started_at)
-            launcher.tear_down(RUN_NAME, lambda line: None)
+            launcher.tear_down_run(RUN_NAME, lambda line: None)
             process.run_command(["rm", "-rf", str(lab.shared_disk / RUN_NAME)])
             phases[label].append(durations)
             print_progress(f"{label}: {_format_phases([durations])}")
@@ -78,7 +78,7 @@ def measure_doctor() -> Iterator[BenchmarkRow]:
     with running_lab(4) as lab:
         provide_image(lab)
         argv = [*SWARMTRAIN_ARGV, "doctor", "examples/quickstart.yml", "-o", "runner.nodes=4", *DEPLOY_OPTIONS]
-        [result] = measure_in_turns(_REPEATS, lambda: measure_wall_seconds(argv, env=lab.build_environment()))
+        [result] = measure_in_turns(_REPEATS, lambda: measure_wall_seconds(argv, env=lab.build_client_environment()))
     description = "`swarmtrain doctor examples/quickstart.yml`: a probe of 4 nodes on one machine and all their links, image there"
     yield BenchmarkRow("doctor-4", description, "s", result, limit=20)
 

@@ -88,7 +88,7 @@ def measure_status_and_plan() -> Iterator[BenchmarkRow]:
         engine = DockerEngine(lab.get_docker_host("node0"))
         _provide_image(engine)
         plan = _build_plan(lab)
-        SwarmLauncher(engine.address).deploy(plan, lambda line: None)
+        SwarmLauncher(engine.address).deploy_run(plan, lambda line: None)
         _PLAN_FILE.parent.mkdir(parents=True, exist_ok=True)
         _PLAN_FILE.write_bytes(pickle.dumps(plan))
         env = {"DOCKER_HOST": engine.address, "XDG_STATE_HOME": str(BUILD / "state")}
@@ -97,7 +97,7 @@ def measure_status_and_plan() -> Iterator[BenchmarkRow]:
             lambda: measure_wall_seconds([*SWARMTRAIN_ARGV, "status", _RUN_NAME], env),
             lambda: measure_wall_seconds([sys.executable, "-c", _SHOW_PLAN_SCRIPT, str(_PLAN_FILE)], env),
         )
-        SwarmLauncher(engine.address).tear_down(_RUN_NAME, lambda line: None)
+        SwarmLauncher(engine.address).tear_down_run(_RUN_NAME, lambda line: None)
     subject = f"of a run of {_SERVICE_COUNT} services"
     yield BenchmarkRow("status-100", f"`swarmtrain status` {subject}", "s", status_times, limit=1)
     note = "all but the reading of the config: no config makes so many nodes of four machines"
@@ -137,10 +137,10 @@ def _build_plan(lab: Lab) -> Plan:
 def _measure_swarmtrain(engine: DockerEngine, plan: Plan) -> ServiceTimes:
     launcher = SwarmLauncher(engine.address)
     started_at = time.time()
-    launcher.deploy(plan, lambda line: None)
+    launcher.deploy_run(plan, lambda line: None)
     created, running = _wait_for_services(engine, started_at)
     started_at = time.time()
-    launcher.tear_down(_RUN_NAME, lambda line: None)
+    launcher.tear_down_run(_RUN_NAME, lambda line: None)
     return ServiceTimes(created, running, time.time() - started_at)
 
 

@@ -29,14 +29,14 @@ class CoordinatorClient:
         self.address = address
         self.timeout = timeout
 
-    def post(self, event: Event) -> Receipt:
+    def post_event(self, event: Event) -> Receipt:
         """Post `event` to the coordinator and return its receipt. Raises CoordinatorError if the coordinator cannot be reached."""
         return Receipt(**self._send_request("post", kind=event.kind, data=event.data))
 
     def try_post(self, event: Event) -> Receipt:
         """Post `event` and return the coordinator's receipt. If the coordinator cannot be reached, only log that, to stderr."""
         try:
-            return self.post(event)
+            return self.post_event(event)
         except CoordinatorError as error:
             sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}\n")
             sys.stderr.flush()
@@ -103,23 +103,23 @@ class CoordinatorClient:
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        return self._measure_offset("time", time.time)
+        return self._measure_offset_of_clock("time", time.time)
 
     def measure_monotonic_offset(self) -> float:
         """Return the seconds to add to this machine's time.monotonic() to get the coordinator's.
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        return -self._measure_offset("monotonic", time.monotonic)
+        return -self._measure_offset_of_clock("monotonic", time.monotonic)
 
-    def _measure_offset(self, field: str, clock: Callable[[], float]) -> float:
+    def _measure_offset_of_clock(self, field: str, clock: Callable[[], float]) -> float:
         """Return this machine's clock minus the coordinator's in seconds, from the sample with the shortest round trip.
 
         The error is at most half of that round trip.
         """
-        return min(self._sample_offset(field, clock) for _ in range(_OFFSET_SAMPLES))[1]
+        return min(self._sample_clock_offset(field, clock) for _ in range(_OFFSET_SAMPLES))[1]
 
-    def _sample_offset(self, field: str, clock: Callable[[], float]) -> tuple[float, float]:
+    def _sample_clock_offset(self, field: str, clock: Callable[[], float]) -> tuple[float, float]:
         sent_at = clock()
         coordinator_time = float(self._send_request("ping")[field])
         received_at = clock()

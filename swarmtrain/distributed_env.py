@@ -38,7 +38,12 @@ def detect_torchrun_env(environ: Mapping[str, str], determined_info: Path = _DET
         world_variables = {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
         return {"LOCAL_RANK": environ.get("LOCAL_RANK", "0"), **world_variables, **_read_master_address(environ)}
     return {
-        **(_detect_slurm(environ) or _detect_mpi(environ) or _detect_determined(environ, determined_info) or _build_single_process_env()),
+        **(
+            _detect_slurm_env(environ)
+            or _detect_mpi_env(environ)
+            or _detect_determined_env(environ, determined_info)
+            or _build_single_process_env()
+        ),
         **_read_master_address(environ),
     }
 
@@ -52,7 +57,7 @@ def _read_master_address(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
 
 
-def _detect_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+def _detect_slurm_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's environment variables for a task of srun.
 
     The shell of sbatch or salloc belongs to a job but to no job step, so a program that it starts directly is a single process.
@@ -65,7 +70,7 @@ def _detect_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     return _build_torchrun_env(rank, world_size, local_rank, get_first_host(hostlist), compute_slurm_base_port(environ))
 
 
-def _detect_mpi(environ: Mapping[str, str]) -> dict[str, str]:
+def _detect_mpi_env(environ: Mapping[str, str]) -> dict[str, str]:
     names = next((names for names in _MPI_RANK_VARIABLES if names[0] in environ and names[1] in environ), None)
     if names is None:
         return {}
@@ -97,7 +102,7 @@ def is_determined_trial(environ: Mapping[str, str]) -> bool:
     return environ.get("DET_TASK_TYPE") == "TRIAL"
 
 
-def _detect_determined(environ: Mapping[str, str], info_folder: Path) -> dict[str, str]:
+def _detect_determined_env(environ: Mapping[str, str], info_folder: Path) -> dict[str, str]:
     """Return torchrun's environment variables for a Determined trial's entrypoint, started once per container without a launch layer."""
     path = info_folder / "rendezvous.json"
     if not is_determined_trial(environ) or not path.exists():
@@ -154,21 +159,21 @@ def expand_hostlist(hostlist: str) -> Iterator[str]:
     if not patterns or ",".join(patterns) != hostlist:
         raise ValueError(f"invalid node list: {hostlist!r}")
     for pattern in patterns:
-        yield from _expand_pattern(pattern)
+        yield from _expand_hostlist_pattern(pattern)
 
 
-def _expand_pattern(pattern: str) -> Iterator[str]:
+def _expand_hostlist_pattern(pattern: str) -> Iterator[str]:
     prefix, bracket, remainder = pattern.partition("[")
     if not bracket:
         yield pattern
         return
     ranges, _, suffix = remainder.partition("]")
-    for number in (number for number_range in ranges.split(",") for number in _expand_range(number_range)):
-        for expanded_suffix in _expand_pattern(suffix):
+    for number in (number for number_range in ranges.split(",") for number in _expand_number_range(number_range)):
+        for expanded_suffix in _expand_hostlist_pattern(suffix):
             yield prefix + number + expanded_suffix
 
 
-def _expand_range(text: str) -> Iterator[str]:
+def _expand_number_range(text: str) -> Iterator[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MAX_RANGE_SIZE):
         raise ValueError(f"invalid number range: {text!r}")

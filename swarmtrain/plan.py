@@ -174,10 +174,10 @@ class Plan:
                 f"run {self.run} by {runner.runner_type} on {self.origin}",
                 *table,
                 f"  {_format_count(len(self.nodes), 'node')} with {_format_count(self.world_size, 'rank')}; {elasticity}",
-                f"  {_format_count(len(micro_batches), 'replica')} of {_format_replica(topology)}",
+                f"  {_format_count(len(micro_batches), 'replica')} of {_format_replica_topology(topology)}",
                 f"  global batch {topology.samples_per_step} = {sum(micro_batches)} micro batches of "
                 f"{topology.samples_per_micro_batch}, {batch_share}",
-                *_format_pipeline(self.config, micro_batches),
+                *_format_pipeline_layout(self.config, micro_batches),
                 *(f"  {note}" for note in self.notes),
             ]
         )
@@ -260,7 +260,7 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
     """Read the files that `config` names, with paths relative to `folder`. Raises SwarmtrainError if one cannot be read."""
     runner = config.runner
     code = tuple(
-        RunFile.from_content(path.name, _read_file(folder / path, "runner.script" if path == runner.script else "runner.code"))
+        RunFile.from_content(path.name, _read_run_file(folder / path, "runner.script" if path == runner.script else "runner.code"))
         for path in (runner.script, *runner.code)
     )
     if duplicates := format_duplicates(item.name for item in code):
@@ -270,12 +270,12 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
             hint="list it once, or rename one of the two files",
         )
     secrets = tuple(
-        RunFile.from_content(name, _read_file(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items())
+        RunFile.from_content(name, _read_run_file(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items())
     )
     return Cargo(code, secrets)
 
 
-def _read_file(path: Path, key: str) -> bytes:
+def _read_run_file(path: Path, key: str) -> bytes:
     try:
         return read_file_with_limit(path, _MAX_FILE_BYTES)
     except UnreadableFileError as error:
@@ -334,7 +334,7 @@ def _find_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Mach
 def _plan_node(config: Config, index: int, host: HostEntry, machine: Machine) -> PlannedNode:
     by_id = bool(machine.id) and host.name == machine.id
     gpus = host.gpus or config.runner.swarm.gpu_ids
-    slots, slots_reason = _resolve_slots(config, host.slots, machine)
+    slots, slots_reason = _resolve_slot_count(config, host.slots, machine)
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
     rank_interface = host.address if config.runner.is_on_host_network else ""
     cause = (
@@ -351,15 +351,15 @@ def _plan_available_machines(config: Config, inventory: Inventory, node_count: i
     ]
     if len(eligible) < node_count:
         raise PlanError(
-            _format_shortage(inventory, labels, len(eligible), node_count),
+            _format_node_shortage(inventory, labels, len(eligible), node_count),
             place="config runner.nodes",
-            hint=_format_shortage_hint(inventory, labels, len(eligible)),
+            hint=_format_node_shortage_hint(inventory, labels, len(eligible)),
         )
     host_counts = Counter(machine.host for machine in eligible)
     eligible_description = f"{_format_count(len(eligible), 'ready node')}{' with the labels' if labels else ''}, by name"
     planned_nodes = []
     for index, machine in enumerate(eligible[:node_count]):
-        slots, slots_reason = _resolve_slots(config, None, machine)
+        slots, slots_reason = _resolve_slot_count(config, None, machine)
         # A host name that two machines share is ambiguous, so the id is used as the constraint.
         constraint = f"node.hostname=={machine.host}" if host_counts[machine.host] == 1 else f"node.id=={machine.id}"
         cause = f"{index + 1} of {eligible_description}; {slots_reason}"
@@ -369,14 +369,14 @@ def _plan_available_machines(config: Config, inventory: Inventory, node_count: i
     return tuple(planned_nodes)
 
 
-def _format_shortage_hint(inventory: Inventory, labels: Mapping[str, str], eligible_count: int) -> str:
+def _format_node_shortage_hint(inventory: Inventory, labels: Mapping[str, str], eligible_count: int) -> str:
     if any(not machine.unavailable_reason for machine in inventory.machines) and eligible_count == 0 and labels:
         label_options = " ".join(f"--label-add {key}={value}" for key, value in sorted(labels.items()))
         return f"docker node update {label_options} NODE"
     return "request fewer nodes with: swarmtrain plan CONFIG -o runner.nodes=N"
 
 
-def _format_shortage(inventory: Inventory, labels: Mapping[str, str], eligible_count: int, node_count: int) -> str:
+def _format_node_shortage(inventory: Inventory, labels: Mapping[str, str], eligible_count: int, node_count: int) -> str:
     reasons = [f"{machine.host} is {machine.unavailable_reason}" for machine in inventory.machines if machine.unavailable_reason]
     reasons += [
         f"{machine.host} lacks the labels"
@@ -387,7 +387,7 @@ def _format_shortage(inventory: Inventory, labels: Mapping[str, str], eligible_c
     return f"{_format_count(node_count, 'node')} requested, but {inventory.origin} has {eligible_count} that can be used{reasons_text}"
 
 
-def _resolve_slots(config: Config, configured_slots: int | None, machine: Machine) -> tuple[int, str]:
+def _resolve_slot_count(config: Config, configured_slots: int | None, machine: Machine) -> tuple[int, str]:
     runner = config.runner
     if configured_slots:
         return configured_slots, "slots from hosts"
@@ -418,7 +418,7 @@ def _check_world_size(plan: Plan) -> None:
         )
 
 
-def _format_replica(topology: TopologyConfig) -> str:
+def _format_replica_topology(topology: TopologyConfig) -> str:
     extra_dimensions = [
         *(["pipeline"] if topology.pipeline_parallel_size > 1 else []),
         *(["context"] if topology.context_parallel_size > 1 else []),
@@ -426,13 +426,13 @@ def _format_replica(topology: TopologyConfig) -> str:
     return f"{_format_count(topology.ranks_per_replica, 'rank')} ({' x '.join(['data', *extra_dimensions, 'tensor'])} parallel)"
 
 
-def _format_pipeline(config: Config, micro_batches: Sequence[int]) -> list[str]:
+def _format_pipeline_layout(config: Config, micro_batches: Sequence[int]) -> list[str]:
     topology = config.topology
     if topology.pipeline_parallel_size == 1:
         return []
     layers = ", ".join(str(len(stage)) for stage in pipeline_layout.partition_layers(topology, config.transformer_architecture))
     return [
-        f"  pipeline of {topology.pipeline_stages} stages with {layers} layers; idle "
+        f"  pipeline of {topology.pipeline_stage_count} stages with {layers} layers; idle "
         f"{pipeline_layout.compute_bubble_fraction(topology, micro_batches[0]):.0%} of a step"
     ]
 

@@ -54,7 +54,7 @@ class _EnvironmentMessage:
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables of all fields, in field order."""
-        return {ENV_PREFIX + item.name.upper(): _encode_value(getattr(self, item.name)) for item in fields(self)}
+        return {ENV_PREFIX + item.name.upper(): _encode_env_value(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
@@ -66,17 +66,17 @@ class _EnvironmentMessage:
             if name not in environ:
                 raise ValueError(f"environment variable {name} is not set: this program is started by swarmtrain, not by hand")
             try:
-                values[item.name] = _decode_value(environ[name], hints[item.name])
+                values[item.name] = _decode_env_value(environ[name], hints[item.name])
             except ValueError as error:
                 raise ValueError(f"environment variable {name} is malformed: {error}") from None
         return cls(**values)
 
 
-def _encode_value(value: Any) -> str:
+def _encode_env_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _decode_value(text: str, type_hint: Any) -> Any:
+def _decode_env_value(text: str, type_hint: Any) -> Any:
     if type_hint is str:
         return text
     value = json.loads(text)

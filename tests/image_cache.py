@@ -37,14 +37,14 @@ def save_images(lab: Lab, node: str, cache: Path | None) -> None:
     staging = Path(tempfile.mkdtemp(dir=cache.parent))
     for name in _list_image_folders(lab, node):
         _copy_with_hard_links(_find_engine_data(lab, node) / name, staging / name)
-    _copy_registry(registry.get_store(get_base_directory()), staging / _REGISTRY)
+    _copy_registry(registry.get_image_store_path(get_base_directory()), staging / _REGISTRY)
     staging.rename(cache)
 
 
 def restore_registry(cache: Path | None) -> None:
     """Copy the registry's content from `cache` to the labs' registry, which must not have it yet. Do nothing without a cache."""
     if cache is not None and cache.exists():
-        _copy_registry(cache / _REGISTRY, registry.get_store(get_base_directory()))
+        _copy_registry(cache / _REGISTRY, registry.get_image_store_path(get_base_directory()))
 
 
 def restore_images(lab: Lab, nodes: Sequence[str], cache: Path | None) -> None:
@@ -53,12 +53,12 @@ def restore_images(lab: Lab, nodes: Sequence[str], cache: Path | None) -> None:
         return
     names = {node: _list_image_folders(lab, node) for node in nodes}
     for node in nodes:
-        lab.power_off(node, report_progress=print)
+        lab.power_off_node(node, report_progress=print)
         for name in names[node]:
             subprocess.run(["rm", "-rf", str(_find_engine_data(lab, node) / name)], check=True)
             _copy_with_hard_links(cache / name, _find_engine_data(lab, node) / name)
     for node in nodes:
-        lab.power_on(node, report_progress=print)
+        lab.power_on_node(node, report_progress=print)
 
 
 def _copy_registry(source: Path, target: Path) -> None:

@@ -35,7 +35,7 @@ def build_app() -> typer.Typer:
     from swarmtrain.cli import configs, data, environment, image, imports, lab, models, runs
 
     app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.callback()(_handle_global_options)
+    app.callback()(_declare_global_options)
     configs.register_commands(app)
     environment.register_commands(app)
     imports.register_commands(app)
@@ -99,7 +99,7 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-def _handle_global_options(
+def _declare_global_options(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass

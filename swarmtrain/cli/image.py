@@ -59,11 +59,11 @@ def add(
 @app.command()
 def lock(folder: Annotated[Path, typer.Argument(help="Directory with requirements/image.txt.")] = Path()) -> None:
     """Regenerate requirements/image.lock, the hashes of image.txt's pinned packages for all CPU architectures; print its path."""
-    from swarmtrain.images.lock import write_lock
+    from swarmtrain.images.lock import write_lock_file
     from swarmtrain.view.console import show_progress
 
     with show_progress("locking requirements/image.txt") as report_progress:
-        typer.echo(write_lock(folder, report_progress=report_progress))
+        typer.echo(write_lock_file(folder, report_progress=report_progress))
 
 
 @app.command()

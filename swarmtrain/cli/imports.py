@@ -40,7 +40,7 @@ def import_config(
     from swarmtrain.view.console import print_message
     from swarmtrain.view.output import print_json
 
-    imported = importers.import_file(source, hostsfile=hostsfile, source_format=importers.parse_format(format_name))
+    imported = importers.import_config_file(source, hostsfile=hostsfile, source_format=importers.parse_source_format(format_name))
     if output is not None:
         importers.write_imported_config(imported, output, force=force)
     if json:

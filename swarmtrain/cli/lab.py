@@ -78,31 +78,31 @@ def status(
 ) -> None:
     """Show the state of each node."""
     node_statuses = _open_lab(name).get_status()
-    typer.echo(json.dumps([asdict(node) for node in node_statuses], indent=2) if as_json else _format_table(node_statuses))
+    typer.echo(json.dumps([asdict(node) for node in node_statuses], indent=2) if as_json else _format_node_table(node_statuses))
 
 
 @app.command()
 def kill(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
     """Power off a node: its services and containers are lost, its disk is kept."""
-    _open_lab(name).power_off(node, report_progress=_print_progress)
+    _open_lab(name).power_off_node(node, report_progress=_print_progress)
 
 
 @app.command()
 def start(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
     """Power on a node that was killed."""
-    _open_lab(name).power_on(node, report_progress=_print_progress)
+    _open_lab(name).power_on_node(node, report_progress=_print_progress)
 
 
 @app.command()
 def cut(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
     """Disconnect a node from the network (partition). The machine keeps running."""
-    _open_lab(name).cut_network(node, report_progress=_print_progress)
+    _open_lab(name).partition_node(node, report_progress=_print_progress)
 
 
 @app.command()
 def heal(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
     """Reconnect a node to the network, at full speed."""
-    _open_lab(name).restore_network(node, report_progress=_print_progress)
+    _open_lab(name).reconnect_node(node, report_progress=_print_progress)
 
 
 @app.command()
@@ -112,7 +112,7 @@ def slow(
     name: LabNameOption = DEFAULT_NAME,
 ) -> None:
     """Limit a node's network rate, in both directions."""
-    _open_lab(name).limit_network(node, rate, report_progress=_print_progress)
+    _open_lab(name).limit_node_bandwidth(node, rate, report_progress=_print_progress)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -132,7 +132,7 @@ def enter(
 @app.command()
 def env(name: LabNameOption = DEFAULT_NAME) -> None:
     """Print the environment that points docker, ssh, Slurm and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
-    for key, value in _open_lab(name).build_environment().items():
+    for key, value in _open_lab(name).build_client_environment().items():
         typer.echo(f"export {key}={shlex.quote(value)}")
 
 
@@ -142,7 +142,7 @@ def _open_lab(name: str) -> "Lab":
     return Lab(name)
 
 
-def _format_table(node_statuses: "list[NodeStatus]") -> str:
+def _format_node_table(node_statuses: "list[NodeStatus]") -> str:
     rows = [("NODE", "STATE", "ROLE", "LINK", "ENGINE", "SERVICES", "ADDRESS", "PID")]
     for node in node_statuses:
         services = ",".join(node.services) or "-"

@@ -15,7 +15,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
 
     Raises SwarmtrainError if there is no prompt, or `file` cannot be read.
     """
-    prompts = [*arguments, *(line for line in _read_lines(file, "--prompts", "prompt") if line)]
+    prompts = [*arguments, *(line for line in _read_file_lines(file, "--prompts", "prompt") if line)]
     if not prompts and not file and not sys.stdin.isatty():
         prompts = [text] if (text := sys.stdin.read().removesuffix("\n")) else []
     if not prompts:
@@ -28,7 +28,7 @@ def read_texts(arguments: Sequence[str], file: Path | None) -> list[str]:
 
     An empty line is an error: the output has one row per text.
     """
-    lines = _read_lines(file, "--texts", "text")
+    lines = _read_file_lines(file, "--texts", "text")
     if not arguments and not file and not sys.stdin.isatty():
         lines = sys.stdin.read().splitlines()
     if empty := [number for number, line in enumerate(lines, 1) if not line.strip()]:
@@ -38,7 +38,7 @@ def read_texts(arguments: Sequence[str], file: Path | None) -> list[str]:
     return [*arguments, *lines]
 
 
-def _read_lines(file: Path | None, option: str, item: str) -> list[str]:
+def _read_file_lines(file: Path | None, option: str, item: str) -> list[str]:
     try:
         return file.read_text(encoding="utf-8").splitlines() if file else []
     except (OSError, UnicodeDecodeError) as error:

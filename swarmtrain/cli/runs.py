@@ -55,7 +55,7 @@ def deploy(
     plan = plan_run(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
     launcher = create_launcher(config.runner.runner_type)
     if attach is not None:
-        raise typer.Exit(runs.run_attached(launcher, plan, attach))
+        raise typer.Exit(runs.run_plan_attached(launcher, plan, attach))
     runs.deploy_run(launcher, plan, yes=yes)
     if not detach:
         raise typer.Exit(runs.follow_run(launcher, plan.run, as_json=json))
@@ -107,11 +107,11 @@ def report(
     """Write the dashboard of a run to a single HTML file that needs no server and no network."""
     from swarmtrain.view.console import print_message
     from swarmtrain.view.dashboard.data_source import open_data_source
-    from swarmtrain.view.dashboard.html_page import write_report
+    from swarmtrain.view.dashboard.html_page import write_html_report
 
     data_source = open_data_source(run)
     path = output or Path(f"{data_source.run}.html")
-    write_report(data_source, path)
+    write_html_report(data_source, path)
     print_message(f"wrote {path}")
 
 

@@ -29,7 +29,7 @@ def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
     """
     words = environ.get("COMP_WORDS", "").split("\n")
     current = int(environ.get("COMP_CWORD") or 0)
-    while (equals_index := _find_equals(words, current)) is not None:
+    while (equals_index := _find_equals_sign(words, current)) is not None:
         if equals_index == current or equals_index + 1 == current:
             environ[_KEY_VARIABLE] = words[equals_index - 1]
             words[equals_index - 1 : current + 1] = [words[current] if equals_index < current else ""]
@@ -43,7 +43,11 @@ def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
 def complete_runs(incomplete: str) -> CompletionItems:
     """Return the names of the runs that begin with `incomplete`, of every launcher that answers before the timeout."""
     launcher_classes = _load_launcher_classes()  # here, since the timeout is for the engines, not for imports
-    return [(run, "") for run in sorted(_collect_within_timeout(lambda: _iterate_runs(launcher_classes))) if run.startswith(incomplete)]
+    return [
+        (run, "")
+        for run in sorted(_collect_items_within_timeout(lambda: _iterate_run_names(launcher_classes)))
+        if run.startswith(incomplete)
+    ]
 
 
 def complete_config_files(incomplete: str) -> CompletionItems:
@@ -93,13 +97,13 @@ def complete_lab_nodes(ctx: typer.Context, incomplete: str) -> CompletionItems:
     from swarmtrain.lab import DEFAULT_NAME, state
 
     try:
-        lab = state.read_description(state.get_base_directory() / (ctx.params.get("name") or DEFAULT_NAME))
+        lab = state.read_lab_description(state.get_base_directory() / (ctx.params.get("name") or DEFAULT_NAME))
     except (SwarmtrainError, OSError):
         return []
-    return [(node, lab.get_address(node)) for node in lab.nodes if node.startswith(incomplete)] if lab else []
+    return [(node, lab.get_node_address(node)) for node in lab.nodes if node.startswith(incomplete)] if lab else []
 
 
-def _find_equals(words: list[str], current: int) -> int | None:
+def _find_equals_sign(words: list[str], current: int) -> int | None:
     """Return the index of the word `=` that follows `-o KEY`, searching `words` up to index `current`; None if there is none."""
     positions = (position for position in range(3, current + 1) if words[position : position + 1] == ["="])
     return next((position for position in positions if words[position - 2] in ("-o", "--override")), None)
@@ -126,13 +130,13 @@ def _load_launcher_classes() -> "list[type[Launcher]]":
     return classes
 
 
-def _iterate_runs(launcher_classes: "Sequence[Callable[[], Launcher]]") -> Iterator[str]:
+def _iterate_run_names(launcher_classes: "Sequence[Callable[[], Launcher]]") -> Iterator[str]:
     for launcher_class in launcher_classes:
         with suppress(Exception):  # another package's launcher may raise anything
             yield from launcher_class().list_runs()
 
 
-def _collect_within_timeout(produce: Callable[[], Iterator[str]]) -> list[str]:
+def _collect_items_within_timeout(produce: Callable[[], Iterator[str]]) -> list[str]:
     """Return the items that the generator `produce` yields before the completion timeout expires."""
     results: list[str] = []
     thread = threading.Thread(target=lambda: results.extend(produce()), daemon=True)

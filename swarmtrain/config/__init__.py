@@ -78,9 +78,9 @@ class Config(Section):
                     "trainer.compile", f"does not work with tensor or context parallelism, but topology.{name} is {size}"
                 )
         partition_layers(self.topology, architecture)
-        _check_float8(architecture, self.topology)
+        _check_float8_layer_sizes(architecture, self.topology)
         if architecture.umup.enable:
-            _check_umup(self.optimizer, self.training_groups)
+            _check_umup_optimizer(self.optimizer, self.training_groups)
         return self
 
     @model_validator(mode="after")
@@ -94,7 +94,7 @@ class Config(Section):
                 "trainer.finetunable_token_ids", f"{out_of_range[0]} is not smaller than transformer_architecture.vocab_size {vocabulary}"
             )
         if self.trainer.sampling_config is not None:
-            _check_sampling(self.topology, self.transformer_architecture)
+            _check_topology_allows_sampling(self.topology, self.transformer_architecture)
         if self.trainer.objective_config is None:  # a custom objective may use pairs, texts and heads in any combination
             _check_preference_tuning(self)
             _check_contrastive_training(self)
@@ -165,7 +165,7 @@ def _check_contrastive_training(config: Config) -> None:
         raise build_field_error(key, "does not support topology.context_parallel_size above 1: an embedding is computed from the full text")
 
 
-def _check_sampling(topology: TopologyConfig, architecture: TransformerArchitectureConfig) -> None:
+def _check_topology_allows_sampling(topology: TopologyConfig, architecture: TransformerArchitectureConfig) -> None:
     """Check that the model generates text, and that `topology` allows it.
 
     Tokens are generated one at a time, so each rank needs full sequences and all layers.
@@ -184,7 +184,7 @@ def _check_sampling(topology: TopologyConfig, architecture: TransformerArchitect
         raise build_field_error("trainer.sampling_config", reason, "remove it, and run swarmtrain sample on the run's checkpoints")
 
 
-def _check_float8(architecture: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
+def _check_float8_layer_sizes(architecture: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
     """Check that the sizes of float8 layers are multiples of 16 times the degree by which they are sharded.
 
     The kernels take rows of 16 values: of a layer's inputs in the forward pass, and of its outputs and tokens in the backward pass.
@@ -215,7 +215,7 @@ def _describe_float8_multiple(name: str, degree: int) -> tuple[str, int]:
     )
 
 
-def _check_umup(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
+def _check_umup_optimizer(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
     """Check that the optimizer settings fit u-muP.
 
     u-muP's learning rates are for AdamW. Each gradient value has unit scale, so the global gradient norm grows with the model.

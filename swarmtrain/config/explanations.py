@@ -31,19 +31,19 @@ def explain_validation_error(
             keys.append(detail["ctx"]["name"])
         path = f"{prefix}{'.'.join(keys)}"
         is_overridden = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for key in overridden)
-        message, hint = _build_message(detail, keys, model)
-        problems.append(Problem(path, message, None if is_overridden else _find_line(path, lines), hint))
+        message, hint = _build_problem_message(detail, keys, model)
+        problems.append(Problem(path, message, None if is_overridden else _find_key_line(path, lines), hint))
     return problems
 
 
-def _find_line(path: str, lines: Mapping[str, int]) -> int | None:
+def _find_key_line(path: str, lines: Mapping[str, int]) -> int | None:
     """Return the line of the key path `path` in the file; if it is not there, the line of its innermost enclosing section, or None."""
     while path and path not in lines:
         path = path.rpartition(".")[0]
     return lines.get(path)
 
 
-def _build_message(detail: ErrorDetails, keys: list[str], model: type[BaseModel]) -> tuple[str, str | None]:
+def _build_problem_message(detail: ErrorDetails, keys: list[str], model: type[BaseModel]) -> tuple[str, str | None]:
     code, value = detail["type"], detail.get("input")
     if code == "extra_forbidden":
         field_names = _list_field_names(keys[:-1], model)
@@ -70,11 +70,11 @@ def _list_field_names(keys: list[str], root: type[BaseModel]) -> list[str]:
             continue
         if not (isinstance(model, type) and issubclass(model, BaseModel) and key in model.model_fields):
             return []
-        model = _find_model(model.model_fields[key].annotation)
+        model = _find_pydantic_model(model.model_fields[key].annotation)
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
-def _find_model(annotation: Any) -> Any:
+def _find_pydantic_model(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((model for argument in get_args(annotation) if (model := _find_model(argument)) is not None), None)
+    return next((model for argument in get_args(annotation) if (model := _find_pydantic_model(argument)) is not None), None)

@@ -31,9 +31,13 @@ def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, 
     runner = config.runner
     update: dict[str, Any] = {}
     if runner.hostsfile is not None:
-        update |= {"hosts": _read_lines(folder / runner.hostsfile, "hostsfile"), "hostsfile": None}
+        update |= {"hosts": _read_uncommented_lines(folder / runner.hostsfile, "hostsfile"), "hostsfile": None}
     if runner.capabilities.passes_environment:
-        env = dict(_parse_variable(line) for line in _read_lines(folder / runner.env_file, "env_file")) if runner.env_file else {}
+        env = (
+            dict(_parse_env_variable(line) for line in _read_uncommented_lines(folder / runner.env_file, "env_file"))
+            if runner.env_file
+            else {}
+        )
         in_container = runner.capabilities.runs_in_containers
         prefixes = tuple(prefix for prefix in runner.env_prefixes if not (in_container and prefix.startswith("PYTHON")))
         inherited = {name: value for name, value in environ.items() if prefixes and name.startswith(prefixes)}
@@ -47,7 +51,7 @@ def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, 
     return config.model_copy(update={"runner": runner})
 
 
-def _read_lines(path: Path, key: str) -> list[str]:
+def _read_uncommented_lines(path: Path, key: str) -> list[str]:
     try:
         text = read_file_with_limit(path, _MAX_FILE_BYTES).decode()
     except (UnreadableFileError, UnicodeDecodeError) as error:
@@ -60,7 +64,7 @@ def _strip_comment(line: str, key: str) -> str:
     return line.partition("#")[0].strip() if key == "hostsfile" else "" if line.lstrip().startswith("#") else line.strip()
 
 
-def _parse_variable(line: str) -> tuple[str, str]:
+def _parse_env_variable(line: str) -> tuple[str, str]:
     match = _VARIABLE_LINE.fullmatch(line)
     if match is None:
         raise ConfigError(

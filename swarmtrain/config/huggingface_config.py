@@ -35,7 +35,7 @@ class FieldMapping:
 
     def export_value(self, architecture: TransformerArchitectureConfig) -> Any:
         """Return the value of this mapping's key in the config.json of `architecture`."""
-        return self.to_hf(architecture) if self.to_hf else _get_by_path(architecture, self.config_path)
+        return self.to_hf(architecture) if self.to_hf else _get_field_by_path(architecture, self.config_path)
 
     def import_value(self, values: ConfigJson) -> Any:
         """Return the value of this mapping's field for the config.json `values`.
@@ -247,9 +247,9 @@ FAMILIES = (
 )
 
 
-def find_family(architecture: TransformerArchitectureConfig) -> ModelFamily:
+def find_model_family(architecture: TransformerArchitectureConfig) -> ModelFamily:
     """Return the family of `architecture`. Raises SwarmtrainError with the differences from the most similar family if there is none."""
-    candidates = [(_list_mismatches(architecture, candidate), candidate) for candidate in FAMILIES]
+    candidates = [(_list_family_mismatches(architecture, candidate), candidate) for candidate in FAMILIES]
     mismatches, nearest = min(candidates, key=lambda pair: len(pair[0]))
     if mismatches:
         raise SwarmtrainError(
@@ -262,7 +262,7 @@ def find_family(architecture: TransformerArchitectureConfig) -> ModelFamily:
 
 def build_config_json(architecture: TransformerArchitectureConfig, dtype: str) -> dict[str, Any]:
     """Return the config.json of a model with this architecture and tensors of `dtype`. Raises SwarmtrainError as `find_family` does."""
-    model_family = find_family(architecture)
+    model_family = find_model_family(architecture)
     # BOS and EOS come from the data here. Hugging Face's defaults may be outside the vocabulary, so they are set to null.
     model = (
         model_family.model_class if architecture.embedding_head_config is None else _LM_HEAD_SUFFIX.sub("Model", model_family.model_class)
@@ -278,7 +278,7 @@ def build_config_json(architecture: TransformerArchitectureConfig, dtype: str) -
     return {key: value for key, value in values.items() if key != "rope_scaling" or value}
 
 
-def identify_family(values: ConfigJson, location: str) -> ModelFamily:
+def read_model_family(values: ConfigJson, location: str) -> ModelFamily:
     """Return the family of a config.json. Raises SwarmtrainError if it is not supported."""
     name = values.get("model_type")
     model_family = next((candidate for candidate in FAMILIES if candidate.model_type == name), None)
@@ -293,9 +293,9 @@ def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any
 
     Raises SwarmtrainError with the values that are invalid or not supported.
     """
-    model_family, values = identify_family(values, location), flatten_rope_parameters(values)
+    model_family, values = read_model_family(values, location), flatten_rope_parameters(values)
     try:
-        if unsupported := _list_unsupported(values, model_family):
+        if unsupported := _list_unsupported_settings(values, model_family):
             reason = f"is a {model_family.model_type} variant that is not supported: {'; '.join(unsupported)}"
             raise SwarmtrainError(reason, place=location, hint="train it with a custom script: see docs/how-to/own-script.md")
         architecture_values = {
@@ -334,7 +334,7 @@ def flatten_rope_parameters(values: ConfigJson) -> dict[str, Any]:
     return {**{key: value for key, value in renamed.items() if value is not None}, "rope_scaling": scaling, **values}
 
 
-def _list_unsupported(values: ConfigJson, model_family: ModelFamily) -> list[str]:
+def _list_unsupported_settings(values: ConfigJson, model_family: ModelFamily) -> list[str]:
     """Return the settings of a config.json that `transformer_architecture` does not support."""
     allowed_values = {key: value if isinstance(value, tuple) else (value,) for key, value in model_family.required_values.items()}
     unsupported = [f"{key} is {values.get(key)!r}" for key, allowed in allowed_values.items() if values.get(key) not in allowed]
@@ -347,7 +347,7 @@ def _list_unsupported(values: ConfigJson, model_family: ModelFamily) -> list[str
     return unsupported
 
 
-def _list_mismatches(architecture: TransformerArchitectureConfig, model_family: ModelFamily) -> list[str]:
+def _list_family_mismatches(architecture: TransformerArchitectureConfig, model_family: ModelFamily) -> list[str]:
     """Return the fields of `architecture` that `model_family` cannot have."""
     mapped_paths = {field.config_path for field in model_family.field_mappings}
     expected = dict(model_family.fixed_values) | {
@@ -363,13 +363,13 @@ def _list_mismatches(architecture: TransformerArchitectureConfig, model_family: 
     if "rotary_scaling" not in mapped_paths:
         expected["rotary_scaling"] = None
     resolved = {"attention_output_bias": architecture.has_attention_output_bias, "attention_num_kv_heads": architecture.kv_heads}
-    pairs = {path: (resolved.get(path, _get_by_path(architecture, path)), value) for path, value in expected.items()}
-    return [f"{path} must be {value!r}, not {_format_value(actual)}" for path, (actual, value) in pairs.items() if actual != value]
+    pairs = {path: (resolved.get(path, _get_field_by_path(architecture, path)), value) for path, value in expected.items()}
+    return [f"{path} must be {value!r}, not {_format_field_value(actual)}" for path, (actual, value) in pairs.items() if actual != value]
 
 
-def _format_value(value: Any) -> str:
+def _format_field_value(value: Any) -> str:
     return "set" if isinstance(value, Section) else repr(getattr(value, "value", value))
 
 
-def _get_by_path(architecture: TransformerArchitectureConfig, path: str) -> Any:
+def _get_field_by_path(architecture: TransformerArchitectureConfig, path: str) -> Any:
     return reduce(getattr, path.split("."), architecture)

@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with all problems, or SwarmtrainError if the file cannot be read.
     """
-    return parse_config(_read_text(Path(path)), overrides, source=str(path))
+    return parse_config(_read_config_text(Path(path)), overrides, source=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None = None) -> Config:
@@ -40,10 +40,12 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None
     try:
         document = read_yaml(text)
     except YamlSyntaxError as error:
-        raise ConfigError(order_problems([Problem("", f"is not valid YAML: {error}", error.line, error.hint)]), source=source) from None
+        raise ConfigError(
+            sort_and_limit_problems([Problem("", f"is not valid YAML: {error}", error.line, error.hint)]), source=source
+        ) from None
     values = document.values
     if not isinstance(values, dict):
-        raise ConfigError(order_problems([_describe_non_mapping(values, source)]), source=source)
+        raise ConfigError(sort_and_limit_problems([_build_root_type_problem(values, source)]), source=source)
     overridden, problems = apply_overrides(values, overrides)
     problems = [*document.problems, *problems]
     try:
@@ -56,11 +58,11 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None
     except ValueError as error:
         problems.append(Problem("", f"contains an invalid value: {error}"))
     if problems:
-        raise ConfigError(order_problems(problems), source=source)
+        raise ConfigError(sort_and_limit_problems(problems), source=source)
     return config
 
 
-def _read_text(path: Path) -> str:
+def _read_config_text(path: Path) -> str:
     try:
         content = read_file_with_limit(path, _MAX_BYTES)
     except UnreadableFileError as error:
@@ -78,7 +80,7 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _describe_non_mapping(values: Any, source: str | None) -> Problem:
+def _build_root_type_problem(values: Any, source: str | None) -> Problem:
     if values is None:
         name = source or "config.yml"
         return Problem(
@@ -87,7 +89,7 @@ def _describe_non_mapping(values: Any, source: str | None) -> Problem:
     return Problem("", f"must be a mapping of keys such as runner and trainer, not {describe_value(values)}", 1)
 
 
-def order_problems(problems: list[Problem]) -> tuple[Problem, ...]:
+def sort_and_limit_problems(problems: list[Problem]) -> tuple[Problem, ...]:
     """Return the first `problems`, sorted by line and escaped for a terminal. A file full of errors is not listed in full."""
     escaped = (
         replace(

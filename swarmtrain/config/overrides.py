@@ -24,7 +24,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[s
             continue
         try:
             document = read_yaml(text)
-            _set_value(values, key.split("."), document.values)
+            _set_value_at_path(values, key.split("."), document.values)
         except YamlSyntaxError as error:
             problems.append(Problem(key, f"override's value {text!r} is not valid YAML: {error}", hint=error.hint))
         except _NoSuchKeyError as error:
@@ -41,19 +41,19 @@ class _NoSuchKeyError(Exception):
     """A key of an override does not exist, and cannot be created."""
 
 
-def _set_value(values: dict[str, Any], keys: list[str], value: Any) -> None:
+def _set_value_at_path(values: dict[str, Any], keys: list[str], value: Any) -> None:
     if len(keys) > _MAX_DEPTH:
         raise _NoSuchKeyError("the key path is too deep")
     target: Any = values
     for position, key in enumerate(keys[:-1]):
-        index = _resolve_index(target, keys, position)
+        index = _resolve_key_or_index(target, keys, position)
         if isinstance(target, dict) and target.get(key) is None:
             target[key] = {}
         target = target[index]
-    target[_resolve_index(target, keys, len(keys) - 1)] = value
+    target[_resolve_key_or_index(target, keys, len(keys) - 1)] = value
 
 
-def _resolve_index(target: Any, keys: list[str], position: int) -> Any:
+def _resolve_key_or_index(target: Any, keys: list[str], position: int) -> Any:
     """Return the mapping key or list index that `keys[position]` means in `target`. Raises _NoSuchKeyError if there is none."""
     key, parent_path = keys[position], ".".join(keys[:position])
     if isinstance(target, dict):

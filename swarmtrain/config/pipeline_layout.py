@@ -15,7 +15,7 @@ def partition_layers(topology: TopologyConfig, architecture: TransformerArchitec
 
     Raises a validation error about the responsible `topology` field if the layers cannot be partitioned into these stages.
     """
-    layers, stages = architecture.num_layers, topology.pipeline_stages
+    layers, stages = architecture.num_layers, topology.pipeline_stage_count
     if stages > layers:
         product = f"{topology.pipeline_parallel_size} x {topology.pipe_stages_per_rank} = " if topology.pipe_stages_per_rank > 1 else ""
         reason = f"{product}{stages} stages exceed transformer_architecture.num_layers {layers}"
@@ -23,9 +23,9 @@ def partition_layers(topology: TopologyConfig, architecture: TransformerArchitec
     if topology.pipe_partition_overwrite is not None:
         first_layers = _check_first_layers(topology.pipe_partition_overwrite, stages, layers)
     elif topology.pipe_partition_method is PipePartitionMethod.balanced:
-        first_layers = _partition_balanced(_estimate_layer_costs(architecture), stages)
+        first_layers = _partition_layers_by_cost(_estimate_layer_costs(architecture), stages)
     else:
-        first_layers = _partition_uniformly(stages, layers)
+        first_layers = _partition_layers_uniformly(stages, layers)
     return tuple(range(first_layer, end_layer) for first_layer, end_layer in zip(first_layers, [*first_layers[1:], layers], strict=True))
 
 
@@ -50,12 +50,12 @@ def compute_bubble_fraction(topology: TopologyConfig, assigned: int) -> float:
     )
 
 
-def _partition_uniformly(stages: int, layers: int) -> list[int]:
+def _partition_layers_uniformly(stages: int, layers: int) -> list[int]:
     return [stage * layers // stages for stage in range(stages)]
 
 
 def _check_first_layers(first_layers: Sequence[int], stages: int, layers: int) -> Sequence[int]:
-    name, hint = "topology.pipe_partition_overwrite", f"for a uniform partition, use {_partition_uniformly(stages, layers)}"
+    name, hint = "topology.pipe_partition_overwrite", f"for a uniform partition, use {_partition_layers_uniformly(stages, layers)}"
     if len(first_layers) != stages:
         raise build_field_error(
             name, f"names {len(first_layers)} first layer{'' if len(first_layers) == 1 else 's'}, but there are {stages} stages", hint
@@ -83,21 +83,21 @@ def _estimate_layer_costs(architecture: TransformerArchitectureConfig) -> list[i
     return costs
 
 
-def _partition_balanced(costs: Sequence[int], stages: int) -> list[int]:
+def _partition_layers_by_cost(costs: Sequence[int], stages: int) -> list[int]:
     """Return the index of the first layer of each of `stages` pipeline stages, so that the cost of the most expensive stage is minimal."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
-        if _fill_stages(costs, stages, middle) is None:
+        if _fill_stages_up_to_cost(costs, stages, middle) is None:
             low = middle + 1
         else:
             high = middle
-    first_layers = _fill_stages(costs, stages, low)
+    first_layers = _fill_stages_up_to_cost(costs, stages, low)
     assert first_layers is not None  # noqa: S101  # a stage of all layers fits the sum, and the search ends at a limit that fits
     return first_layers
 
 
-def _fill_stages(costs: Sequence[int], stages: int, limit: int) -> list[int] | None:
+def _fill_stages_up_to_cost(costs: Sequence[int], stages: int, limit: int) -> list[int] | None:
     """Return the index of the first layer of each pipeline stage, such that no stage costs more than `limit`; None if that is impossible.
 
     Later stages are filled first: early stages keep the activations of more micro batches.

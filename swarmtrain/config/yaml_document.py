@@ -77,13 +77,13 @@ class YamlDocument:
 def read_yaml(text: str) -> YamlDocument:
     """Return the parsed document of the YAML text `text`. Raises YamlSyntaxError if it is not valid YAML."""
     try:
-        _use_loader(text, _check_depth)
-        node = _use_loader(text, lambda loader: loader.get_single_node())
+        _run_with_yaml_loader(text, _check_nesting_depth)
+        node = _run_with_yaml_loader(text, lambda loader: loader.get_single_node())
         if node is None:
             return YamlDocument()
         reader = _DocumentReader()
-        reader.record_lines(node, ())
-        values = _use_loader("", lambda loader: loader.construct_document(node))
+        reader.record_key_lines(node, ())
+        values = _run_with_yaml_loader("", lambda loader: loader.construct_document(node))
         return YamlDocument(reader.to_json_values(values, ()), reader.lines, reader.problems)
     except yaml.reader.ReaderError as error:
         line = 1 + text.encode(errors="replace")[: error.position].count(b"\n")
@@ -94,7 +94,7 @@ def read_yaml(text: str) -> YamlDocument:
         raise YamlSyntaxError("it contains an unpaired surrogate") from None
 
 
-def _use_loader(text: str, function: Callable[[Any], T]) -> T:
+def _run_with_yaml_loader(text: str, function: Callable[[Any], T]) -> T:
     loader = _YamlLoader(text)
     try:
         return function(loader)
@@ -102,7 +102,7 @@ def _use_loader(text: str, function: Callable[[Any], T]) -> T:
         loader.dispose()
 
 
-def _check_depth(loader: Any) -> None:
+def _check_nesting_depth(loader: Any) -> None:
     """Raise YamlSyntaxError if the YAML is nested too deeply, since its recursion would crash the C parser."""
     depth = 0
     while loader.check_event():
@@ -131,7 +131,7 @@ class _DocumentReader:
         self.problems: list[Problem] = []
         self._node_count = 0
 
-    def record_lines(self, node: yaml.Node, path: tuple[str, ...]) -> None:
+    def record_key_lines(self, node: yaml.Node, path: tuple[str, ...]) -> None:
         """Record the line of each key path below `node`, and report duplicate keys, of which YAML would silently keep the last."""
         self._node_count += 1
         if len(path) > _MAX_DEPTH:
@@ -147,23 +147,23 @@ class _DocumentReader:
                     self.problems.append(Problem(".".join(key_path), "appears twice", line, "keep one of the two"))
                 seen_keys.add(name)
                 self.lines[".".join(key_path)] = line
-                self.record_lines(value, key_path)
+                self.record_key_lines(value, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for index, value in enumerate(node.value):
                 key_path = (*path, str(index))
                 self.lines[".".join(key_path)] = value.start_mark.line + 1
-                self.record_lines(value, key_path)
+                self.record_key_lines(value, key_path)
 
     def to_json_values(self, value: Any, path: tuple[str, ...]) -> Any:
         """Return a copy of `value` that JSON can represent. Values that JSON cannot represent are omitted and reported as problems."""
         if isinstance(value, dict):
-            valid_items = {key: item for key, item in value.items() if self._check_value(key, (*path, str(key)), key=True)}
+            valid_items = {key: item for key, item in value.items() if self._check_json_value(key, (*path, str(key)), key=True)}
             return {key: self.to_json_values(item, (*path, str(key))) for key, item in valid_items.items()}
         if isinstance(value, list):
             return [self.to_json_values(item, (*path, str(index))) for index, item in enumerate(value)]
-        return value if self._check_value(value, path) else None
+        return value if self._check_json_value(value, path) else None
 
-    def _check_value(self, value: Any, path: tuple[str, ...], *, key: bool = False) -> bool:
+    def _check_json_value(self, value: Any, path: tuple[str, ...], *, key: bool = False) -> bool:
         reason, hint = None, None
         if isinstance(value, str):
             reason = "contains a NUL character, which environment variables and paths cannot contain" if "\0" in value else None

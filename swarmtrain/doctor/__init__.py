@@ -55,7 +55,7 @@ def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReport
     if report.fatal_count or snapshot is None or not probe:
         return report
     try:
-        results = run_probe(launcher, plan, report_progress, reserve=not capacity_checks.needs_to_wait(snapshot))
+        results = run_probe(launcher, plan, report_progress, reserve=not capacity_checks.needs_to_wait_for_gpus(snapshot))
     except StackError as error:
         finding = Finding(error.place or "stack", error.message, error.hint, why="the job's own services would not start either")
         return DoctorReport((*check_results, CheckResult("start", "the job's services can be started", (finding,))))

@@ -9,7 +9,7 @@ from swarmtrain.doctor.cluster_checks import CHECKS, ApiObject, ClusterSnapshot,
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, natural_sort_key
 from swarmtrain.launchers.swarm.resources.generic_resources import count_resources
-from swarmtrain.launchers.swarm.resources.resource_accounting import compute_supplies
+from swarmtrain.launchers.swarm.resources.resource_accounting import compute_resource_supplies
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK, ROLE_NODE
 
 
@@ -19,7 +19,7 @@ def _check_memory(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         return
     docker = snapshot.plan.config.runner.docker_config
     for node, _ in snapshot.planned_nodes:
-        available = _get_resource(node, "MemoryBytes")
+        available = _get_resource_amount(node, "MemoryBytes")
         for key, requested, why in (
             (
                 "memory",
@@ -42,7 +42,7 @@ def _check_cores(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         return
     runner = snapshot.plan.config.runner
     for node, planned in snapshot.planned_nodes:
-        cores = _get_resource(node, "NanoCPUs") // 10**9
+        cores = _get_resource_amount(node, "NanoCPUs") // 10**9
         if cores and runner.docker_config.cpus and runner.docker_config.cpus > cores:
             message = f"has {_format_cores(cores)}, less than runner.docker_config.cpus, {runner.docker_config.cpus:g}"
             hint = f"-o runner.docker_config.cpus={cores}, or list machines with more cores in runner.hosts"
@@ -66,7 +66,9 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource
-    supplies_by_node = compute_supplies(snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind, excluded_stack=snapshot.plan.run)
+    supplies_by_node = compute_resource_supplies(
+        snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind, excluded_stack=snapshot.plan.run
+    )
     for node, planned in snapshot.planned_nodes:
         declared, claims, free = (
             supplies_by_node[node["ID"]].declared,
@@ -78,17 +80,17 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             holders = ", ".join(f"{_describe_stack(snapshot, stack)} holds {count}" for stack, count in claims.items())
             waits = f"the run waits until {' or '.join(_describe_stack(snapshot, stack) for stack in claims)} releases them"
             message = f"has {declared} {resource_kind}, {free} of them free, but the run needs {planned.slots}: {holders}; {waits}"
-            hint = ", or ".join(_suggest_release_command(snapshot, stack) for stack in claims)
+            hint = ", or ".join(_suggest_command_to_free_resources(snapshot, stack) for stack in claims)
             why = "a run is deployed only when all resources that its nodes reserve are free, so that two runs never deadlock"
             yield Finding(f"node {get_host_name(node)}", message, hint, fatal=False, why=why)
 
 
-def needs_to_wait(snapshot: ClusterSnapshot) -> bool:
+def needs_to_wait_for_gpus(snapshot: ClusterSnapshot) -> bool:
     """Return whether a run with the plan's reservations would have to wait for GPUs held by another run, or by itself if it is up."""
     if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return False
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource
-    supplies_by_node = compute_supplies(snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind)
+    supplies_by_node = compute_resource_supplies(snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind)
     return any(supplies_by_node[node["ID"]].free_count < planned.slots for node, planned in snapshot.planned_nodes)
 
 
@@ -99,7 +101,7 @@ def _check_other_runs(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     shared: dict[str, set[str]] = {}
     for task in _iterate_other_tasks(snapshot):
         if task["NodeID"] in hosts_by_id and task.get("ServiceID") in node_services:
-            shared.setdefault(_get_stack(task), set()).add(hosts_by_id[task["NodeID"]])
+            shared.setdefault(_get_stack_name(task), set()).add(hosts_by_id[task["NodeID"]])
     for run, hosts in sorted(shared.items()):
         message = f"trains on {', '.join(sorted(hosts, key=natural_sort_key))} too"
         hint = f"swarmtrain stop {run}, or use other machines in runner.hosts"
@@ -110,16 +112,16 @@ def _check_other_runs(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 def _iterate_other_tasks(snapshot: ClusterSnapshot) -> Iterator[ApiObject]:
     """Yield the active tasks on the nodes, except those of the plan's own run."""
     for task in snapshot.tasks:
-        is_own = snapshot.plan is not None and _get_stack(task) == snapshot.plan.run
+        is_own = snapshot.plan is not None and _get_stack_name(task) == snapshot.plan.run
         if task.get("NodeID") and task["Status"]["State"] not in FINAL_STATES and not is_own:
             yield task
 
 
-def _get_stack(task: ApiObject) -> str:
+def _get_stack_name(task: ApiObject) -> str:
     return str(((task["Spec"].get("ContainerSpec") or {}).get("Labels") or {}).get(LABEL_STACK, ""))
 
 
-def _is_run(snapshot: ClusterSnapshot, stack: str) -> bool:
+def _is_run_stack(snapshot: ClusterSnapshot, stack: str) -> bool:
     labels = [service["Spec"].get("Labels") or {} for service in snapshot.services]
     return stack in snapshot.terminating_runs or any(
         LABEL_RUN in service_labels and service_labels.get(LABEL_STACK) == stack for service_labels in labels
@@ -127,17 +129,17 @@ def _is_run(snapshot: ClusterSnapshot, stack: str) -> bool:
 
 
 def _describe_stack(snapshot: ClusterSnapshot, stack: str) -> str:
-    return f"{'run' if _is_run(snapshot, stack) else 'stack'} {stack}" if stack else "a service outside any stack"
+    return f"{'run' if _is_run_stack(snapshot, stack) else 'stack'} {stack}" if stack else "a service outside any stack"
 
 
-def _suggest_release_command(snapshot: ClusterSnapshot, stack: str) -> str:
+def _suggest_command_to_free_resources(snapshot: ClusterSnapshot, stack: str) -> str:
     """Return the command that releases the resources of the stack `stack`, or that shows to whom the stack belongs."""
-    if _is_run(snapshot, stack):
+    if _is_run_stack(snapshot, stack):
         return f"swarmtrain {'down' if stack in snapshot.terminating_runs else 'stop'} {stack}"
     return f"docker stack services {stack} shows the owner" if stack else "docker service ls shows the owner"
 
 
-def _get_resource(node: ApiObject, key: str) -> int:
+def _get_resource_amount(node: ApiObject, key: str) -> int:
     return int((node["Description"].get("Resources") or {}).get(key, 0))
 
 

@@ -65,12 +65,14 @@ class ClusterSnapshot:
     def find_planned_node(self, node: ApiObject) -> PlannedNode | None:
         """Return the planned node of the run that is pinned to the swarm node `node`; None if there is none."""
         pins = [f"node.id=={node['ID']}"]
-        namesakes = [other for other in self.nodes if get_host_name(other) == get_host_name(node) and not _describe_unavailability(other)]
-        if not (_describe_unavailability(node) and namesakes):  # if a machine has rejoined, its host name means the new node
+        namesakes = [
+            other for other in self.nodes if get_host_name(other) == get_host_name(node) and not _describe_node_unavailability(other)
+        ]
+        if not (_describe_node_unavailability(node) and namesakes):  # if a machine has rejoined, its host name means the new node
             pins.append(f"node.hostname=={get_host_name(node)}")
         return next((planned for planned in (self.plan.nodes if self.plan else ()) if planned.constraint in pins), None)
 
-    def is_relevant(self, node: ApiObject) -> bool:
+    def can_run_use_node(self, node: ApiObject) -> bool:
         """Return whether a run may use the swarm node `node`: it is in the plan, or a manager, or there is no plan."""
         return self.plan is None or self.find_planned_node(node) is not None or node in self.managers
 
@@ -89,14 +91,14 @@ def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
     """
     with ThreadPoolExecutor() as pool:
         listings = [pool.submit(engine.list_objects, path) for path in ("/nodes", "/services", "/tasks")]
-        image = pool.submit(_resolve_image, engine, plan)
+        image = pool.submit(_pin_planned_image, engine, plan)
         terminating_runs = pool.submit(cluster_state.list_terminating_runs, engine)
         nodes, services, tasks = (tuple(listing.result()) for listing in listings)
         ordered = tuple(sorted(nodes, key=lambda node: (cluster_state.natural_sort_key(get_host_name(node)), node["ID"])))
         return ClusterSnapshot(ordered, services, tasks, plan, image.result(), tuple(terminating_runs.result()))
 
 
-def _resolve_image(engine: DockerEngine, plan: Plan | None) -> PinnedImage | None:
+def _pin_planned_image(engine: DockerEngine, plan: Plan | None) -> PinnedImage | None:
     try:
         return pin_image(engine, plan.config.runner.docker_config.docker_container) if plan else None
     except ImageError:  # The launcher's own check reports that.
@@ -119,7 +121,7 @@ def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         why = f"more than half of the {count} managers must be reachable, or nothing in the swarm can be changed"
         yield Finding(f"node {get_host_name(node)}", "is not reachable from the other managers", hint, len(unreachable) * 2 >= count, why)
     if count and count % 2 == 0:
-        promoted = next((node for node in snapshot.nodes if node not in managers and not _describe_unavailability(node)), None)
+        promoted = next((node for node in snapshot.nodes if node not in managers and not _describe_node_unavailability(node)), None)
         demoted = next((node for node in [*unreachable, *managers] if not status[node["ID"]].get("Leader")), managers[-1])
         hint = (
             f"docker node promote {snapshot.format_node_reference(promoted)}"
@@ -132,9 +134,9 @@ def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 
 @CHECKS("nodes", "every node is up and accepts tasks")
-def _check_nodes(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+def _check_node_availability(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for node in snapshot.nodes:
-        if not (reason := _describe_unavailability(node)):
+        if not (reason := _describe_node_unavailability(node)):
             continue
         planned = snapshot.find_planned_node(node)
         hint = (
@@ -164,7 +166,7 @@ def _check_host_names(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 
 @CHECKS("versions", "all engines are recent enough and have the same version")
-def _check_versions(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+def _check_engine_versions(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     hosts_by_version: dict[tuple[int, ...], list[str]] = {}
     for node in snapshot.nodes:
         text = node["Description"].get("Engine", {}).get("EngineVersion", "")
@@ -174,7 +176,7 @@ def _check_versions(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         if version and version < _MIN_ENGINE_VERSION:
             why = "older engines silently ignore settings that the run's services need"
             hint = "install a newer Docker on it: https://docs.docker.com/engine/install"
-            yield Finding(f"node {get_host_name(node)}", f"engine {text} is older than 20.10", hint, snapshot.is_relevant(node), why)
+            yield Finding(f"node {get_host_name(node)}", f"engine {text} is older than 20.10", hint, snapshot.can_run_use_node(node), why)
     if len(hosts_by_version) > 1:
         versions = "; ".join(
             f"{'.'.join(map(str, version))} on {', '.join(hosts_by_version[version])}" for version in sorted(hosts_by_version)
@@ -222,7 +224,7 @@ def _check_platforms(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 
 @CHECKS("addresses", "every node advertises an address that the others can reach")
-def _check_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+def _check_advertised_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for node in snapshot.nodes:
         # Old engines report a leader's own address as 0.0.0.0; for a manager, the address that it advertises to the others counts.
         manager = (node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]")
@@ -236,18 +238,22 @@ def _check_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             hint = f"on it: {leave}, then docker swarm join --advertise-addr ITS_ADDRESS --token TOKEN MANAGER:2377"
         why = "nodes reach each other's containers through this address, but on each node it refers to a different machine or to none"
         yield Finding(
-            f"node {get_host_name(node)}", f"has the address {address} in the swarm", hint, not alone and snapshot.is_relevant(node), why
+            f"node {get_host_name(node)}",
+            f"has the address {address} in the swarm",
+            hint,
+            not alone and snapshot.can_run_use_node(node),
+            why,
         )
 
 
 @CHECKS("leftovers", "no run is partially removed")
-def _check_leftovers(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+def _check_partially_removed_runs(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for run in snapshot.terminating_runs:
         why = "its remaining objects keep its name, and may keep its network and its GPUs"
         yield Finding(f"run {run}", "is being removed, or was only partially created", f"swarmtrain down {run}", fatal=False, why=why)
 
 
-def _describe_unavailability(node: ApiObject) -> str:
+def _describe_node_unavailability(node: ApiObject) -> str:
     if node["Status"]["State"] != "ready":
         return str(node["Status"]["State"])
     return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")

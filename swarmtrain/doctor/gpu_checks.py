@@ -32,12 +32,12 @@ def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 
 @CHECKS("devices", "the ranks on each node see the GPUs that are reserved for them")
-def _check_devices(results: ProbeResults) -> Iterator[Finding]:
+def _check_visible_gpus(results: ProbeResults) -> Iterator[Finding]:
     if results.plan.config.runner.swarm.gpu is GpuMode.none:
         return
     for node in results.plan.nodes:
         if facts := results.nodes.get(node.name):
-            yield from _check_node_devices(results, node.name, node.slots, facts)
+            yield from _check_visible_gpus_of_node(results, node.name, node.slots, facts)
 
 
 @CHECKS("driver", "GPU drivers support torch's CUDA version, and are the same on all nodes")
@@ -58,7 +58,7 @@ def _check_drivers(results: ProbeResults) -> Iterator[Finding]:
         )
 
 
-def _check_node_devices(results: ProbeResults, name: str, slots: int, facts: NodeFacts) -> Iterator[Finding]:
+def _check_visible_gpus_of_node(results: ProbeResults, name: str, slots: int, facts: NodeFacts) -> Iterator[Finding]:
     swarm = results.plan.config.runner.swarm
     visible_gpus, machine_gpus = [gpu["uuid"] for gpu in facts["gpus"]], facts["machine_gpus"]
     assigned_gpus, fix = facts["assigned_gpus"], format_gpu_settings(swarm.generic_resource, machine_gpus or visible_gpus)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
 from swarmtrain.launchers.base import Finding
 from swarmtrain.plan import Plan, PlannedNode
-from swarmtrain.render.mounts import find_save_mount
+from swarmtrain.render.mounts import find_save_dir_mount
 
 _MAX_CLOCK_SKEW_SECONDS = 0.5
 _MIN_OPEN_FILES = 4096
@@ -151,11 +151,15 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
         return
     for name, mount in _iterate_mounts(results):
         if mount["target"] == target and not mount["writable"]:
-            yield _describe_unwritable(results, name, mount)
+            yield _describe_unwritable_mount(results, name, mount)
         elif (
             mount["target"] == target
             and shared
-            and (missing_writers := sorted(_list_met_nodes(results, name) & _list_writers(results, target) - set(mount["visible_nodes"])))
+            and (
+                missing_writers := sorted(
+                    _list_resolved_nodes(results, name) & _list_nodes_with_writable_mount(results, target) - set(mount["visible_nodes"])
+                )
+            )
         ):
             message = f"{target} is a different disk on this node: what {', '.join(missing_writers)} wrote is missing"
             yield Finding(
@@ -175,7 +179,7 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
         )
 
 
-def _describe_unwritable(results: ProbeResults, name: str, mount: NodeFacts) -> Finding:
+def _describe_unwritable_mount(results: ProbeResults, name: str, mount: NodeFacts) -> Finding:
     """Return the finding for a mount that the job cannot write to; if its owner is the cause, the finding names the owner and the fix."""
     owner, user, host = mount.get("owner", ""), results.nodes[name].get("user", ""), results.describe_node(name).partition(" on ")[2]
     message, why = (
@@ -237,16 +241,16 @@ def _iterate_mounts(results: ProbeResults) -> Iterator[tuple[str, NodeFacts]]:
             yield name, mount
 
 
-def _list_met_nodes(results: ProbeResults, name: str) -> set[str]:
+def _list_resolved_nodes(results: ProbeResults, name: str) -> set[str]:
     """Return the names of the nodes whose marker files `name` could see: its own, and those of peers whose names it had resolved."""
     return {name, *(peer for peer, seconds in results.nodes[name]["names"].items() if seconds is not None)}
 
 
-def _list_writers(results: ProbeResults, target: str) -> set[str]:
+def _list_nodes_with_writable_mount(results: ProbeResults, target: str) -> set[str]:
     return {name for name, mount in _iterate_mounts(results) if mount["target"] == target and mount["writable"]}
 
 
 def _get_save_mount_target(plan: Plan) -> str | None:
     """Return the container path of the mount that contains save_dir; None if no mount contains it."""
-    mount = find_save_mount(plan.config)
+    mount = find_save_dir_mount(plan.config)
     return mount[1] if mount else None

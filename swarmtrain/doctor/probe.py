@@ -34,11 +34,11 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
         report_progress(f"{plan.run} is up: it keeps running, and shares its nodes with the probe for a few seconds")
     report_progress(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
     try:
-        launcher.deploy(probe, report_progress)
+        launcher.deploy_run(probe, report_progress)
         return _collect_results(launcher, plan, probe.run, report_progress)
     finally:
         with contextlib.suppress(RunNotFound):  # a probe that failed to start is removed already
-            launcher.tear_down(probe.run, lambda _: None)
+            launcher.tear_down_run(probe.run, lambda _: None)
 
 
 def _drop_gpu_reservation(config: Config) -> Config:
@@ -52,7 +52,7 @@ def _collect_results(launcher: Launcher, plan: Plan, probe: str, report_progress
     events: list[Event] = []
     service_states: dict[str, str] = {}
     failure_reason = ""
-    for update in launcher.watch(probe):
+    for update in launcher.watch_run(probe):
         if isinstance(update, Event):
             events.append(update)
             if update.kind == protocol.EVENT_OUTCOME and update.data["status"] != "done":
@@ -61,20 +61,23 @@ def _collect_results(launcher: Launcher, plan: Plan, probe: str, report_progress
                 report_progress(line)
         elif isinstance(update, TaskState):
             service_states[update.node] = f"{update.state}: {update.reason}" if update.reason else update.state
-        if _index_by_node(events, protocol.EVENT_COLLECTIVE).keys() >= {node.name for node in plan.nodes} or time.monotonic() > deadline:
+        if (
+            _index_event_data_by_node(events, protocol.EVENT_COLLECTIVE).keys() >= {node.name for node in plan.nodes}
+            or time.monotonic() > deadline
+        ):
             break
     links = tuple(event.data for event in events if event.kind == protocol.EVENT_LINK)
     return ProbeResults(
         plan,
-        _index_by_node(events, protocol.EVENT_NODE_PROBE),
+        _index_event_data_by_node(events, protocol.EVENT_NODE_PROBE),
         links,
-        _index_by_node(events, protocol.EVENT_COLLECTIVE),
+        _index_event_data_by_node(events, protocol.EVENT_COLLECTIVE),
         failure_reason,
         service_states,
     )
 
 
-def _index_by_node(events: Iterable[Event], kind: str) -> dict[str, dict[str, object]]:
+def _index_event_data_by_node(events: Iterable[Event], kind: str) -> dict[str, dict[str, object]]:
     return {str(event.data["node"]): event.data for event in events if event.kind == kind}
 
 

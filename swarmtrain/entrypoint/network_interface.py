@@ -32,7 +32,7 @@ class Route:
     def is_loopback(self) -> bool:
         return self.address.startswith("127.") or self.address == "::1"
 
-    def build_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+    def build_interface_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables that make NCCL, gloo and TensorPipe use the interface of the rank network.
 
         Variables that `environ` already sets are left out.
@@ -47,7 +47,7 @@ class Route:
         return {name: value for name, value in variables.items() if name not in environ}
 
 
-def find_route_to(host: str, port: int) -> Route:
+def find_route_to_host(host: str, port: int) -> Route:
     """Return the route to `host`, without sending a packet. Raises OSError if the host name cannot be resolved or no route exists."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as probe:
@@ -62,7 +62,7 @@ def choose_route(interface: str, coordinator_address: str) -> Route:
     Raises OSError if the route does not exist.
     """
     host, _, port = coordinator_address.rpartition(":")
-    return find_route_by_interface(interface) if interface else find_route_to(host, int(port))
+    return find_route_by_interface(interface) if interface else find_route_to_host(host, int(port))
 
 
 def find_route_by_interface(interface: str) -> Route:

@@ -20,7 +20,7 @@ def find_permanent_problems(env: NodeEnv) -> list[str]:
     problems = []
     if not Path(env.script).is_file():
         problems.append(f"the script {env.script} does not exist on this node")
-    problems += _check_config(env.config)
+    problems += _check_config_file(env.config)
     problems += [
         f"the secret {name} is not at {path}, where this node's environment expects it"
         for name, path in env.secrets.items()
@@ -51,7 +51,7 @@ def _check_interface(interface: str) -> list[str]:
     return []
 
 
-def _check_config(path: str) -> list[str]:
+def _check_config_file(path: str) -> list[str]:
     try:
         json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -61,7 +61,7 @@ def _check_config(path: str) -> list[str]:
     return []
 
 
-def find_warnings(env: NodeEnv) -> list[str]:
+def find_node_warnings(env: NodeEnv) -> list[str]:
     """Return warnings about this node: problems that do not prevent a start but are likely to slow down or fail the run."""
     try:
         shm = os.statvfs(_SHM_PATH)

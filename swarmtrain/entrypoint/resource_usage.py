@@ -49,35 +49,35 @@ class Cgroup:
     def read_cpu_seconds(self) -> float | None:
         """Return the CPU seconds of all processes of the cgroup so far, including those that have ended."""
         if self._is_v1:
-            cpu_time = _read_number(self._root / "cpuacct" / "cpuacct.usage")
+            cpu_time = _read_integer_file(self._root / "cpuacct" / "cpuacct.usage")
             return None if cpu_time is None else cpu_time / 1e9
-        cpu_time = _read_counters(self._root / "cpu.stat").get("usage_usec")
+        cpu_time = _read_counter_file(self._root / "cpu.stat").get("usage_usec")
         return None if cpu_time is None else cpu_time / 1e6
 
     def read_cpu_limit(self) -> float | None:
         """Return the cgroup's CPU limit in cores; None if there is no limit."""
         if self._is_v1:
-            quota, period = (_read_number(self._root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            quota, period = (_read_integer_file(self._root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         else:
-            quota, period = (int(word) if word.isdigit() else None for word in (_read_text(self._root / "cpu.max") or "max 0").split())
+            quota, period = (int(word) if word.isdigit() else None for word in (_read_text_file(self._root / "cpu.max") or "max 0").split())
         return quota / period if quota and period and quota > 0 else None
 
     def read_memory_usage(self) -> int | None:
         """Return the memory in bytes that the cgroup uses, without inactive file pages, which the kernel can reclaim."""
         folder, name = (self._root / "memory", "usage_in_bytes") if self._is_v1 else (self._root, "current")
-        usage = _read_number(folder / f"memory.{name}")
-        inactive = _read_counters(folder / "memory.stat").get("total_inactive_file" if self._is_v1 else "inactive_file", 0)
+        usage = _read_integer_file(folder / f"memory.{name}")
+        inactive = _read_counter_file(folder / "memory.stat").get("total_inactive_file" if self._is_v1 else "inactive_file", 0)
         return None if usage is None else max(0, usage - inactive)
 
     def read_memory_limit(self) -> int | None:
         """Return the cgroup's memory limit in bytes; None if there is no limit."""
-        limit = _read_number(self._root / "memory" / "memory.limit_in_bytes" if self._is_v1 else self._root / "memory.max")
+        limit = _read_integer_file(self._root / "memory" / "memory.limit_in_bytes" if self._is_v1 else self._root / "memory.max")
         return limit if limit is not None and limit < read_machine_memory() else None
 
     def read_oom_kills(self) -> int:
         """Return how many processes of the cgroup the OOM killer has killed."""
         file = self._root / "memory" / "memory.oom_control" if self._is_v1 else self._root / "memory.events"
-        return _read_counters(file).get("oom_kill", 0)
+        return _read_counter_file(file).get("oom_kill", 0)
 
 
 def count_usable_cores(cgroup: Cgroup | None = None) -> float:
@@ -137,7 +137,7 @@ class UsageReporter(threading.Thread):
         while True:
             time.sleep(self._interval)
             with contextlib.suppress(CoordinatorError):
-                self._coordinator.post(Event(EVENT_USAGE, {"node": self._node, **meter.read_usage()}))
+                self._coordinator.post_event(Event(EVENT_USAGE, {"node": self._node, **meter.read_usage()}))
 
 
 def find_own_cgroup() -> Cgroup | None:
@@ -190,7 +190,7 @@ def _parse_gpu_health(temperature: str = "", power: str = "", reasons: str = "")
 
 def read_network_bytes() -> tuple[int, int]:
     """Return the bytes received and sent by this network namespace's interfaces, without loopback."""
-    lines = (_read_text(Path("/proc/net/dev")) or "").splitlines()[2:]
+    lines = (_read_text_file(Path("/proc/net/dev")) or "").splitlines()[2:]
     counts = [line.partition(":")[2].split() for line in lines if line.split(":")[0].strip() != "lo"]
     return sum(int(fields[0]) for fields in counts), sum(int(fields[8]) for fields in counts)
 
@@ -202,7 +202,7 @@ def read_machine_memory() -> int:
 
 def _is_in_container() -> bool:
     # An agent is neither PID 1 nor its child. PID 1 identifies our container: on a machine it is another program.
-    return "SWARMTRAIN_NODE" in os.environ and b"swarmtrain.entrypoint" in _read_bytes(Path("/proc/1/cmdline"))
+    return "SWARMTRAIN_NODE" in os.environ and b"swarmtrain.entrypoint" in _read_file_bytes(Path("/proc/1/cmdline"))
 
 
 def _iterate_process_tree() -> Iterator[int]:
@@ -225,30 +225,30 @@ def _read_process_cpu_seconds(pid: int) -> float:
 
 def _read_resident_bytes(pid: int) -> int:
     """Return the resident memory in bytes that the process `pid` does not share."""
-    fields = (_read_text(Path(f"/proc/{pid}/statm")) or "").split()
+    fields = (_read_text_file(Path(f"/proc/{pid}/statm")) or "").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if fields else 0
 
 
 def _read_stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the program name, which may contain spaces."""
-    return (_read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
+    return (_read_text_file(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
 
 
-def _read_counters(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (_read_text(path) or "").splitlines())
+def _read_counter_file(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_read_text_file(path) or "").splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
-def _read_number(path: Path) -> int | None:
-    text = (_read_text(path) or "").strip()
+def _read_integer_file(path: Path) -> int | None:
+    text = (_read_text_file(path) or "").strip()
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def _read_text(path: Path) -> str | None:
-    return _read_bytes(path).decode(errors="replace") or None
+def _read_text_file(path: Path) -> str | None:
+    return _read_file_bytes(path).decode(errors="replace") or None
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_file_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:

@@ -25,7 +25,7 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
     """
     project = projects.find_project(context)
     if project.lock:
-        lock.check_lock(project.pins, project.lock)
+        lock.check_lock_file(project.pins, project.lock)
     try:
         architecture = str(client.version()["Arch"])
     except OSError as error:
@@ -35,11 +35,11 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
     base = ensure_base_image(client, base, report_progress=report_progress)
     wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
     wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
-    wheels.build_swarmtrain_wheel(project.package_wheel, report_progress=report_progress)
+    wheels.build_swarmtrain_wheel(project.package_wheel_folder, report_progress=report_progress)
     build_args = {"BASE_IMAGE": base, "PIP_ARGS": "--no-index --find-links=/wheels", "HASHES": "--require-hashes" if project.lock else ""}
     with tempfile.TemporaryFile(dir=context / "build") as tar_file:
         write_build_context(project, tar_file)
-        run_build(
+        build_image_from_tar(
             client,
             tar_file,
             tag,
@@ -49,7 +49,7 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
         )
 
 
-def run_build(
+def build_image_from_tar(
     client: ImageClient,
     tar_file: IO[bytes],
     tag: str,
@@ -83,7 +83,7 @@ def run_build(
 def write_build_context(project: Project, output: IO[bytes]) -> None:
     """Write the build context as a tar: the user's files and the prepared wheels. Equal contents give equal bytes."""
     with tarfile.open(fileobj=output, mode="w") as archive:
-        folders.add_entries(archive, _list_entries(project))
+        folders.add_entries_to_archive(archive, _list_entries(project))
 
 
 def _list_entries(project: Project) -> list[folders.ArchiveEntry]:
@@ -93,7 +93,7 @@ def _list_entries(project: Project) -> list[folders.ArchiveEntry]:
         (LOCK, (project.lock or project.pins).resolve()),
         *([(REQUIREMENTS, project.requirements)] if project.requirements else []),
         *((path.name, path) for path in project.code),
-        *((f"build/wheels/{path.name}", path) for path in sorted(project.wheels.glob("*.whl"))),
-        *((f"build/extra/{path.name}", path) for path in sorted(project.extra_wheels.glob("*.whl"))),
-        *((f"build/package/{path.name}", path) for path in sorted(project.package_wheel.glob("*.whl"))),
+        *((f"build/wheels/{path.name}", path) for path in sorted(project.wheel_folder.glob("*.whl"))),
+        *((f"build/extra/{path.name}", path) for path in sorted(project.extra_wheel_folder.glob("*.whl"))),
+        *((f"build/package/{path.name}", path) for path in sorted(project.package_wheel_folder.glob("*.whl"))),
     ]

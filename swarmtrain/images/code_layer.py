@@ -10,9 +10,9 @@ from pathlib import Path, PurePosixPath
 from swarmtrain.errors import ImageError
 from swarmtrain.images import contents
 from swarmtrain.images import folder_files as folders
-from swarmtrain.images.builder import run_build
+from swarmtrain.images.builder import build_image_from_tar
 from swarmtrain.images.image_client import ImageClient, ProgressReporter
-from swarmtrain.images.transfer import ensure_image, format_bytes
+from swarmtrain.images.transfer import format_bytes, pull_image_if_missing
 from swarmtrain.render.mounts import WORKSPACE
 
 
@@ -30,7 +30,7 @@ def add_code_layer(
     Each folder keeps its path relative to `working_folder`; a folder outside of it is copied under its own name. Equal files give an
     equal layer, at any time and on any machine. Raises ImageError.
     """
-    image = ensure_image(client, base_image, report_progress)
+    image = pull_image_if_missing(client, base_image, report_progress)
     config = image["Config"]
     image_contents = contents.read_contents(image)
     owner = f"--chown={config['User']} " if config.get("User") else ""
@@ -38,19 +38,19 @@ def add_code_layer(
     with tempfile.TemporaryFile() as tar_file:
         with tarfile.open(fileobj=tar_file, mode="w") as archive:
             for number, path in enumerate(folders_of_code):
-                name, entries = _name_in_image(path, working_folder), _list_entries(path)
-                image_contents = image_contents.with_folder(name, entries, base_image=base_image)
+                name, entries = _get_path_in_image(path, working_folder), _list_entries(path)
+                image_contents = image_contents.copy_with_added_folder(name, entries, base_image=base_image)
                 staging_folder = f"{number}{WORKSPACE}"
                 archive_entries = [(str(PurePosixPath(staging_folder, name, entry)), file) for entry, file in entries]
-                folders.add_entries(archive, archive_entries, world_writable=staging_folder)
+                folders.add_entries_to_archive(archive, archive_entries, world_writable=staging_folder)
                 # Pack WORKSPACE itself too: a builder that creates it would stamp it with the current time.
                 dockerfile.append(f"COPY {owner}{number}/ /")
                 report_progress(f"{path}: {len(entries)} files, {format_bytes(sum(file.lstat().st_size for _, file in entries))}")
             folders.add_text_entry(archive, "Dockerfile", "\n".join(dockerfile) + "\n")
-        run_build(client, tar_file, tag, labels=image_contents.to_labels(), report_progress=report_progress)
+        build_image_from_tar(client, tar_file, tag, labels=image_contents.to_labels(), report_progress=report_progress)
 
 
-def _name_in_image(path: Path, working_folder: Path) -> str:
+def _get_path_in_image(path: Path, working_folder: Path) -> str:
     resolved, resolved_working_folder = path.resolve(), working_folder.resolve()
     return str(resolved.relative_to(resolved_working_folder)) if resolved.is_relative_to(resolved_working_folder) else resolved.name
 

@@ -27,7 +27,7 @@ class ImageContents:
     """Digests of folders that were added in layers on top of `base_image`."""
     base_image: str = ""
 
-    def with_folder(self, name: str, entries: list[folders.ArchiveEntry], *, base_image: str) -> ImageContents:
+    def copy_with_added_folder(self, name: str, entries: list[folders.ArchiveEntry], *, base_image: str) -> ImageContents:
         """Return the contents of the image that results from adding the folder `name` in a layer on top of `base_image`."""
         top_level_files = {entry: _digest_file(path) for entry, path in entries if name == WORKING_FOLDER and "/" not in entry}
         return replace(
@@ -65,7 +65,9 @@ def read_contents(image: Mapping[str, object]) -> ImageContents:
         return ImageContents({})
 
 
-def find_changes(image_contents: ImageContents, working_folder: Path, shipped_names: Collection[str]) -> tuple[list[str], list[str]]:
+def find_changed_files_and_folders(
+    image_contents: ImageContents, working_folder: Path, shipped_names: Collection[str]
+) -> tuple[list[str], list[str]]:
     """Return the files and the added folders of the image that differ from those in `working_folder` now.
 
     Files missing there are ignored. `shipped_names` are files that are sent with each run, regardless of the image's copies.

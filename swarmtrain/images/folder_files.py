@@ -24,7 +24,7 @@ def list_files(folder: Path, *, recursive: bool = True) -> list[ArchiveEntry]:
 
     Files that the folder's .dockerignore excludes are skipped.
     """
-    dockerignore = DockerIgnore([*_read_lines(folder / IGNORE_FILE), *_ALWAYS_IGNORED])
+    dockerignore = DockerIgnore([*_read_ignore_lines(folder / IGNORE_FILE), *_ALWAYS_IGNORED])
     return sorted(_iterate_files(folder, "", dockerignore, recursive))
 
 
@@ -34,12 +34,12 @@ def digest_entries(entries: Iterable[ArchiveEntry]) -> str:
     for name, path in entries:
         is_link = path.is_symlink()
         content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
-        kind = "link" if is_link else oct(_normalize_mode(path.stat().st_mode))
+        kind = "link" if is_link else oct(_normalize_file_mode(path.stat().st_mode))
         sha256.update(f"{name}\0{kind}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return sha256.hexdigest()[:12]
 
 
-def add_entries(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, world_writable: str = "") -> None:
+def add_entries_to_archive(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, world_writable: str = "") -> None:
     """Add `entries` and their parent folders to `archive`, without owners and times, which would invalidate the build cache.
 
     The folder `world_writable` gets the mode of /tmp: any user that the image runs as may write into it.
@@ -50,14 +50,14 @@ def add_entries(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, wo
             if parent not in added_folders:
                 added_folders.add(parent)
                 archive.addfile(_create_folder_entry(parent, 0o1777 if parent == world_writable else 0o755))
-        archive.add(path, name, recursive=False, filter=_anonymize)
+        archive.add(path, name, recursive=False, filter=_anonymize_tar_entry)
 
 
 def add_text_entry(archive: tarfile.TarFile, name: str, text: str) -> None:
     """Add a file `name` with the content `text` to `archive`."""
     entry = tarfile.TarInfo(name)
     entry.size = len(text.encode())
-    archive.addfile(_anonymize(entry), io.BytesIO(text.encode()))
+    archive.addfile(_anonymize_tar_entry(entry), io.BytesIO(text.encode()))
 
 
 class DockerIgnore:
@@ -65,7 +65,9 @@ class DockerIgnore:
 
     def __init__(self, lines: Sequence[str]) -> None:
         patterns = [line.strip() for line in lines]
-        self._rules = [(_compile_pattern(line.removeprefix("!")), not line.startswith("!")) for line in patterns if line and line[0] != "#"]
+        self._rules = [
+            (_compile_ignore_pattern(line.removeprefix("!")), not line.startswith("!")) for line in patterns if line and line[0] != "#"
+        ]
         self.has_exceptions = any(not excludes for _, excludes in self._rules)
 
     def is_excluded(self, name: str) -> bool:
@@ -89,11 +91,11 @@ def _iterate_files(folder: Path, prefix: str, dockerignore: DockerIgnore, recurs
             yield name, Path(entry)
 
 
-def _read_lines(file: Path) -> list[str]:
+def _read_ignore_lines(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.is_file() else []
 
 
-def _compile_pattern(pattern: str) -> re.Pattern[str]:
+def _compile_ignore_pattern(pattern: str) -> re.Pattern[str]:
     """Return a regular expression for the paths that `pattern` matches, and everything below them."""
     tokens = re.split(r"(\*\*/?|\*|\?|\[[^]]*\])", os.path.normpath(pattern.strip()).lstrip("/"))
     regexes = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -105,17 +107,17 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 def _create_folder_entry(name: str, mode: int) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
     entry.type = tarfile.DIRTYPE
-    _anonymize(entry).mode = mode
+    _anonymize_tar_entry(entry).mode = mode
     return entry
 
 
-def _anonymize(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+def _anonymize_tar_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     entry.mtime = 0
-    entry.mode = 0o755 if entry.isdir() else _normalize_mode(entry.mode)
+    entry.mode = 0o755 if entry.isdir() else _normalize_file_mode(entry.mode)
     return entry
 
 
-def _normalize_mode(mode: int) -> int:
+def _normalize_file_mode(mode: int) -> int:
     return 0o755 if mode & stat.S_IXUSR else 0o644

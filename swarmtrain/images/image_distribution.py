@@ -59,7 +59,7 @@ def distribute_image(
 
     def transfer_to(name: str) -> str:
         try:
-            _ImageTransfer(source, connect(targets[name]), image_id, tag, lambda line: report_progress(f"{name}: {line}")).transfer()
+            _ImageTransfer(source, connect(targets[name]), image_id, tag, lambda line: report_progress(f"{name}: {line}")).transfer_image()
         except SwarmtrainError as error:
             return describe_failure(name, f"{error.message} ({error.hint})" if error.hint else error.message)
         except OSError as error:
@@ -84,19 +84,19 @@ class _ImageTransfer:
         self._source, self._target, self._image_id, self._tag, self._report_progress = source, target, image_id, tag, report_progress
         self._sent_bytes = 0
 
-    def transfer(self) -> None:
-        if self._is_loaded():
+    def transfer_image(self) -> None:
+        if self._try_tag_image():
             self._report_progress("already has the image")
             return
         started_at = time.monotonic()
         for message in self._target.load_image(self._stream_image()) or ():
             if "error" in message:
                 raise ImageError(str(message["error"]).strip())
-        if not self._is_loaded():
+        if not self._try_tag_image():
             raise ImageError("was loaded, but has a different id there: that engine uses a different image store")
         self._report_progress(f"{format_bytes(self._sent_bytes)} in {time.monotonic() - started_at:.0f} s")
 
-    def _is_loaded(self) -> bool:
+    def _try_tag_image(self) -> bool:
         try:
             self._target.inspect_image(self._image_id)
         except OSError:

@@ -55,13 +55,13 @@ def pin_image(engine: DistributionClient, image: str) -> PinnedImage:
     cannot reach the registry.
     """
     if is_content_addressed(image):
-        return _pin_content_addressed(engine, image)
+        return _pin_content_addressed_image(engine, image)
     try:
         distribution = engine.inspect_distribution(image)
     except EngineError as error:
         raise _build_pin_error(image, error) from None
     platforms = tuple((entry["architecture"], entry["os"]) for entry in distribution.get("Platforms") or [])
-    return PinnedImage(image if "@" in image else f"{normalize_reference(image)}@{distribution['Descriptor']['digest']}", platforms)
+    return PinnedImage(image if "@" in image else f"{normalize_image_reference(image)}@{distribution['Descriptor']['digest']}", platforms)
 
 
 def build_content_tag(image: str, image_id: str) -> str:
@@ -74,7 +74,7 @@ def is_content_addressed(image: str) -> bool:
     return bool(_IMAGE_ID_PATTERN.fullmatch(image)) or re.search(rf":{_CONTENT_TAG_PREFIX}[0-9a-f]{{12}}\Z", image) is not None
 
 
-def _pin_content_addressed(engine: DistributionClient, image: str) -> PinnedImage:
+def _pin_content_addressed_image(engine: DistributionClient, image: str) -> PinnedImage:
     location, hint = f"image {image}", "run swarmtrain image distribute IMAGE on an engine that has it"
     try:
         image_info = engine.get(f"/images/{image}/json")
@@ -100,7 +100,7 @@ def _build_pin_error(image: str, error: EngineError) -> ImageError:
     return ImageError(f"the engine cannot reach its registry: {error.message}", place=location, hint=hint)
 
 
-def normalize_reference(image: str) -> str:
+def normalize_image_reference(image: str) -> str:
     """Return the image reference as Docker's tools write it: without the default registry, and with the default tag if it has none."""
     short_name = image.removeprefix("docker.io/").removeprefix("library/")
     return short_name if strip_tag(short_name) != short_name else f"{short_name}:latest"

@@ -32,17 +32,17 @@ class Project:
     """The Python files at the top level of the folder."""
 
     @property
-    def wheels(self) -> Path:
+    def wheel_folder(self) -> Path:
         """Folder of the wheels of the pins; it may not exist yet."""
         return self.folder / "build" / "wheels"
 
     @property
-    def extra_wheels(self) -> Path:
+    def extra_wheel_folder(self) -> Path:
         """Folder of the wheels of requirements.txt; it may not exist yet."""
         return self.folder / "build" / "extra"
 
     @property
-    def package_wheel(self) -> Path:
+    def package_wheel_folder(self) -> Path:
         """Folder of swarmtrain's own wheel; it may not exist yet."""
         return self.folder / "build" / "package"
 
@@ -56,19 +56,19 @@ def find_project(folder: Path) -> Project:
     lock = (folder if has_own_pins else SHIPPED_FILES) / LOCK
     return Project(
         folder=folder,
-        dockerfile=_find_own_or_shipped(folder, DOCKERFILE),
-        pins=_find_own_or_shipped(folder, PINS),
+        dockerfile=_find_own_or_shipped_file(folder, DOCKERFILE),
+        pins=_find_own_or_shipped_file(folder, PINS),
         lock=lock if lock.is_file() else None,
         requirements=folder / REQUIREMENTS if (folder / REQUIREMENTS).is_file() else None,
         code=code,
     )
 
 
-def find_checkout() -> Path | None:
+def find_source_checkout() -> Path | None:
     """Return the root of the source checkout from which swarmtrain runs; None if swarmtrain is installed as a package."""
     source_root = Path(swarmtrain.__file__).parents[1]
     return source_root if (source_root / "pyproject.toml").exists() else None
 
 
-def _find_own_or_shipped(folder: Path, name: str) -> Path:
+def _find_own_or_shipped_file(folder: Path, name: str) -> Path:
     return folder / name if (folder / name).is_file() else SHIPPED_FILES / name

@@ -85,14 +85,14 @@ def start_registry(
     manager_node = _find_node(engine, node)
     desired_spec = _build_service_spec(manager_node["ID"], port, image)
     if existing_service := _find_service(engine):
-        if (existing_service["Spec"]["Labels"], _get_constraints(existing_service["Spec"])) != (
+        if (existing_service["Spec"]["Labels"], _get_placement_constraints(existing_service["Spec"])) != (
             desired_spec["Labels"],
-            _get_constraints(desired_spec),
+            _get_placement_constraints(desired_spec),
         ):
             raise ImageError("it is already running with a different node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
         report_progress("it is already running")
     else:
-        desired_spec["TaskTemplate"]["ContainerSpec"]["Image"] = _pin_or_warn(engine, image, report_progress)
+        desired_spec["TaskTemplate"]["ContainerSpec"]["Image"] = _pin_image_or_warn(engine, image, report_progress)
         report_progress(f"starting {image} on {get_host_name(manager_node)}, port {port}")
         engine.post("/services/create", desired_spec, image=image)
     try:
@@ -110,7 +110,7 @@ def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: Pro
     Raises ImageError if there is no registry, or if `volume` is set and its images are on another node; EngineError if the engine refuses.
     """
     service = _get_service(engine)
-    node = _get_constraints(service["Spec"])[0].partition("==")[2]
+    node = _get_placement_constraints(service["Spec"])[0].partition("==")[2]
     if volume and node != get_own_node_id(engine):
         node_host = get_host_name(engine.get(f"/nodes/{node}"))
         raise ImageError(
@@ -131,7 +131,7 @@ def get_registry_status(engine: ManagerEngine) -> RegistryStatus:
     """Return the status of the registry. Raises ImageError if there is none, EngineError if the engine refuses."""
     service = _get_service(engine)
     labels = service["Spec"]["Labels"]
-    node = engine.get(f"/nodes/{_get_constraints(service['Spec'])[0].partition('==')[2]}")
+    node = engine.get(f"/nodes/{_get_placement_constraints(service['Spec'])[0].partition('==')[2]}")
     address = f"{address_of(node)}:{labels['swarmtrain.registry.port']}"
     newest_status = next((task["Status"] for task in _list_tasks(engine)), {"State": "new"})
     indexes = engine.get("/info").get("RegistryConfig", {}).get("IndexConfigs") or {}
@@ -165,7 +165,7 @@ def _build_service_spec(node: str, port: int, image: str) -> dict[str, Any]:
     }
 
 
-def _pin_or_warn(engine: ManagerEngine, image: str, report_progress: ProgressReporter) -> str:
+def _pin_image_or_warn(engine: ManagerEngine, image: str, report_progress: ProgressReporter) -> str:
     try:
         return pin_image(engine, image).reference
     except ImageError as error:
@@ -182,7 +182,7 @@ def _wait_until_running(engine: ManagerEngine, node_host: str, port: int, report
         if any(task["State"] == "running" for task in tasks):
             return
         for task in tasks:
-            _raise_if_failed(task["State"], task.get("Err", ""), node_host, port)
+            _raise_if_task_failed(task["State"], task.get("Err", ""), node_host, port)
         state, error_text = tasks[0]["State"], tasks[0].get("Err", "")
         if (line := f"{state} {error_text}".strip()) != last_line:
             report_progress(line)
@@ -195,7 +195,7 @@ def _wait_until_running(engine: ManagerEngine, node_host: str, port: int, report
     )
 
 
-def _raise_if_failed(state: str, error_text: str, node_host: str, port: int) -> None:
+def _raise_if_task_failed(state: str, error_text: str, node_host: str, port: int) -> None:
     if any(words in error_text for words in _PORT_IN_USE_TEXTS):
         hint = f"swarmtrain image registry up --port {port + 1}"
         raise ImageError(f"another process uses port {port} of {node_host}: {error_text}", place=_LOCATION, hint=hint)
@@ -257,6 +257,6 @@ def _find_node(engine: ManagerEngine, name: str | None) -> dict[str, Any]:
     raise ImageError(f"unknown node; available nodes: {known_hosts}", place=f"node {node_name}", hint="docker node ls")
 
 
-def _get_constraints(spec: Mapping[str, Any]) -> list[str]:
+def _get_placement_constraints(spec: Mapping[str, Any]) -> list[str]:
     constraints: list[str] = spec["TaskTemplate"]["Placement"]["Constraints"]
     return constraints

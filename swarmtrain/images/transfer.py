@@ -64,7 +64,7 @@ def _format_layer_count(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
 
-def ensure_image(client: ImageClient, image: str, report_progress: ProgressReporter) -> dict[str, Any]:
+def pull_image_if_missing(client: ImageClient, image: str, report_progress: ProgressReporter) -> dict[str, Any]:
     """Return the engine's inspection of `image`, which is pulled first if the engine does not have it. Raises ImageError if that fails."""
     try:
         return client.inspect_image(image)

@@ -13,7 +13,7 @@ from pathlib import Path
 from swarmtrain import process
 from swarmtrain.errors import ImageError, ProcessError
 from swarmtrain.images.image_client import ProgressReporter
-from swarmtrain.images.project import Project, find_checkout
+from swarmtrain.images.project import Project, find_source_checkout
 
 PYTHON_VERSION = "3.11"
 """The Python version of both base images."""
@@ -31,21 +31,21 @@ def download_pinned_wheels(project: Project, architecture: str, *, report_progre
     """
     lock_bytes = project.lock.read_bytes() if project.lock else b""
     machine = MACHINES.get(architecture, architecture)
-    stamp = _compute_stamp(project.pins.read_bytes(), lock_bytes, machine)
-    if _is_complete(project.wheels, stamp):
+    stamp = _compute_inputs_digest(project.pins.read_bytes(), lock_bytes, machine)
+    if _is_wheel_folder_complete(project.wheel_folder, stamp):
         return
-    report_progress(f"downloading wheels to {project.wheels}")
+    report_progress(f"downloading wheels to {project.wheel_folder}")
     if not lock_bytes:
         report_progress(f"{project.pins} has no image.lock: hashes are not checked; swarmtrain image lock writes one")
-    shutil.rmtree(project.wheels, ignore_errors=True)
+    shutil.rmtree(project.wheel_folder, ignore_errors=True)
     if project.lock:
-        download_wheels(project.wheels, machine, "--no-deps", "--require-hashes", f"--requirement={project.lock}")
+        download_wheels(project.wheel_folder, machine, "--no-deps", "--require-hashes", f"--requirement={project.lock}")
     else:
-        download_wheels(project.wheels, machine, "--no-deps", f"--requirement={project.pins}")
+        download_wheels(project.wheel_folder, machine, "--no-deps", f"--requirement={project.pins}")
     report_progress("downloading torch")
     # With the dependencies of this index's torch build: a CUDA build brings NVIDIA's libraries.
-    download_wheels(project.wheels, machine, f"--find-links={project.wheels}", f"--constraint={project.pins}", "torch")
-    _get_stamp_path(project.wheels).write_text(stamp)
+    download_wheels(project.wheel_folder, machine, f"--find-links={project.wheel_folder}", f"--constraint={project.pins}", "torch")
+    _get_stamp_path(project.wheel_folder).write_text(stamp)
 
 
 def download_extra_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
@@ -55,19 +55,19 @@ def download_extra_wheels(project: Project, architecture: str, *, report_progres
     """
     machine = MACHINES.get(architecture, architecture)
     if project.requirements is None:
-        shutil.rmtree(project.extra_wheels, ignore_errors=True)
+        shutil.rmtree(project.extra_wheel_folder, ignore_errors=True)
         return
-    stamp = _compute_stamp(project.requirements.read_bytes(), project.pins.read_bytes(), machine)
-    if _is_complete(project.extra_wheels, stamp):
+    stamp = _compute_inputs_digest(project.requirements.read_bytes(), project.pins.read_bytes(), machine)
+    if _is_wheel_folder_complete(project.extra_wheel_folder, stamp):
         return
-    report_progress(f"downloading the packages that {project.requirements} lists to {project.extra_wheels}")
-    shutil.rmtree(project.extra_wheels, ignore_errors=True)
-    pinned_options = f"--find-links={project.wheels}", f"--constraint={project.pins}"
-    download_wheels(project.extra_wheels, machine, *pinned_options, f"--requirement={project.requirements}")
-    for wheel in project.extra_wheels.glob("*.whl"):
-        if (project.wheels / wheel.name).exists():
+    report_progress(f"downloading the packages that {project.requirements} lists to {project.extra_wheel_folder}")
+    shutil.rmtree(project.extra_wheel_folder, ignore_errors=True)
+    pinned_options = f"--find-links={project.wheel_folder}", f"--constraint={project.pins}"
+    download_wheels(project.extra_wheel_folder, machine, *pinned_options, f"--requirement={project.requirements}")
+    for wheel in project.extra_wheel_folder.glob("*.whl"):
+        if (project.wheel_folder / wheel.name).exists():
             wheel.unlink()
-    _get_stamp_path(project.extra_wheels).write_text(stamp)
+    _get_stamp_path(project.extra_wheel_folder).write_text(stamp)
 
 
 def build_swarmtrain_wheel(folder: Path, *, report_progress: ProgressReporter) -> None:
@@ -77,7 +77,7 @@ def build_swarmtrain_wheel(folder: Path, *, report_progress: ProgressReporter) -
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if checkout_folder := find_checkout():
+    if checkout_folder := find_source_checkout():
         report_progress(f"building swarmtrain's wheel from {checkout_folder}")
         # Works without a package index if the build backend is installed already.
         isolation_options = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
@@ -114,13 +114,13 @@ def download_wheels(output_folder: Path, machine: str, *requirements: str) -> No
     _run_pip("download", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}", *platforms, f"--dest={output_folder}", *requirements)
 
 
-def _compute_stamp(*inputs: bytes | str) -> str:
+def _compute_inputs_digest(*inputs: bytes | str) -> str:
     return hashlib.sha256(
         "\0".join([PYTHON_VERSION, *(item if isinstance(item, str) else item.hex() for item in inputs)]).encode()
     ).hexdigest()
 
 
-def _is_complete(folder: Path, stamp: str) -> bool:
+def _is_wheel_folder_complete(folder: Path, stamp: str) -> bool:
     return _get_stamp_path(folder).exists() and _get_stamp_path(folder).read_text() == stamp
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from swarmtrain.config.files import PUBLIC_MODE, UnreadableFileError, describe_os_error, write_files_atomically
 from swarmtrain.config.files import read_file_with_limit as read_bytes
-from swarmtrain.config.loading import order_problems
+from swarmtrain.config.loading import sort_and_limit_problems
 from swarmtrain.config.schema.runner_types import list_runner_types
 from swarmtrain.config.yaml_document import YamlDocument, YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
@@ -32,9 +32,9 @@ __all__ = [
     "SourceFormat",
     "UnmappedKey",
     "UnmappedReason",
-    "import_file",
-    "import_text",
-    "parse_format",
+    "import_config_file",
+    "import_config_text",
+    "parse_source_format",
     "write_imported_config",
 ]
 
@@ -67,7 +67,11 @@ class ImportedConfig:
         """Return the imported config as YAML, without values that equal the defaults."""
         header = f"# From {self.source} ({self.format}), by swarmtrain import. All other keys have their defaults.\n"
         values = self.result.values
-        body = yaml.dump(_convert_pairs(values), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True) if values else "{}\n"
+        body = (
+            yaml.dump(_convert_lists_to_tuples(values), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+            if values
+            else "{}\n"
+        )
         return header + body
 
     def format_report(self) -> str:
@@ -103,25 +107,25 @@ class ImportedConfig:
         }
 
 
-def import_file(path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None) -> ImportedConfig:
+def import_config_file(path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None) -> ImportedConfig:
     """Import the file at `path`, for a run on the hosts in `hostsfile`. `source_format` overrides detection by content.
 
     Raises ConfigError with the invalid places of the file, SwarmtrainError if it cannot be read or has an unknown format.
     """
-    text = _read_text(path)
-    hosts = deepspeed.parse_hostfile(_read_text(hostsfile), str(hostsfile)) if hostsfile else ()
+    text = _read_source_text(path)
+    hosts = deepspeed.parse_hostfile(_read_source_text(hostsfile), str(hostsfile)) if hostsfile else ()
     model_folder = str(path.parent) if next(path.parent.glob("*.safetensors"), None) else None
-    return import_text(text, str(path), hosts=hosts, source_format=source_format, model_folder=model_folder)
+    return import_config_text(text, str(path), hosts=hosts, source_format=source_format, model_folder=model_folder)
 
 
-def parse_format(name: str | None) -> SourceFormat | None:
+def parse_source_format(name: str | None) -> SourceFormat | None:
     """Return the format with this name; None for None. Raises SwarmtrainError if it is unknown."""
     if name is not None and name not in list(SourceFormat):
         raise SwarmtrainError(f"{name!r} is not a known format", place="--from", hint=f"available formats: {', '.join(SourceFormat)}")
     return None if name is None else SourceFormat(name)
 
 
-def import_text(
+def import_config_text(
     text: str, source: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
 ) -> ImportedConfig:
     """Import the content `text` of the file `source`; `model_folder` is the folder of the model's weights if they are next to the file.
@@ -130,30 +134,30 @@ def import_text(
     """
     if not text.strip():
         raise SwarmtrainError("is empty", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}")
-    if source_format is SourceFormat.sbatch or (source_format is None and _is_script(text)):
-        return _import_script(text, source, hosts)
+    if source_format is SourceFormat.sbatch or (source_format is None and _is_shell_script(text)):
+        return _import_sbatch_script(text, source, hosts)
     if source_format in (None, SourceFormat.deepspeed) and deepspeed.is_hostfile(text):
         report = MigrationReport({})
         deepspeed.map_hosts(report, deepspeed.parse_hostfile(text, source), ("hostsfile",))
-        return ImportedConfig(source, SourceFormat.deepspeed, report.build_result(source))
+        return ImportedConfig(source, SourceFormat.deepspeed, report.build_import_result(source))
     try:
         document = _parse_yaml(text, source)
     except ConfigError:
         if source_format is None and is_training_script(text):
-            return _import_script(text, source, hosts)
+            return _import_sbatch_script(text, source, hosts)
         raise
     if source_format is None and isinstance(document.values, str) and is_training_script(text):
-        return _import_script(text, source, hosts)
+        return _import_sbatch_script(text, source, hosts)
     if not isinstance(document.values, dict):
         raise SwarmtrainError(
             f"is not a known format: it contains {describe_value(document.values)}", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}"
         )
     if not document.values:
         raise SwarmtrainError("is empty", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}")
-    source_format = source_format or _detect_format(document.values, source)
+    source_format = source_format or _detect_source_format(document.values, source)
     report = MigrationReport(document.values, document.lines)
-    _read_format(report, source_format, source, hosts, model_folder)
-    return ImportedConfig(source, source_format, report.build_result(source))
+    _map_source_config(report, source_format, source, hosts, model_folder)
+    return ImportedConfig(source, source_format, report.build_import_result(source))
 
 
 def write_imported_config(imported: ImportedConfig, path: Path, *, force: bool = False) -> None:
@@ -166,14 +170,14 @@ def write_imported_config(imported: ImportedConfig, path: Path, *, force: bool =
         raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="choose another file") from None
 
 
-def _import_script(text: str, source: str, hosts: tuple[str, ...]) -> ImportedConfig:
+def _import_sbatch_script(text: str, source: str, hosts: tuple[str, ...]) -> ImportedConfig:
     report = sbatch.parse_sbatch_script(text, source)
     if hosts:
         deepspeed.map_hosts(report, hosts, ("hostsfile",))
-    return ImportedConfig(source, SourceFormat.sbatch, report.build_result(source))
+    return ImportedConfig(source, SourceFormat.sbatch, report.build_import_result(source))
 
 
-def _read_format(
+def _map_source_config(
     report: MigrationReport, source_format: SourceFormat, source: str, hosts: tuple[str, ...], model_folder: str | None
 ) -> None:
     if source_format is SourceFormat.accelerate:
@@ -191,7 +195,7 @@ def _read_format(
         deepspeed.map_hosts(report, hosts, ("hostsfile",))
 
 
-def _detect_format(values: dict[str, Any], source: str) -> SourceFormat:
+def _detect_source_format(values: dict[str, Any], source: str) -> SourceFormat:
     keys = {str(key) for key in values}
     runner = values.get("runner")
     if isinstance(runner, dict) and runner.get("runner_type") in list_runner_types():
@@ -212,7 +216,7 @@ def _detect_format(values: dict[str, Any], source: str) -> SourceFormat:
     )
 
 
-def _is_script(text: str) -> bool:
+def _is_shell_script(text: str) -> bool:
     return text.startswith("#!") or any(line.lstrip().startswith("#SBATCH") for line in text.splitlines())
 
 
@@ -222,11 +226,11 @@ def _parse_yaml(text: str, source: str) -> YamlDocument:
     except YamlSyntaxError as error:
         raise ConfigError((Problem("", f"is neither YAML nor JSON: {error}", error.line, error.hint),), source=source) from None
     if document.problems:
-        raise ConfigError(order_problems(document.problems), source=source)
+        raise ConfigError(sort_and_limit_problems(document.problems), source=source)
     return document
 
 
-def _read_text(path: Path) -> str:
+def _read_source_text(path: Path) -> str:
     try:
         content = read_bytes(path, _MAX_BYTES)
     except UnreadableFileError as error:
@@ -250,10 +254,10 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d
 _Dumper.add_representer(tuple, lambda dumper, pair: dumper.represent_sequence("tag:yaml.org,2002:seq", pair, flow_style=True))
 
 
-def _convert_pairs(value: Any) -> Any:
+def _convert_lists_to_tuples(value: Any) -> Any:
     """Return `value` with nested lists as tuples, which the YAML dumper writes as pairs."""
     if isinstance(value, dict):
-        return {key: _convert_pairs(item) for key, item in value.items()}
+        return {key: _convert_lists_to_tuples(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [tuple(item) if isinstance(item, list | tuple) else _convert_pairs(item) for item in value]
+        return [tuple(item) if isinstance(item, list | tuple) else _convert_lists_to_tuples(item) for item in value]
     return value

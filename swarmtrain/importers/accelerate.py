@@ -47,22 +47,22 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
 
 def map_accelerate_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
     """Map the accelerate config in `report` for a run on `hosts`; empty if the hosts are unknown."""
-    distributed_type = str(report.get("distributed_type", "NO"))
+    distributed_type = str(report.get_source_value("distributed_type", "NO"))
     _map_machines(report, distributed_type, hosts)
     _map_environment(report)
-    if distributed_type == "FSDP" or (report.get_mapping("fsdp_config") and distributed_type != "DEEPSPEED"):
+    if distributed_type == "FSDP" or (report.get_source_mapping("fsdp_config") and distributed_type != "DEEPSPEED"):
         _map_fsdp(report)
-    if distributed_type == "DEEPSPEED" or report.get_mapping("deepspeed_config"):
+    if distributed_type == "DEEPSPEED" or report.get_source_mapping("deepspeed_config"):
         _map_deepspeed(report)
-    if report.get_mapping("megatron_lm_config"):
+    if report.get_source_mapping("megatron_lm_config"):
         _map_megatron(report)
-    if report.get_mapping("parallelism_config"):
+    if report.get_source_mapping("parallelism_config"):
         _map_parallelism(report)
     for name, value in report.source.items():
         if name in _UNMAPPED_KEYS:
-            report.add_unmapped(name, *_UNMAPPED_KEYS[name])
+            report.add_unmapped_key(name, *_UNMAPPED_KEYS[name])
         elif name.startswith("tpu_") or (value in ({}, [], None) and not name.startswith("main_process")):
-            report.add_unmapped(
+            report.add_unmapped_key(
                 name, UnmappedReason.no_counterpart if value else UnmappedReason.is_default, "TPUs only" if name.startswith("tpu_") else ""
             )
     report.add_note(
@@ -73,23 +73,23 @@ def map_accelerate_config(report: MigrationReport, hosts: tuple[str, ...] = ()) 
 
 
 def _map_machines(report: MigrationReport, distributed_type: str, hosts: tuple[str, ...]) -> None:
-    nodes, ranks = report.get("num_machines", 1), report.get("num_processes")
+    nodes, ranks = report.get_source_value("num_machines", 1), report.get_source_value("num_processes")
     is_multi_node = isinstance(nodes, int) and nodes > 1
     report.set_runner_type("swarm" if is_multi_node else "local")
     if distributed_type in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        report.add_unmapped(
+        report.add_unmapped_key(
             "distributed_type",
             UnmappedReason.done_differently,
             "every run is distributed; whether it uses CPUs or GPUs depends on the nodes",
         )
-    elif report.has_key("distributed_type"):
-        report.add_unmapped("distributed_type", UnmappedReason.no_counterpart, "only NVIDIA GPUs and CPUs are supported")
+    elif report.has_source_key("distributed_type"):
+        report.add_unmapped_key("distributed_type", UnmappedReason.no_counterpart, "only NVIDIA GPUs and CPUs are supported")
     if hosts:
         deepspeed.map_hosts(report, hosts, ("hostsfile",))
-        report.add_unmapped("num_machines", UnmappedReason.done_differently, "set by the hosts in the hostfile")
-        report.add_unmapped("num_processes", UnmappedReason.done_differently, "set by the slots in the hostfile")
+        report.add_unmapped_key("num_machines", UnmappedReason.done_differently, "set by the hosts in the hostfile")
+        report.add_unmapped_key("num_processes", UnmappedReason.done_differently, "set by the slots in the hostfile")
     else:
-        if report.has_key("num_machines"):
+        if report.has_source_key("num_machines"):
             report.map_key("num_machines", "runner.nodes")
         if isinstance(ranks, int) and isinstance(nodes, int) and nodes > 0 and ranks % nodes == 0:
             report.map_key("num_processes", "runner.default_gpu_count", ranks // nodes)
@@ -97,26 +97,26 @@ def _map_machines(report: MigrationReport, distributed_type: str, hosts: tuple[s
                 report.add_note(
                     f"num_processes is the total number of ranks on all machines: {ranks} on {nodes} machines, {ranks // nodes} on each"
                 )
-        elif report.has_key("num_processes"):
-            report.add_unmapped(
+        elif report.has_source_key("num_processes"):
+            report.add_unmapped_key(
                 "num_processes",
                 UnmappedReason.no_counterpart,
                 "list the hosts with their slots: runner.hosts: [gpu-1 slots=4, gpu-2 slots=3]",
             )
-    if isinstance(report.get("main_process_port"), int) and report.get("main_process_port"):
+    if isinstance(report.get_source_value("main_process_port"), int) and report.get_source_value("main_process_port"):
         report.map_key("main_process_port", "runner.master_port")
-    elif report.has_key("main_process_port"):
-        report.add_unmapped("main_process_port", UnmappedReason.is_default, "runner.master_port")
-    _map_gpus(report, is_multi_node=is_multi_node, uses_cpu=bool(report.get("use_cpu")) or distributed_type == "MULTI_CPU")
+    elif report.has_source_key("main_process_port"):
+        report.add_unmapped_key("main_process_port", UnmappedReason.is_default, "runner.master_port")
+    _map_gpus(report, is_multi_node=is_multi_node, uses_cpu=bool(report.get_source_value("use_cpu")) or distributed_type == "MULTI_CPU")
 
 
 def _map_gpus(report: MigrationReport, *, is_multi_node: bool, uses_cpu: bool) -> None:
-    ids = report.get("gpu_ids")
+    ids = report.get_source_value("gpu_ids")
     if is_multi_node and not uses_cpu:
         report.make_gpus_visible()
     if ids in (None, "all"):
-        if report.has_key("gpu_ids"):
-            report.add_unmapped("gpu_ids", UnmappedReason.is_default, "all GPUs of a host")
+        if report.has_source_key("gpu_ids"):
+            report.add_unmapped_key("gpu_ids", UnmappedReason.is_default, "all GPUs of a host")
     elif is_multi_node:
         report.map_key("gpu_ids", "runner.swarm.gpu_ids", str(ids).replace(" ", "").split(","))
     else:
@@ -124,10 +124,10 @@ def _map_gpus(report: MigrationReport, *, is_multi_node: bool, uses_cpu: bool) -
 
 
 def _map_environment(report: MigrationReport) -> None:
-    precision = report.get("mixed_precision")
+    precision = report.get_source_value("mixed_precision")
     precision = "no" if precision is False else precision
     if precision is not None:
-        _set_variable(report, ("mixed_precision",), "ACCELERATE_MIXED_PRECISION", str(precision))
+        _map_key_to_env_variable(report, ("mixed_precision",), "ACCELERATE_MIXED_PRECISION", str(precision))
         if str(precision) in _PRECISIONS:
             report.set_config_value("transformer_architecture.precision", _PRECISIONS[str(precision)])
         else:
@@ -137,26 +137,28 @@ def _map_environment(report: MigrationReport) -> None:
         ("debug", "ACCELERATE_DEBUG_MODE", "true"),
         ("enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY", "1"),
     ):
-        if report.get(name):
-            _set_variable(report, (name,), variable, variable_value)
-        elif report.has_key(name):
-            report.add_unmapped(name, UnmappedReason.is_default)
-    if report.get("num_cpu_threads_per_process"):
-        _set_variable(report, ("num_cpu_threads_per_process",), "OMP_NUM_THREADS", report.get("num_cpu_threads_per_process"))
-    for name, value in report.get_mapping("dynamo_config").items():
+        if report.get_source_value(name):
+            _map_key_to_env_variable(report, (name,), variable, variable_value)
+        elif report.has_source_key(name):
+            report.add_unmapped_key(name, UnmappedReason.is_default)
+    if report.get_source_value("num_cpu_threads_per_process"):
+        _map_key_to_env_variable(
+            report, ("num_cpu_threads_per_process",), "OMP_NUM_THREADS", report.get_source_value("num_cpu_threads_per_process")
+        )
+    for name, value in report.get_source_mapping("dynamo_config").items():
         suffix = name.removeprefix("dynamo_").upper()
-        _set_variable(report, ("dynamo_config", name), f"ACCELERATE_DYNAMO_{suffix}", value)
+        _map_key_to_env_variable(report, ("dynamo_config", name), f"ACCELERATE_DYNAMO_{suffix}", value)
 
 
 def _map_fsdp(report: MigrationReport) -> None:
-    _set_variable(report, ("distributed_type",), "ACCELERATE_USE_FSDP", "true")
-    settings = report.get_mapping("fsdp_config")
+    _map_key_to_env_variable(report, ("distributed_type",), "ACCELERATE_USE_FSDP", "true")
+    settings = report.get_source_mapping("fsdp_config")
     for name, value in settings.items():
         variable = _FSDP_VARIABLES.get(name, name.upper() if name.startswith("fsdp_") else f"FSDP_{name.upper()}")
         if value is None:
-            report.add_unmapped(("fsdp_config", name), UnmappedReason.is_default)
+            report.add_unmapped_key(("fsdp_config", name), UnmappedReason.is_default)
         else:
-            _set_variable(report, ("fsdp_config", name), variable, value)
+            _map_key_to_env_variable(report, ("fsdp_config", name), variable, value)
     report.set_config_value(("runner", "env", "FSDP_VERSION"), str(settings.get("fsdp_version", 1)))
     strategy = str(settings.get("fsdp_sharding_strategy", settings.get("fsdp_reshard_after_forward", "FULL_SHARD")))
     strategy = _SHARDING_STRATEGIES.get(strategy, strategy)
@@ -178,18 +180,18 @@ def _map_fsdp(report: MigrationReport) -> None:
 
 
 def _map_deepspeed(report: MigrationReport) -> None:
-    _set_variable(report, ("distributed_type",), "ACCELERATE_USE_DEEPSPEED", "true")
-    settings = report.get_mapping("deepspeed_config")
+    _map_key_to_env_variable(report, ("distributed_type",), "ACCELERATE_USE_DEEPSPEED", "true")
+    settings = report.get_source_mapping("deepspeed_config")
     for name, value in settings.items():
         key = ("deepspeed_config", name)
         if name == "deepspeed_hostfile":
-            report.add_unmapped(key, UnmappedReason.done_differently, "use --hostsfile FILE, which fills runner.hosts")
+            report.add_unmapped_key(key, UnmappedReason.done_differently, "use --hostsfile FILE, which fills runner.hosts")
         elif name.startswith(("deepspeed_multinode", "deepspeed_inclusion", "deepspeed_exclusion")):
-            report.add_unmapped(key, UnmappedReason.done_differently, "runner.hosts")
+            report.add_unmapped_key(key, UnmappedReason.done_differently, "runner.hosts")
         elif name in _DEEPSPEED_VARIABLES and value not in (None, "auto"):
-            _set_variable(report, key, _DEEPSPEED_VARIABLES[name], value)
+            _map_key_to_env_variable(report, key, _DEEPSPEED_VARIABLES[name], value)
         else:
-            report.add_unmapped(key, UnmappedReason.no_counterpart if value is not None else UnmappedReason.is_default)
+            report.add_unmapped_key(key, UnmappedReason.no_counterpart if value is not None else UnmappedReason.is_default)
     if "deepspeed_config_file" in settings:
         report.add_note(
             "deepspeed_config_file is read by the script on every node: add it to runner.code; swarmtrain import can also read it"
@@ -210,7 +212,7 @@ def _map_deepspeed(report: MigrationReport) -> None:
 
 
 def _map_megatron(report: MigrationReport) -> None:
-    _set_variable(report, ("distributed_type",), "ACCELERATE_USE_MEGATRON_LM", "true")
+    _map_key_to_env_variable(report, ("distributed_type",), "ACCELERATE_USE_MEGATRON_LM", "true")
     paths = {
         "tp_degree": "topology.model_parallel_size",
         "pp_degree": "topology.pipe_parallel_size",
@@ -218,22 +220,22 @@ def _map_megatron(report: MigrationReport) -> None:
         "gradient_clipping": "optimizer.gradient_clipping",
         "use_distributed_optimizer": "optimizer.zero",
     }
-    for name, value in report.get_mapping("megatron_lm_config").items():
+    for name, value in report.get_source_mapping("megatron_lm_config").items():
         setting = name.removeprefix("megatron_lm_")
-        _set_variable(report, ("megatron_lm_config", name), f"MEGATRON_LM_{setting.upper()}", value)
+        _map_key_to_env_variable(report, ("megatron_lm_config", name), f"MEGATRON_LM_{setting.upper()}", value)
         if setting in paths:
             report.set_config_value(paths[setting], value)
-    if report.get("megatron_lm_config.megatron_lm_recompute_activations"):
+    if report.get_source_value("megatron_lm_config.megatron_lm_recompute_activations"):
         report.set_config_value("topology.activation_checkpointing_type", "selective")
 
 
 def _map_parallelism(report: MigrationReport) -> None:
     report.set_config_value(("runner", "env", "ACCELERATE_USE_PARALLELISM_CONFIG"), "true")
     sizes: dict[str, Any] = {}
-    for name, value in report.get_mapping("parallelism_config").items():
+    for name, value in report.get_source_mapping("parallelism_config").items():
         setting = name.removeprefix("parallelism_config_")
         sizes[setting] = value
-        _set_variable(report, ("parallelism_config", name), f"PARALLELISM_CONFIG_{setting.upper()}", value)
+        _map_key_to_env_variable(report, ("parallelism_config", name), f"PARALLELISM_CONFIG_{setting.upper()}", value)
     for setting, path in (("tp_size", "model_parallel_size"), ("cp_size", "context_parallel_size")):
         if isinstance(sizes.get(setting), int):
             report.set_config_value(f"topology.{path}", sizes[setting])
@@ -243,6 +245,6 @@ def _map_parallelism(report: MigrationReport) -> None:
         report.set_config_value("topology.data_parallel_shard_size", shard_size if replicate_size != 1 else None)
 
 
-def _set_variable(report: MigrationReport, key: KeyPath, variable: str, value: Any) -> None:
+def _map_key_to_env_variable(report: MigrationReport, key: KeyPath, variable: str, value: Any) -> None:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     report.map_key(key, ("runner", "env", variable), text)

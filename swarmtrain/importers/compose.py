@@ -12,10 +12,10 @@ from swarmtrain.importers.launch_command import (
     RENDEZVOUS_TEXT,
     RENDEZVOUS_VARIABLES,
     LaunchCommand,
+    map_environment_variable,
     map_launch_command,
-    map_variable,
-    parse_launch_line,
-    parse_launch_words,
+    parse_launch_argv,
+    parse_launch_command,
 )
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
 
@@ -63,14 +63,14 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
 
 def map_compose_file(report: MigrationReport, source: str) -> None:
     """Map the compose file in `report`. Raises ConfigError if none of its services starts training."""
-    services = report.get_mapping("services")
+    services = report.get_source_mapping("services")
     launches = {name: launch for name, body in services.items() if (launch := _find_launch_command(report, name, body)) is not None}
     if not launches:
         hint = "start torchrun or a script in a service's command, or set RANK or WORLD_SIZE in its environment"
-        raise ConfigError((Problem("services", "no service starts training", report.find_line(("services",)), hint),), source=source)
+        raise ConfigError((Problem("services", "no service starts training", report.find_line_number(("services",)), hint),), source=source)
     for name in services:
         if name not in launches:
-            report.add_unmapped(
+            report.add_unmapped_key(
                 ("services", name),
                 UnmappedReason.no_counterpart,
                 "not a training node: deploy it as a separate stack",
@@ -78,11 +78,11 @@ def map_compose_file(report: MigrationReport, source: str) -> None:
     report.set_runner_type("swarm")
     names = sorted(launches, key=lambda name: _get_node_rank(report, name, launches[name]))
     nodes, slots = _map_service(report, names[0], launches[names[0]])
-    slots_by_service = {names[0]: slots} | {name: _compare_service(report, names[0], name, launches[name]) for name in names[1:]}
+    slots_by_service = {names[0]: slots} | {name: _compare_with_first_service(report, names[0], name, launches[name]) for name in names[1:]}
     _map_nodes(report, slots_by_service, nodes)
     _map_networks(report, names)
     _map_volumes(report, names[0])
-    _map_top_level(report)
+    _map_top_level_fields(report)
 
 
 def _find_launch_command(report: MigrationReport, name: str, body: Any) -> LaunchCommand | None:
@@ -92,19 +92,19 @@ def _find_launch_command(report: MigrationReport, name: str, body: Any) -> Launc
         value = body.get(field)
         try:
             launch = (
-                parse_launch_words([str(word) for word in value])
+                parse_launch_argv([str(word) for word in value])
                 if isinstance(value, list)
-                else parse_launch_line(str(value or "").replace("$$", "$"))
+                else parse_launch_command(str(value or "").replace("$$", "$"))
             )
         except ValueError:
             launch = None
         if launch is not None:
             return launch
-    variables = _parse_variables(body.get("environment"))
+    variables = _parse_environment(body.get("environment"))
     return LaunchCommand("image") if any(variable in variables for variable in ("RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")) else None
 
 
-def _parse_variables(environment: Any) -> dict[str, Any]:
+def _parse_environment(environment: Any) -> dict[str, Any]:
     if isinstance(environment, dict):
         return environment
     return {str(item).partition("=")[0]: str(item).partition("=")[2] for item in environment} if isinstance(environment, list) else {}
@@ -112,7 +112,7 @@ def _parse_variables(environment: Any) -> dict[str, Any]:
 
 def _get_node_rank(report: MigrationReport, name: str, launch: LaunchCommand) -> int:
     """Return the node rank that the launch command of service `name` gives; 0 if it gives none, which keeps the order of the file."""
-    variables = _parse_variables(report.get(("services", name, "environment")))
+    variables = _parse_environment(report.get_source_value(("services", name, "environment")))
     text = launch.flags.get("node_rank", str(variables.get("NODE_RANK", variables.get("RANK", ""))))
     return int(text) if text.isdigit() else 0
 
@@ -122,9 +122,9 @@ def _map_service(report: MigrationReport, name: str, launch: LaunchCommand) -> t
     for word in launch.wrapper_words:
         variable, equals, value = word.partition("=")
         if equals and variable.isidentifier():
-            map_variable(report, (*service_key, "command", variable), variable, value)
+            map_environment_variable(report, (*service_key, "command", variable), variable, value)
         else:
-            report.add_unmapped(
+            report.add_unmapped_key(
                 (*service_key, "command", word), UnmappedReason.done_differently, "each node starts a supervisor", value=word
             )
     nodes, slots = (
@@ -134,38 +134,40 @@ def _map_service(report: MigrationReport, name: str, launch: LaunchCommand) -> t
     )
     if launch.program == "image":
         report.add_note("no service has a command: set runner.script to the script that the image starts")
-    for field in report.get(service_key):
-        _map_field(report, service_key, field)
-    variables = _parse_variables(report.get((*service_key, "environment")))
+    for field in report.get_source_value(service_key):
+        _map_service_field(report, service_key, field)
+    variables = _parse_environment(report.get_source_value((*service_key, "environment")))
     for variable, value in variables.items():
-        _map_variable(report, (*service_key, "environment", variable), variable, value)
-    report.mark_used(*([(*service_key, "environment")] if isinstance(report.get((*service_key, "environment")), list) else []))
-    _map_deploy(report, (*service_key, "deploy"))
+        _map_environment_variable(report, (*service_key, "environment", variable), variable, value)
+    report.mark_keys_used(
+        *([(*service_key, "environment")] if isinstance(report.get_source_value((*service_key, "environment")), list) else [])
+    )
+    _map_deploy_section(report, (*service_key, "deploy"))
     _map_mounts(report, (*service_key, "volumes"))
     return nodes, slots
 
 
 def _get_command_field(report: MigrationReport, service_key: KeyPath) -> str:
-    return "command" if report.has_key((*service_key, "command")) else "entrypoint"
+    return "command" if report.has_source_key((*service_key, "command")) else "entrypoint"
 
 
-def _map_field(report: MigrationReport, service_key: KeyPath, field: str) -> None:
+def _map_service_field(report: MigrationReport, service_key: KeyPath, field: str) -> None:
     key = (*service_key, field)
-    value = report.get(key)
+    value = report.get_source_value(key)
     if field in ("environment", "deploy", "volumes", "networks"):
         return
-    if field in ("command", "secrets") or (field == "entrypoint" and not report.has_key((*service_key, "command"))):
-        report.mark_used(key)
+    if field in ("command", "secrets") or (field == "entrypoint" and not report.has_source_key((*service_key, "command"))):
+        report.mark_keys_used(key)
     elif field == "image":
         _map_image(report, key, str(value))
     elif field == "shm_size":
         report.map_key(key, "runner.docker_config.shm_size")
     elif field == "user" and re.fullmatch(r"\d+(:\d+)?", str(value)):
         report.map_key(key, "runner.docker_config.user", str(value))
-    elif field == "stop_grace_period" and (seconds := _parse_seconds(str(value))):
+    elif field == "stop_grace_period" and (seconds := _parse_duration(str(value))):
         report.map_key(key, "runner.stop_grace", seconds)
     elif not _map_machine_field(report, key, field, value):
-        report.add_unmapped(key, *_UNMAPPED_KEYS.get(field, (UnmappedReason.no_counterpart, "")))
+        report.add_unmapped_key(key, *_UNMAPPED_KEYS.get(field, (UnmappedReason.no_counterpart, "")))
 
 
 def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value: Any) -> bool:
@@ -174,7 +176,7 @@ def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value:
         report.map_key(key, "runner.swarm.network", "host")
     elif field == "runtime" and value == "nvidia":
         report.make_gpus_visible()
-        report.mark_used(key)
+        report.mark_keys_used(key)
     elif field in ("cap_add", "devices", "ulimits") and re.search(r"IPC_LOCK|infiniband|memlock", str(value)):
         report.map_key(key, "runner.swarm.rdma", True)
     else:
@@ -189,35 +191,37 @@ def _map_image(report: MigrationReport, key: KeyPath, text: str) -> None:
         replacement = (
             "a shell variable: set runner.docker_config.docker_container" if "$" in text else "runner.docker_config.docker_container"
         )
-        report.add_unmapped(key, UnmappedReason.unknown, replacement)
+        report.add_unmapped_key(key, UnmappedReason.unknown, replacement)
 
 
-def _map_variable(report: MigrationReport, key: KeyPath, name: str, value: Any) -> None:
+def _map_environment_variable(report: MigrationReport, key: KeyPath, name: str, value: Any) -> None:
     if name == "NVIDIA_VISIBLE_DEVICES":
         gpu_ids = str(value)
         report.map_key(key, "runner.swarm.gpu", "none" if gpu_ids in ("none", "void", "") else "visible")
         if re.fullmatch(r"[\w-]+(,[\w-]+)*", gpu_ids) and gpu_ids not in ("all", "none", "void"):
             report.set_config_value("runner.swarm.gpu_ids", gpu_ids.split(","))
     elif value is None or value == "":
-        report.add_unmapped(key, UnmappedReason.unknown, f"it came from the deploying shell: set runner.env.{name}")
+        report.add_unmapped_key(key, UnmappedReason.unknown, f"it came from the deploying shell: set runner.env.{name}")
     else:
-        map_variable(report, key, name, value)
+        map_environment_variable(report, key, name, value)
 
 
-def _map_deploy(report: MigrationReport, key: KeyPath) -> None:
+def _map_deploy_section(report: MigrationReport, key: KeyPath) -> None:
     for name in ("cpus", "memory"):
         source_key = (*key, "resources", "limits", name)
-        if report.has_key(source_key):
+        if report.has_source_key(source_key):
             report.map_key(
                 source_key,
                 f"runner.docker_config.{name}",
-                float(report.get(source_key)) if name == "cpus" and _is_number(report.get(source_key)) else report.get(source_key),
+                float(report.get_source_value(source_key))
+                if name == "cpus" and _is_number(report.get_source_value(source_key))
+                else report.get_source_value(source_key),
             )
-    for index, item in enumerate(report.get_list((*key, "resources", "reservations", "generic_resources"))):
+    for index, item in enumerate(report.get_source_list((*key, "resources", "reservations", "generic_resources"))):
         source_key = (*key, "resources", "reservations", "generic_resources", str(index))
         resource_spec = item.get("discrete_resource_spec") if isinstance(item, dict) else None
         if not isinstance(resource_spec, dict):
-            report.add_unmapped(
+            report.add_unmapped_key(
                 source_key,
                 UnmappedReason.no_counterpart,
                 "only resources with a kind and a number are supported: runner.swarm.generic_resource",
@@ -227,63 +231,63 @@ def _map_deploy(report: MigrationReport, key: KeyPath) -> None:
         report.set_config_value("runner.swarm.generic_resource", resource_spec.get("kind", "NVIDIA-GPU"))
         if type(resource_spec.get("value")) is int:
             report.set_config_value("runner.default_gpu_count", resource_spec["value"])
-        report.mark_used(source_key)
-    if report.has_key((*key, "resources", "reservations", "devices")):
+        report.mark_keys_used(source_key)
+    if report.has_source_key((*key, "resources", "reservations", "devices")):
         report.make_gpus_visible()
-        report.add_unmapped(
+        report.add_unmapped_key(
             (*key, "resources", "reservations", "devices"),
             UnmappedReason.done_differently,
             "runner.swarm.gpu; docker stack deploy refuses devices",
         )
-    for index, text in enumerate(report.get_list((*key, "placement", "constraints"))):
-        _map_constraint(report, (*key, "placement", "constraints", str(index)), str(text))
-    if report.get((*key, "mode")) in ("replicated", "global"):
-        report.mark_used((*key, "mode"))
-    if isinstance(report.get((*key, "replicas")), int):
-        report.mark_used((*key, "replicas"))
+    for index, text in enumerate(report.get_source_list((*key, "placement", "constraints"))):
+        _map_placement_constraint(report, (*key, "placement", "constraints", str(index)), str(text))
+    if report.get_source_value((*key, "mode")) in ("replicated", "global"):
+        report.mark_keys_used((*key, "mode"))
+    if isinstance(report.get_source_value((*key, "replicas")), int):
+        report.mark_keys_used((*key, "replicas"))
     for name, unmapped in _UNMAPPED_KEYS.items():
         source_key = (*key[:-1], *name.split("."))
-        if name.startswith("deploy.") and report.has_key(source_key):
-            report.add_unmapped(source_key, *unmapped)
+        if name.startswith("deploy.") and report.has_source_key(source_key):
+            report.add_unmapped_key(source_key, *unmapped)
 
 
-def _map_constraint(report: MigrationReport, key: KeyPath, text: str) -> None:
+def _map_placement_constraint(report: MigrationReport, key: KeyPath, text: str) -> None:
     match = _CONSTRAINT_PATTERN.fullmatch(text)
     if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in text:
-        report.mark_used(key)
+        report.mark_keys_used(key)
     elif match and match["label"] and _find_pinned_host(report, key[1]):
-        report.add_unmapped(key, UnmappedReason.done_differently, "the host is listed in runner.hosts", value=text)
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "the host is listed in runner.hosts", value=text)
     elif match and match["sign"] == "==" and match["label"]:
         labels = dict(report.get_config_value("runner.swarm.labels") or {})
         report.map_key(key, "runner.swarm.labels", labels | {match["label"]: match["value"]})
     elif _VARIABLE_PATTERN.search(text):
-        report.add_unmapped(key, UnmappedReason.unknown, "a shell variable: list the hosts in runner.hosts", value=text)
+        report.add_unmapped_key(key, UnmappedReason.unknown, "a shell variable: list the hosts in runner.hosts", value=text)
     else:
-        report.add_unmapped(key, UnmappedReason.done_differently, "runner.hosts, or runner.swarm.labels", value=text)
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "runner.hosts, or runner.swarm.labels", value=text)
 
 
 def _find_pinned_host(report: MigrationReport, name: str) -> str:
-    for text in report.get_list(("services", name, "deploy", "placement", "constraints")):
+    for text in report.get_source_list(("services", name, "deploy", "placement", "constraints")):
         match = _CONSTRAINT_PATTERN.fullmatch(str(text))
         if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in str(text):
             return match["value"]
     return ""
 
 
-def _compare_service(report: MigrationReport, first: str, name: str, launch: LaunchCommand) -> int | None:
+def _compare_with_first_service(report: MigrationReport, first: str, name: str, launch: LaunchCommand) -> int | None:
     """Compare the service `name` with the first service, whose settings apply to all nodes; return its number of ranks, or None."""
     service_key, first_key = ("services", name), ("services", first)
-    _compare_command(report, service_key, _find_launch_command(report, first, report.get(first_key)) or launch, launch)
+    _compare_command(report, service_key, _find_launch_command(report, first, report.get_source_value(first_key)) or launch, launch)
     _compare_environment(report, service_key, first_key)
-    for key, value in list(report.iterate_leaves(service_key)):
+    for key, value in list(report.iterate_source_leaves(service_key)):
         field_path = key[2:]
         if field_path[0] in ("command", "entrypoint", "environment", "networks"):
             continue
         is_pinned = field_path[:3] == ("deploy", "placement", "constraints") and _find_pinned_host(report, name) and len(value) == 1
-        if is_pinned or field_path[:2] == ("deploy", "replicas") or report.get((*first_key, *field_path)) == value:
-            report.mark_used(key)
+        if is_pinned or field_path[:2] == ("deploy", "replicas") or report.get_source_value((*first_key, *field_path)) == value:
+            report.mark_keys_used(key)
         else:
-            report.add_unmapped(
+            report.add_unmapped_key(
                 key, *_UNMAPPED_KEYS.get(field_path[0], (UnmappedReason.no_counterpart, f"all nodes are configured as {first} is"))
             )
     slots = launch.flags.get("nproc_per_node", "")
@@ -303,25 +307,27 @@ def _compare_command(report: MigrationReport, service_key: KeyPath, first_launch
         for flag, value in launch.flags.items()
         if flag not in ("node_rank", "nproc_per_node")
     }
-    report.mark_used(*((*service_key, field) for field in ("command", "entrypoint") if report.has_key((*service_key, field))))
+    report.mark_keys_used(*((*service_key, field) for field in ("command", "entrypoint") if report.has_source_key((*service_key, field))))
     for name, (value, first_value) in command_parts.items():
         if value != first_value:
-            report.add_unmapped((*service_key, "command", name), *unmapped, value=value)
+            report.add_unmapped_key((*service_key, "command", name), *unmapped, value=value)
 
 
 def _compare_environment(report: MigrationReport, service_key: KeyPath, first_key: KeyPath) -> None:
-    variables, first_variables = (_parse_variables(report.get((*service, "environment"))) for service in (service_key, first_key))
+    variables, first_variables = (
+        _parse_environment(report.get_source_value((*service, "environment"))) for service in (service_key, first_key)
+    )
     for variable, value in variables.items():
         if variable in RENDEZVOUS_VARIABLES:
-            report.add_unmapped((*service_key, "environment", variable), UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=value)
+            report.add_unmapped_key((*service_key, "environment", variable), UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=value)
         elif first_variables.get(variable) != value:
-            report.add_unmapped(
+            report.add_unmapped_key(
                 (*service_key, "environment", variable),
                 UnmappedReason.no_counterpart,
                 "all nodes use the environment of the first service",
                 value=value,
             )
-    report.mark_used((*service_key, "environment"))
+    report.mark_keys_used((*service_key, "environment"))
 
 
 def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: int | None) -> None:
@@ -334,8 +340,8 @@ def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: 
             )
         for name in services:
             replicas_key = ("services", name, "deploy", "replicas")
-            if report.get(replicas_key, 1) != 1:
-                report.add_unmapped(
+            if report.get_source_value(replicas_key, 1) != 1:
+                report.add_unmapped_key(
                     replicas_key, UnmappedReason.no_counterpart, "one service runs on each node; its ranks are the node's slots"
                 )
         have_same_slots = len(slot_counts) == 1 and len(services) > 1
@@ -346,14 +352,14 @@ def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: 
             [hosts[name] if have_same_slots or slots is None else f"{hosts[name]} slots={slots}" for name, slots in services.items()],
         )
         return
-    replicas = [report.get(("services", name, "deploy", "replicas"), 1) for name in services]
+    replicas = [report.get_source_value(("services", name, "deploy", "replicas"), 1) for name in services]
     replica_count = sum(count for count in replicas if isinstance(count, int))
     report.set_config_value("runner.nodes", nodes or replica_count)
     if len(set(hosts.values()) - {""}) < len([host for host in hosts.values() if host]):
         report.add_note(
             "several services are on one host: swarmtrain runs one service per host, with one slot per rank: runner.hosts: ['HOST slots=2']"
         )
-    if any(report.get(("services", name, "deploy", "mode")) == "global" for name in services):
+    if any(report.get_source_value(("services", name, "deploy", "mode")) == "global" for name in services):
         report.add_note("mode: global runs the service on every node of the swarm: set runner.nodes to the number of nodes")
     if len(slot_counts) == 1:
         report.set_config_value("runner.default_gpu_count", slot_counts.pop())
@@ -364,52 +370,52 @@ def _map_networks(report: MigrationReport, services: Sequence[str]) -> None:
     joined = {name for service in services for name in _collect_joined_networks(report, ("services", service, "networks"))}
     if len(joined) > 1:
         report.add_note(f"a run has one network, but the services use {', '.join(sorted(joined))}")
-    for name in report.get_mapping("networks"):
+    for name in report.get_source_mapping("networks"):
         if name in joined | {"default"}:
             _map_network(report, ("networks", name), name)
         else:
-            report.add_unmapped(("networks", name), UnmappedReason.no_counterpart, "no training node joins it")
+            report.add_unmapped_key(("networks", name), UnmappedReason.no_counterpart, "no training node joins it")
 
 
 def _collect_joined_networks(report: MigrationReport, key: KeyPath) -> set[str]:
-    networks = report.get(key)
+    networks = report.get_source_value(key)
     names = {str(name) for name in networks} if isinstance(networks, list | dict) else set()
-    report.mark_used(key)
-    for name, body in report.get_mapping(key).items():
+    report.mark_keys_used(key)
+    for name, body in report.get_source_mapping(key).items():
         if body:
-            report.add_unmapped((*key, name), UnmappedReason.done_differently, "nodes are named node0, node1 and so on")
-    if unknown := sorted(names - report.get_mapping("networks").keys() - {"default"}):
-        report.add_unmapped(key, UnmappedReason.no_counterpart, "a network that the file does not define", value=", ".join(unknown))
+            report.add_unmapped_key((*key, name), UnmappedReason.done_differently, "nodes are named node0, node1 and so on")
+    if unknown := sorted(names - report.get_source_mapping("networks").keys() - {"default"}):
+        report.add_unmapped_key(key, UnmappedReason.no_counterpart, "a network that the file does not define", value=", ".join(unknown))
     return names
 
 
 def _map_network(report: MigrationReport, key: KeyPath, name: str) -> None:
-    body = report.get_mapping(key)
+    body = report.get_source_mapping(key)
     if external := body.get("external"):
         network_name = body.get("name") or (external.get("name") if isinstance(external, dict) else None) or name
         report.map_key((*key, "external"), "runner.swarm.network", network_name)
-        report.mark_used(key)
+        report.mark_keys_used(key)
         return
-    options = report.get_mapping((*key, "driver_opts"))
+    options = report.get_source_mapping((*key, "driver_opts"))
     mtu, encrypted = str(options.get("com.docker.network.driver.mtu", "")), options.get("encrypted")
     if mtu.isdigit():
         report.map_key((*key, "driver_opts", "com.docker.network.driver.mtu"), "runner.swarm.mtu", int(mtu))
     if encrypted is not None and str(encrypted).lower() in ("true", "1", ""):
         report.map_key((*key, "driver_opts", "encrypted"), "runner.swarm.encrypted", True)
     elif encrypted is not None:
-        report.add_unmapped((*key, "driver_opts", "encrypted"), UnmappedReason.is_default, "runner.swarm.encrypted")
+        report.add_unmapped_key((*key, "driver_opts", "encrypted"), UnmappedReason.is_default, "runner.swarm.encrypted")
     if body.get("internal"):
         report.map_key((*key, "internal"), "runner.swarm.internal", True)
     if not body:
-        report.add_unmapped(key, UnmappedReason.is_default, "the stack creates its own network")
+        report.add_unmapped_key(key, UnmappedReason.is_default, "the stack creates its own network")
     for field in body:
         if field not in ("driver_opts", "internal"):
-            report.add_unmapped((*key, field), UnmappedReason.done_differently, "the stack creates its own network")
+            report.add_unmapped_key((*key, field), UnmappedReason.done_differently, "the stack creates its own network")
 
 
 def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
     mounts = []
-    for index, item in enumerate(report.get_list(key)):
+    for index, item in enumerate(report.get_source_list(key)):
         source_key = (*key, str(index))
         if isinstance(item, dict):
             source, target, read_only = str(item.get("source", "")), str(item.get("target", "")), bool(item.get("read_only"))
@@ -418,57 +424,57 @@ def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
                 if target == "/dev/shm" and size:  # noqa: S108  # a path in the container
                     report.map_key(source_key, "runner.docker_config.shm_size", size)
                 else:
-                    report.add_unmapped(source_key, UnmappedReason.no_counterpart, "runner.docker_config.shm_size is for /dev/shm")
+                    report.add_unmapped_key(source_key, UnmappedReason.no_counterpart, "runner.docker_config.shm_size is for /dev/shm")
                 continue
         else:
             source, target, mode = (*str(item).split(":"), "", "")[:3]
             read_only = "ro" in mode.split(",")
         if "$" in f"{source}{target}":
-            report.add_unmapped(source_key, UnmappedReason.unknown, "a shell variable: set runner.docker_config.docker_mounts")
+            report.add_unmapped_key(source_key, UnmappedReason.unknown, "a shell variable: set runner.docker_config.docker_mounts")
         elif not target or source.startswith((".", "~")):
-            report.add_unmapped(
+            report.add_unmapped_key(
                 source_key, UnmappedReason.unknown, "use an absolute path on every node in runner.docker_config.docker_mounts"
             )
         else:
             mounts.append((source, target))
-            report.mark_used(source_key)
+            report.mark_keys_used(source_key)
             if read_only:
-                report.add_unmapped(
+                report.add_unmapped_key(
                     (*source_key, "read_only"), UnmappedReason.no_counterpart, "mounts are always writable", value=f"{source}:{target}:ro"
                 )
     if mounts:
         report.set_config_value("runner.docker_config.docker_mounts", mounts)
-    if report.has_key(key):
-        report.mark_used(key)
+    if report.has_source_key(key):
+        report.mark_keys_used(key)
 
 
 def _map_volumes(report: MigrationReport, first: str) -> None:
     mounted = {source for source, _ in report.get_config_value("runner.docker_config.docker_mounts") or ()}
     volume_options = {}
-    for name in report.get_mapping("volumes"):
-        body = report.get_mapping(("volumes", name))
-        options = {str(field): str(value) for field, value in report.get_mapping(("volumes", name, "driver_opts")).items()}
+    for name in report.get_source_mapping("volumes"):
+        body = report.get_source_mapping(("volumes", name))
+        options = {str(field): str(value) for field, value in report.get_source_mapping(("volumes", name, "driver_opts")).items()}
         if body.get("external") or body.get("driver", "local") != "local":
-            report.add_unmapped(
+            report.add_unmapped_key(
                 ("volumes", name), UnmappedReason.no_counterpart, "runner.docker_config.volumes supports only Docker's local driver"
             )
         elif name not in mounted:
-            report.add_unmapped(("volumes", name), UnmappedReason.no_counterpart, "no training node mounts it")
+            report.add_unmapped_key(("volumes", name), UnmappedReason.no_counterpart, "no training node mounts it")
         elif options:
             volume_options[name] = options
-            report.mark_used(("volumes", name, "driver_opts"), ("volumes", name, "driver"))
+            report.mark_keys_used(("volumes", name, "driver_opts"), ("volumes", name, "driver"))
         else:
-            report.add_unmapped(("volumes", name), UnmappedReason.is_default, "each node has its own volume")
+            report.add_unmapped_key(("volumes", name), UnmappedReason.is_default, "each node has its own volume")
     if volume_options:
         report.set_config_value("runner.docker_config.volumes", volume_options)
 
 
-def _map_top_level(report: MigrationReport) -> None:
-    for name, body in report.get_mapping("secrets").items():
+def _map_top_level_fields(report: MigrationReport) -> None:
+    for name, body in report.get_source_mapping("secrets").items():
         if isinstance(body, dict) and body.get("file") and re.fullmatch(r"[A-Za-z_]\w*", str(name)):
             report.map_key(("secrets", name), ("runner", "secrets", name), body["file"])
         else:
-            report.add_unmapped(
+            report.add_unmapped_key(
                 ("secrets", name),
                 UnmappedReason.done_differently,
                 "runner.secrets: {NAME: FILE}, from a file on the machine that deploys",
@@ -476,16 +482,16 @@ def _map_top_level(report: MigrationReport) -> None:
             )
     for name in report.source:
         if name in ("version", "name"):
-            report.add_unmapped(
+            report.add_unmapped_key(
                 name, UnmappedReason.done_differently, _STACK_FILE_TEXT if name == "version" else "the config file's name, or --name"
             )
         elif name == "configs":
-            report.add_unmapped(name, UnmappedReason.done_differently, "runner.code")
+            report.add_unmapped_key(name, UnmappedReason.done_differently, "runner.code")
         elif name.startswith("x-"):
-            report.add_unmapped(name, UnmappedReason.done_differently, "its values are filled in where it is referenced")
+            report.add_unmapped_key(name, UnmappedReason.done_differently, "its values are filled in where it is referenced")
 
 
-def _parse_seconds(text: str) -> float | None:
+def _parse_duration(text: str) -> float | None:
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
     return float(sum(int(amount or 0) * unit for amount, unit in zip(match.groups(), (3600, 60, 1), strict=True))) if match else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from swarmtrain.config.loading import order_problems
+from swarmtrain.config.loading import sort_and_limit_problems
 from swarmtrain.config.schema.fields.host_entry import check_host_entry as check_host
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
@@ -52,7 +52,7 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
 
 def is_hostfile(text: str) -> bool:
     """Return whether `text` is a hostfile: each line is a host, and at least one line has slots."""
-    lines = [line for _, line in _iterate_lines(text)]
+    lines = [line for _, line in _list_hostfile_lines(text)]
     return (
         bool(lines) and all(_HOST_PATTERN.fullmatch(line) for line in lines) and any(" slots=" in line.replace("\t", " ") for line in lines)
     )
@@ -61,7 +61,7 @@ def is_hostfile(text: str) -> bool:
 def parse_hostfile(text: str, source: str) -> tuple[str, ...]:
     """Return the hosts of the hostfile `text`, as entries of runner.hosts. Raises ConfigError with every invalid line."""
     hosts, problems = [], []
-    for number, line in _iterate_lines(text):
+    for number, line in _list_hostfile_lines(text):
         match = _HOST_PATTERN.fullmatch(line)
         try:
             if match is None:
@@ -73,7 +73,7 @@ def parse_hostfile(text: str, source: str) -> tuple[str, ...]:
     if not hosts and not problems:
         problems.append(Problem("hosts", "lists no hosts", hint="add lines such as: gpu-1 slots=4"))
     if problems:
-        raise ConfigError(order_problems(problems), source=source)
+        raise ConfigError(sort_and_limit_problems(problems), source=source)
     return tuple(hosts)
 
 
@@ -93,17 +93,17 @@ def count_slots(hosts: tuple[str, ...]) -> int | None:
 
 def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
     """Map the DeepSpeed config in `report` for a run on `hosts`; empty if the hosts are unknown."""
-    _skip_auto_values(report)
+    _report_auto_values(report)
     _map_batch_sizes(report, count_slots(hosts))
-    map_zero(report, ("zero_optimization",))
+    map_zero_section(report, ("zero_optimization",))
     _map_precision(report)
     _map_optimizer(report)
-    _map_schedule(report)
+    _map_learning_rate_schedule(report)
     _map_wandb(report)
     for name, (reason, replacement) in _UNMAPPED_KEYS.items():
-        if report.has_key(name):
-            report.add_unmapped(name, reason, replacement)
-    if not report.is_handled(("gradient_clipping",)):
+        if report.has_source_key(name):
+            report.add_unmapped_key(name, reason, replacement)
+    if not report.is_key_handled(("gradient_clipping",)):
         report.set_config_value("optimizer.gradient_clipping", 0.0)
         report.add_note("DeepSpeed does not clip gradients by default: optimizer.gradient_clipping is 0")
     report.add_note(
@@ -111,16 +111,16 @@ def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -
     )
 
 
-def map_zero(report: MigrationReport, section: KeyPath) -> None:
+def map_zero_section(report: MigrationReport, section: KeyPath) -> None:
     """Map DeepSpeed's ZeRO section: the stage and its settings."""
-    stage = report.get((*section, "stage"), 0 if report.has_key(section) else None)
+    stage = report.get_source_value((*section, "stage"), 0 if report.has_source_key(section) else None)
     if stage is None:
         return
     stage_key = (*section, "stage")
     if stage == 1:
         report.map_key(stage_key, "optimizer.zero", True)
     elif stage in (2, 3):
-        shard_size = report.get((*section, "mics_shard_size"))
+        shard_size = report.get_source_value((*section, "mics_shard_size"))
         if isinstance(shard_size, int) and shard_size > 1:
             report.map_key(stage_key, "topology.data_parallel_type", "hsdp")
             report.map_key((*section, "mics_shard_size"), "topology.data_parallel_shard_size", shard_size)
@@ -131,11 +131,11 @@ def map_zero(report: MigrationReport, section: KeyPath) -> None:
                 "ZeRO stage 2 becomes fsdp, which also shards the parameters: less memory, more traffic; ddp with optimizer.zero is stage 1"
             )
     else:
-        report.add_unmapped(
+        report.add_unmapped_key(
             stage_key, UnmappedReason.is_default if stage == 0 else UnmappedReason.no_counterpart, "topology.data_parallel_type: ddp"
         )
-    _map_offload(report, section, is_sharded=stage in (2, 3))
-    for key, _ in list(report.iterate_leaves(section)):
+    _map_cpu_offload(report, section, is_sharded=stage in (2, 3))
+    for key, _ in list(report.iterate_source_leaves(section)):
         if key[: len(section) + 1] == section or key[len(section)] not in (
             "stage",
             "mics_shard_size",
@@ -143,35 +143,35 @@ def map_zero(report: MigrationReport, section: KeyPath) -> None:
             "offload_param",
             "cpu_offload",
         ):
-            report.add_unmapped(key, UnmappedReason.done_differently, _OVERLAPPED_TEXT)
+            report.add_unmapped_key(key, UnmappedReason.done_differently, _OVERLAPPED_TEXT)
 
 
-def _map_offload(report: MigrationReport, section: KeyPath, *, is_sharded: bool) -> None:
+def _map_cpu_offload(report: MigrationReport, section: KeyPath, *, is_sharded: bool) -> None:
     for name in ("offload_optimizer", "offload_param", "cpu_offload"):
         key = (*section, name)
-        if not report.has_key(key):
+        if not report.has_source_key(key):
             continue
-        device = report.get((*key, "device"), "cpu" if report.get(key) is True else "none")
+        device = report.get_source_value((*key, "device"), "cpu" if report.get_source_value(key) is True else "none")
         if device == "cpu" and is_sharded:
             report.map_key((*key, "device") if name != "cpu_offload" else key, "topology.cpu_offload", True)
             if name == "offload_optimizer":
                 report.add_note(
                     "topology.cpu_offload keeps the shards of parameters and optimizer state in host memory, and runs the optimizer there"
                 )
-        elif device == "none" or report.get(key) is False:
-            report.add_unmapped(key, UnmappedReason.is_default, "topology.cpu_offload: false")
+        elif device == "none" or report.get_source_value(key) is False:
+            report.add_unmapped_key(key, UnmappedReason.is_default, "topology.cpu_offload: false")
         else:
-            report.add_unmapped(key, UnmappedReason.no_counterpart, "topology.cpu_offload supports only host memory, with fsdp or hsdp")
-        for inner_key, _ in list(report.iterate_leaves(key)):
+            report.add_unmapped_key(key, UnmappedReason.no_counterpart, "topology.cpu_offload supports only host memory, with fsdp or hsdp")
+        for inner_key, _ in list(report.iterate_source_leaves(key)):
             if inner_key[-1] != "device" and inner_key != key and device == "cpu" and is_sharded:
-                report.add_unmapped(inner_key, UnmappedReason.done_differently, "topology.cpu_offload")
+                report.add_unmapped_key(inner_key, UnmappedReason.done_differently, "topology.cpu_offload")
 
 
-def _skip_auto_values(report: MigrationReport) -> None:
+def _report_auto_values(report: MigrationReport) -> None:
     """Report "auto" values as unmapped: only Hugging Face's Trainer can fill them in."""
-    for key, value in list(report.iterate_leaves()):
+    for key, value in list(report.iterate_source_leaves()):
         if value == "auto":
-            report.add_unmapped(key, UnmappedReason.unknown, "Hugging Face's Trainer fills it in from its own arguments")
+            report.add_unmapped_key(key, UnmappedReason.unknown, "Hugging Face's Trainer fills it in from its own arguments")
             _delete_key(report.source, key)
 
 
@@ -184,15 +184,15 @@ def _delete_key(values: Any, key: KeyPath) -> None:
 
 def _map_batch_sizes(report: MigrationReport, world_size: int | None) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    global_batch_size, micro_batch_size, accumulation_steps = (report.get(name) for name in names)
+    global_batch_size, micro_batch_size, accumulation_steps = (report.get_source_value(name) for name in names)
     if global_batch_size is None and micro_batch_size is None:
         if accumulation_steps is not None:
-            report.add_unmapped(names[2], UnmappedReason.done_differently, "topology.global_batch_size / (micro_batch_size x replicas)")
+            report.add_unmapped_key(names[2], UnmappedReason.done_differently, "topology.global_batch_size / (micro_batch_size x replicas)")
         return
     rank_count = world_size or 1
     if not all(value is None or (type(value) is int and value > 0) for value in (global_batch_size, micro_batch_size, accumulation_steps)):
         for name, path in zip(names, ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps"), strict=True):
-            if report.has_key(name):
+            if report.has_source_key(name):
                 report.map_key(name, f"topology.{path}")
         return
     if global_batch_size is None:
@@ -216,114 +216,116 @@ def _map_batch_sizes(report: MigrationReport, world_size: int | None) -> None:
                 f"for memory"
             )
     if accumulation_steps is not None:
-        report.add_unmapped(
+        report.add_unmapped_key(
             names[2], UnmappedReason.done_differently, "follows from global_batch_size, micro_batch_size and the number of replicas"
         )
 
 
 def _map_precision(report: MigrationReport) -> None:
     for section in ("bf16", "bfloat16"):
-        if report.get(f"{section}.enabled"):
+        if report.get_source_value(f"{section}.enabled"):
             report.map_key(f"{section}.enabled", "transformer_architecture.precision", "bfloat16")
-        elif report.has_key(f"{section}.enabled"):
-            report.add_unmapped(f"{section}.enabled", UnmappedReason.is_default, "transformer_architecture.precision")
-    if not report.get("fp16.enabled"):
-        if report.has_key("fp16"):
-            report.add_unmapped("fp16", UnmappedReason.is_default, "transformer_architecture.precision")
+        elif report.has_source_key(f"{section}.enabled"):
+            report.add_unmapped_key(f"{section}.enabled", UnmappedReason.is_default, "transformer_architecture.precision")
+    if not report.get_source_value("fp16.enabled"):
+        if report.has_source_key("fp16"):
+            report.add_unmapped_key("fp16", UnmappedReason.is_default, "transformer_architecture.precision")
         return
     report.map_key("fp16.enabled", "transformer_architecture.precision", "float16")
     for name, setting in _LOSS_SCALER_KEYS.items():
-        if report.has_key(f"fp16.{name}"):
+        if report.has_source_key(f"fp16.{name}"):
             report.map_key(f"fp16.{name}", f"optimizer.loss_scaler.{setting}")
-    power = report.get("fp16.initial_scale_power")
+    power = report.get_source_value("fp16.initial_scale_power")
     if power is not None:
         report.map_key(
             "fp16.initial_scale_power", "optimizer.loss_scaler.initial_scale", 2.0**power if type(power) is int and power < 99 else power
         )
-    if report.get("fp16.loss_scale"):
-        report.add_unmapped(
+    if report.get_source_value("fp16.loss_scale"):
+        report.add_unmapped_key(
             "fp16.loss_scale",
             UnmappedReason.no_counterpart,
             "loss scaling is always dynamic, starting from optimizer.loss_scaler.initial_scale",
         )
-    elif report.has_key("fp16.loss_scale"):
-        report.add_unmapped("fp16.loss_scale", UnmappedReason.is_default, "loss scaling is always dynamic")
+    elif report.has_source_key("fp16.loss_scale"):
+        report.add_unmapped_key("fp16.loss_scale", UnmappedReason.is_default, "loss scaling is always dynamic")
 
 
 def _map_optimizer(report: MigrationReport) -> None:
-    if report.has_key("gradient_clipping"):
+    if report.has_source_key("gradient_clipping"):
         report.map_key("gradient_clipping", "optimizer.gradient_clipping")
-    if not report.has_key("optimizer"):
+    if not report.has_source_key("optimizer"):
         return
-    name = str(report.get("optimizer.type"))
+    name = str(report.get_source_value("optimizer.type"))
     if name.lower() in _OPTIMIZER_METHODS:
         report.map_key("optimizer.type", "optimizer.method", _OPTIMIZER_METHODS[name.lower()])
     else:
-        report.add_unmapped("optimizer.type", UnmappedReason.no_counterpart, "optimizer.method: adamw, sgd or muon")
+        report.add_unmapped_key("optimizer.type", UnmappedReason.no_counterpart, "optimizer.method: adamw, sgd or muon")
     params_prefix = "optimizer.params."
     for field, path in (("lr", "learning_rate_scheduler.learning_rate"), ("eps", "optimizer.eps"), ("momentum", "optimizer.momentum")):
-        if report.has_key(params_prefix + field):
+        if report.has_source_key(params_prefix + field):
             report.map_key(params_prefix + field, path)
-    betas = report.get(params_prefix + "betas")
+    betas = report.get_source_value(params_prefix + "betas")
     if isinstance(betas, list) and len(betas) == 2:
         report.map_key(params_prefix + "betas", "optimizer.beta1", betas[0])
         report.set_config_value("optimizer.beta2", betas[1])
-    elif name.lower() in ("adam", "adamw", "fusedadam") and not report.is_handled(("optimizer", "params", "betas")):
+    elif name.lower() in ("adam", "adamw", "fusedadam") and not report.is_key_handled(("optimizer", "params", "betas")):
         report.set_config_value("optimizer.beta2", 0.999)
         report.add_note("the JSON sets no betas, so torch's defaults apply: optimizer.beta2 is 0.999")
-    decay = report.get(params_prefix + "weight_decay")
+    decay = report.get_source_value(params_prefix + "weight_decay")
     if decay is not None:
         report.map_key(params_prefix + "weight_decay", "training_groups", [{"group_name": "all", "weight_decay": decay}])
         report.add_note("weight decay is decoupled, as in AdamW, and applies to all parameters: see training_groups")
-    elif not report.is_handled(("optimizer", "params", "weight_decay")):
+    elif not report.is_key_handled(("optimizer", "params", "weight_decay")):
         report.set_config_value("training_groups", [{"group_name": "all", "weight_decay": 0.0}])
         report.add_note("DeepSpeed does not decay weights by default: training_groups has weight_decay 0")
-    for key, _ in list(report.iterate_leaves("optimizer")):
+    for key, _ in list(report.iterate_source_leaves("optimizer")):
         if key[-1] in ("torch_adam", "adam_w_mode", "fused", "bias_correction", "amsgrad", "cuda_aware", "comm_backend_name"):
-            report.add_unmapped(key, UnmappedReason.no_counterpart, "")
+            report.add_unmapped_key(key, UnmappedReason.no_counterpart, "")
 
 
-def _map_schedule(report: MigrationReport) -> None:
-    if not report.has_key("scheduler"):
-        if report.has_key("optimizer"):
+def _map_learning_rate_schedule(report: MigrationReport) -> None:
+    if not report.has_source_key("scheduler"):
+        if report.has_source_key("optimizer"):
             report.set_config_value("learning_rate_scheduler.learning_rate_decay_style", "constant")
             report.add_note("DeepSpeed keeps the learning rate constant if the JSON has no scheduler")
         return
-    style = _DECAY_STYLES.get(str(report.get("scheduler.type")))
+    style = _DECAY_STYLES.get(str(report.get_source_value("scheduler.type")))
     if style is None:
-        report.add_unmapped("scheduler", UnmappedReason.no_counterpart, "learning_rate_scheduler")
+        report.add_unmapped_key("scheduler", UnmappedReason.no_counterpart, "learning_rate_scheduler")
         return
     report.map_key("scheduler.type", f"{_LEARNING_RATE}_decay_style", style)
-    if report.get(f"{_SCHEDULER_PARAMS}.total_num_steps") is not None:
+    if report.get_source_value(f"{_SCHEDULER_PARAMS}.total_num_steps") is not None:
         report.map_key(f"{_SCHEDULER_PARAMS}.total_num_steps", f"{_LEARNING_RATE}_decay_iters")
-        report.set_config_value("trainer.train_iterations", report.get(f"{_SCHEDULER_PARAMS}.total_num_steps"))
+        report.set_config_value("trainer.train_iterations", report.get_source_value(f"{_SCHEDULER_PARAMS}.total_num_steps"))
         report.add_note("trainer.train_iterations is total_num_steps, where the learning rate reaches its minimum")
-    _map_warm_up(report, is_logarithmic=style != "cosine" or report.get(f"{_SCHEDULER_PARAMS}.warmup_type") == "log")
-    min_ratio, learning_rate = report.get(f"{_SCHEDULER_PARAMS}.cos_min_ratio", 1e-4), report.get_config_value(_LEARNING_RATE)
+    _map_learning_rate_warmup(
+        report, is_logarithmic=style != "cosine" or report.get_source_value(f"{_SCHEDULER_PARAMS}.warmup_type") == "log"
+    )
+    min_ratio, learning_rate = report.get_source_value(f"{_SCHEDULER_PARAMS}.cos_min_ratio", 1e-4), report.get_config_value(_LEARNING_RATE)
     if style == "cosine" and isinstance(min_ratio, int | float) and isinstance(learning_rate, int | float):
         report.set_config_value(f"{_LEARNING_RATE}_minimum", min_ratio * learning_rate)
-        report.mark_used(f"{_SCHEDULER_PARAMS}.cos_min_ratio")
+        report.mark_keys_used(f"{_SCHEDULER_PARAMS}.cos_min_ratio")
         report.add_note(f"learning_rate_minimum is cos_min_ratio x learning_rate: {min_ratio:g} x {learning_rate:g}")
 
 
-def _map_warm_up(report: MigrationReport, *, is_logarithmic: bool) -> None:
-    if report.get(f"{_SCHEDULER_PARAMS}.warmup_max_lr") is not None:
+def _map_learning_rate_warmup(report: MigrationReport, *, is_logarithmic: bool) -> None:
+    if report.get_source_value(f"{_SCHEDULER_PARAMS}.warmup_max_lr") is not None:
         report.map_key(f"{_SCHEDULER_PARAMS}.warmup_max_lr", _LEARNING_RATE)
-    if report.get(f"{_SCHEDULER_PARAMS}.warmup_num_steps") is not None:
+    if report.get_source_value(f"{_SCHEDULER_PARAMS}.warmup_num_steps") is not None:
         report.map_key(f"{_SCHEDULER_PARAMS}.warmup_num_steps", f"{_LEARNING_RATE}_warmup_steps")
-    elif not report.is_handled((*_SCHEDULER_PARAMS.split("."), "warmup_num_steps")):
+    elif not report.is_key_handled((*_SCHEDULER_PARAMS.split("."), "warmup_num_steps")):
         report.set_config_value(f"{_LEARNING_RATE}_warmup_steps", 1000)
         report.add_note("DeepSpeed's default for warmup_num_steps applies: learning_rate_warmup_steps is 1000")
-    if report.has_key(f"{_SCHEDULER_PARAMS}.warmup_min_lr"):
-        min_learning_rate = report.get(f"{_SCHEDULER_PARAMS}.warmup_min_lr")
-        report.add_unmapped(
+    if report.has_source_key(f"{_SCHEDULER_PARAMS}.warmup_min_lr"):
+        min_learning_rate = report.get_source_value(f"{_SCHEDULER_PARAMS}.warmup_min_lr")
+        report.add_unmapped_key(
             f"{_SCHEDULER_PARAMS}.warmup_min_lr",
             UnmappedReason.no_counterpart if min_learning_rate else UnmappedReason.is_default,
             "the warm-up starts at 0",
         )
-    if report.has_key(f"{_SCHEDULER_PARAMS}.warmup_type"):
-        is_linear = report.get(f"{_SCHEDULER_PARAMS}.warmup_type") == "linear"
-        report.add_unmapped(
+    if report.has_source_key(f"{_SCHEDULER_PARAMS}.warmup_type"):
+        is_linear = report.get_source_value(f"{_SCHEDULER_PARAMS}.warmup_type") == "linear"
+        report.add_unmapped_key(
             f"{_SCHEDULER_PARAMS}.warmup_type",
             UnmappedReason.is_default if is_linear else UnmappedReason.no_counterpart,
             "the warm-up is linear",
@@ -334,14 +336,14 @@ def _map_warm_up(report: MigrationReport, *, is_logarithmic: bool) -> None:
 
 
 def _map_wandb(report: MigrationReport) -> None:
-    if not report.has_key("wandb"):
+    if not report.has_source_key("wandb"):
         return
     for name, path in (("enabled", "use_wandb"), ("team", "wandb_team"), ("project", "wandb_project"), ("group", "wandb_group")):
-        if report.has_key(f"wandb.{name}"):
+        if report.has_source_key(f"wandb.{name}"):
             report.map_key(f"wandb.{name}", f"logger.{path}")
 
 
-def _iterate_lines(text: str) -> list[tuple[int, str]]:
+def _list_hostfile_lines(text: str) -> list[tuple[int, str]]:
     lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
     return [(number, line) for number, line in lines if line]
 

@@ -25,22 +25,22 @@ def map_huggingface_config(report: MigrationReport, source: str, model_folder: s
     Raises SwarmtrainError if its architecture is not supported.
     """
     architecture_values = huggingface_config.read_architecture_values(report.source, source)
-    model_family = huggingface_config.identify_family(report.source, source)
-    has_rope_parameters = isinstance(report.get("rope_parameters"), dict)
+    model_family = huggingface_config.read_model_family(report.source, source)
+    has_rope_parameters = isinstance(report.get_source_value("rope_parameters"), dict)
     hf_keys = {field.config_path: field.hf_key for field in model_family.field_mappings}
     for path, value in architecture_values.items():
         hf_key = hf_keys.get(path, "")
-        if has_rope_parameters and not report.has_key(hf_key):
+        if has_rope_parameters and not report.has_source_key(hf_key):
             hf_key = "rope_parameters" if path.startswith("rotary") else hf_key
-        if hf_key and report.has_key(hf_key):
+        if hf_key and report.has_source_key(hf_key):
             report.map_key(hf_key, f"transformer_architecture.{path}", value)
         else:
             report.set_config_value(f"transformer_architecture.{path}", value)
     _map_precision(report)
     for key, unmapped in _UNMAPPED_KEYS.items():
-        if report.has_key(key):
-            report.add_unmapped(key, *unmapped)
-    report.mark_used(*(key for key in model_family.required_values if report.has_key(key)))
+        if report.has_source_key(key):
+            report.add_unmapped_key(key, *unmapped)
+    report.mark_keys_used(*(key for key in model_family.required_values if report.has_source_key(key)))
     if model_folder:
         report.set_config_value("trainer.init_from", model_folder)
         report.add_note("trainer.init_from is the model folder on this machine: it must exist at this path on every node")
@@ -51,10 +51,10 @@ def map_huggingface_config(report: MigrationReport, source: str, model_folder: s
 
 def _map_precision(report: MigrationReport) -> None:
     for key in ("dtype", "torch_dtype"):
-        if report.get(key) in _PRECISIONS:
+        if report.get_source_value(key) in _PRECISIONS:
             report.map_key(key, "transformer_architecture.precision")
-        elif report.has_key(key):
-            report.add_unmapped(
+        elif report.has_source_key(key):
+            report.add_unmapped_key(
                 key,
                 UnmappedReason.done_differently,
                 "transformer_architecture.precision is the training precision: use bfloat16 if the devices support it",

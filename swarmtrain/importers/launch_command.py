@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmtrain.config.schema.runner import NcclConfig
-from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_secret
+from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_secret_name
 
 RENDEZVOUS_TEXT = "determined by the run's rendezvous"
 _LOGS_TEXT = "swarmtrain logs shows all ranks in one stream"
@@ -87,14 +87,14 @@ class LaunchCommand:
     """The other parts of the line: further commands and output redirections."""
 
 
-def parse_launch_line(text: str) -> LaunchCommand | None:
+def parse_launch_command(text: str) -> LaunchCommand | None:
     """Return the first launch command in a line of shell; None if the line does not start training.
 
     The rest of the line is part of the result. Raises ValueError if the line cannot be parsed.
     """
     launch_command, other_commands = None, []
     for operator, words in _split_commands(text):
-        launch = None if launch_command or _REDIRECTION_PATTERN.search(operator) else parse_launch_words(words)
+        launch = None if launch_command or _REDIRECTION_PATTERN.search(operator) else parse_launch_argv(words)
         if launch is None and not (operator == ">&" and words[:1] in (["1"], ["2"])):
             other_commands.append(" ".join([*([operator] if operator else []), *words]))
         launch_command = launch_command or launch
@@ -103,7 +103,7 @@ def parse_launch_line(text: str) -> LaunchCommand | None:
     )
 
 
-def parse_launch_words(words: Sequence[str]) -> LaunchCommand | None:
+def parse_launch_argv(words: Sequence[str]) -> LaunchCommand | None:
     """Return the launch command in the words of one command; None if it does not start training. Raises ValueError if it is invalid."""
     for index, word in enumerate(words):
         name, wrapper_words, remaining_words = PurePosixPath(word).name, tuple(words[:index]), list(words[index + 1 :])
@@ -111,24 +111,24 @@ def parse_launch_words(words: Sequence[str]) -> LaunchCommand | None:
         if re.match(r"\w+=", word):
             continue
         if name in ("bash", "sh") and remaining_words[:1] and remaining_words[0] in ("-c", "-lc", "-ic"):
-            launch_command = parse_launch_line(" ".join(remaining_words[1:2]))
+            launch_command = parse_launch_command(" ".join(remaining_words[1:2]))
             return launch_command and replace(launch_command, wrapper_words=(*wrapper_words, *launch_command.wrapper_words))
         if name in ("torchrun", "deepspeed"):
-            launch_command = _parse_flags(name, remaining_words)
+            launch_command = _parse_launcher_argv(name, remaining_words)
         elif name == "accelerate" and remaining_words[:1] == ["launch"]:
-            launch_command = _parse_flags("accelerate launch", remaining_words[1:])
+            launch_command = _parse_launcher_argv("accelerate launch", remaining_words[1:])
         elif re.fullmatch(r"python[\d.]*", name):
-            launch_command = _parse_python_words([*itertools.dropwhile(lambda option: option in ("-u", "-O", "-B"), remaining_words)])
+            launch_command = _parse_python_argv([*itertools.dropwhile(lambda option: option in ("-u", "-O", "-B"), remaining_words)])
         if launch_command is not None:
             return replace(launch_command, wrapper_words=wrapper_words)
     return None
 
 
-def _parse_python_words(words: list[str]) -> LaunchCommand | None:
+def _parse_python_argv(words: list[str]) -> LaunchCommand | None:
     if words[:1] != ["-m"]:
         return LaunchCommand("python", {}, words[0], tuple(words[1:])) if words and words[0].endswith(".py") else None
     if words[1:2] and words[1] in ("torch.distributed.run", "torch.distributed.launch"):
-        return _parse_flags("torchrun", words[2:])
+        return _parse_launcher_argv("torchrun", words[2:])
     return LaunchCommand("python", {"module": ""}, words[1], tuple(words[2:])) if words[1:] else None
 
 
@@ -142,7 +142,7 @@ def _split_commands(text: str) -> list[tuple[str, list[str]]]:
 
     Raises ValueError if the line cannot be parsed.
     """
-    quoted_text = re.sub(r"(?<=\s)[12](?=>)", "", re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", _quote_substitution, text))
+    quoted_text = re.sub(r"(?<=\s)[12](?=>)", "", re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", _quote_command_substitution, text))
     lexer = shlex.shlex(quoted_text, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, "#"
     commands: list[tuple[str, list[str]]] = [("", [])]
@@ -156,7 +156,7 @@ def _split_commands(text: str) -> list[tuple[str, list[str]]]:
 
 def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> tuple[int | None, int | None]:
     """Map a launch command to the config. Return the number of nodes and of ranks per node, each None if not given as a number."""
-    report.mark_used(key)
+    report.mark_keys_used(key)
     nodes, slots = None, None
     for flag, value in launch.flags.items():
         flag_key = (*key, f"{launch.program} --{flag}")
@@ -167,12 +167,12 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
             report.map_key(flag_key, "runner.max_nodes", high)
         elif flag == "nnodes" and value.isdigit():
             nodes = int(value)
-            report.mark_used(flag_key)
+            report.mark_keys_used(flag_key)
         elif flag == "nproc_per_node" and value.isdigit():
             slots = int(value)
-            report.mark_used(flag_key)
+            report.mark_keys_used(flag_key)
         elif flag == "nproc_per_node" and value in ("gpu", "auto"):
-            report.add_unmapped(flag_key, UnmappedReason.is_default, "one rank per GPU that the cluster reports", value=value)
+            report.add_unmapped_key(flag_key, UnmappedReason.is_default, "one rank per GPU that the cluster reports", value=value)
         elif flag == "master_port" and value.isdigit() and int(value) < _MAX_PORT:
             report.map_key(flag_key, "runner.master_port", int(value))
         elif flag == "max_restarts" and value.isdigit():
@@ -181,48 +181,48 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
         elif flag == "numa_binding":
             report.map_key(flag_key, "runner.numa", value)
         elif flag == "module":
-            report.add_unmapped(
+            report.add_unmapped_key(
                 flag_key,
                 UnmappedReason.no_counterpart,
                 "set runner.script to a file of two lines: import runpy, and call runpy.run_module",
                 value=launch.script,
             )
         elif flag in _UNMAPPED_FLAGS:
-            report.add_unmapped(flag_key, UnmappedReason.done_differently, _UNMAPPED_FLAGS[flag], value=value)
+            report.add_unmapped_key(flag_key, UnmappedReason.done_differently, _UNMAPPED_FLAGS[flag], value=value)
         elif _SHELL_VARIABLE_PATTERN.search(value) and flag in ("nnodes", "nproc_per_node", "num_processes", "master_port", "max_restarts"):
             replacement = {
                 "nnodes": "runner.nodes",
                 "nproc_per_node": "runner.default_gpu_count",
                 "num_processes": "runner.default_gpu_count",
             }.get(flag, f"runner.{flag}")
-            report.add_unmapped(flag_key, UnmappedReason.unknown, f"a shell variable: set {replacement}", value=value)
+            report.add_unmapped_key(flag_key, UnmappedReason.unknown, f"a shell variable: set {replacement}", value=value)
         else:
-            report.add_unmapped(flag_key, UnmappedReason.no_counterpart, "", value=value)
+            report.add_unmapped_key(flag_key, UnmappedReason.no_counterpart, "", value=value)
     _map_script(report, key, launch)
     return nodes, slots
 
 
-def map_variable(report: MigrationReport, key: KeyPath, name: str, value: Any, *, on_host_network: bool = False) -> None:
+def map_environment_variable(report: MigrationReport, key: KeyPath, name: str, value: Any, *, on_host_network: bool = False) -> None:
     """Map the environment variable `name` of the ranks. `on_host_network`: it names interfaces of machines, not of containers."""
     text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     setting = _find_nccl_setting(name, text)
     if name in RENDEZVOUS_VARIABLES:
-        report.add_unmapped(key, UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=text)
-    elif is_secret(name):
-        report.add_unmapped(
+        report.add_unmapped_key(key, UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=text)
+    elif is_secret_name(name):
+        report.add_unmapped_key(
             key, UnmappedReason.done_differently, f"runner.secrets: {{{name}: FILE}}; ranks find the file's path in {name}_FILE", value="…"
         )
     elif name in _INTERFACE_VARIABLES and on_host_network and re.fullmatch(r"[A-Za-z][\w.@-]{0,14}", text):
         report.map_key(key, "runner.interface", text)
     elif name in _INTERFACE_VARIABLES:
-        report.add_unmapped(
+        report.add_unmapped_key(
             key, UnmappedReason.done_differently, "the interface is detected; to override it, set runner.interface", value=text
         )
     elif setting is not None:
         report.map_key(key, ("runner", "nccl", setting[0]), setting[1])
     else:
         report.map_key(key, ("runner", "env", name), text)
-        note_shell_variables(report, f"runner.env.{name}", text)
+        add_shell_variable_note(report, f"runner.env.{name}", text)
 
 
 def is_training_script(text: str) -> bool:
@@ -230,7 +230,7 @@ def is_training_script(text: str) -> bool:
     return _TRAINING_LINE_PATTERN.search(text) is not None
 
 
-def note_shell_variables(report: MigrationReport, path: str, text: str) -> None:
+def add_shell_variable_note(report: MigrationReport, path: str, text: str) -> None:
     """Add a note if `text`, the config value at `path`, contains shell syntax that only the imported file's shell would have expanded."""
     if _SHELL_VARIABLE_PATTERN.search(text):
         report.add_note(f"{path} holds {text}, which only the original shell can expand: replace it with its value")
@@ -239,24 +239,24 @@ def note_shell_variables(report: MigrationReport, path: str, text: str) -> None:
 def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> None:
     for index, text in enumerate(launch.other_commands):
         replacement = _LOGS_TEXT if _REDIRECTION_PATTERN.search(text) else "install or copy it in the image: swarmtrain image build"
-        report.add_unmapped((*key, f"other command {index}"), UnmappedReason.done_differently, replacement, value=text)
+        report.add_unmapped_key((*key, f"other command {index}"), UnmappedReason.done_differently, replacement, value=text)
     if launch.script and "module" not in launch.flags:
         report.map_key((*key, "script"), "runner.script", launch.script)
-        note_shell_variables(report, "runner.script", launch.script)
+        add_shell_variable_note(report, "runner.script", launch.script)
         if launch.script.startswith("/"):
             report.add_note("runner.script is read on the machine that runs swarmtrain, not in the container: use the path on that machine")
     if launch.args:
         report.map_key((*key, "script_args"), "runner.script_args", list(launch.args))
         for arg in launch.args:
-            if arg.startswith("--") and is_secret(arg.partition("=")[0]):
+            if arg.startswith("--") and is_secret_name(arg.partition("=")[0]):
                 report.add_note(
                     f"runner.script_args has {arg.partition('=')[0]}: configs are stored with checkpoints, so put secrets into "
                     f"runner.secrets"
                 )
-            note_shell_variables(report, "runner.script_args", arg)
+            add_shell_variable_note(report, "runner.script_args", arg)
 
 
-def _parse_flags(program: str, words: list[str]) -> LaunchCommand:
+def _parse_launcher_argv(program: str, words: list[str]) -> LaunchCommand:
     flags: dict[str, str] = {}
     while words and words[0].startswith("-"):
         word = words.pop(0)
@@ -287,6 +287,6 @@ def _find_nccl_setting(name: str, text: str) -> tuple[str, Any] | None:
     return None
 
 
-def _quote_substitution(match: re.Match[str]) -> str:
+def _quote_command_substitution(match: re.Match[str]) -> str:
     """Quote a matched command substitution so that it stays one word. Inside double quotes it is one word already."""
     return match[0] if match.string[: match.start()].count('"') % 2 else shlex.quote(match[0])

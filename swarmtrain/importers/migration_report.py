@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config
 from swarmtrain.config.explanations import explain_validation_error
-from swarmtrain.config.loading import order_problems
+from swarmtrain.config.loading import sort_and_limit_problems
 from swarmtrain.errors import ConfigError, Problem
 
 KeyPath = tuple[str, ...]
@@ -77,7 +77,7 @@ class MigrationReport:
         self._unmapped_keys: list[KeyPath] = []
         self._notes: list[str] = []
 
-    def get(self, key: str | KeyPath, default: Any = None) -> Any:
+    def get_source_value(self, key: str | KeyPath, default: Any = None) -> Any:
         """Return the source file's value at `key`; `default` if there is none."""
         value: Any = self.source
         for key_part in _parse_key(key):
@@ -89,23 +89,23 @@ class MigrationReport:
                 return default
         return value
 
-    def get_mapping(self, key: str | KeyPath) -> dict[str, Any]:
+    def get_source_mapping(self, key: str | KeyPath) -> dict[str, Any]:
         """Return the source file's mapping at `key`; an empty mapping if there is none."""
-        value = self.get(key)
+        value = self.get_source_value(key)
         return value if isinstance(value, dict) else {}
 
-    def get_list(self, key: str | KeyPath) -> list[Any]:
+    def get_source_list(self, key: str | KeyPath) -> list[Any]:
         """Return the source file's list at `key`; an empty list if there is none."""
-        value = self.get(key)
+        value = self.get_source_value(key)
         return value if isinstance(value, list) else []
 
-    def has_key(self, key: str | KeyPath) -> bool:
+    def has_source_key(self, key: str | KeyPath) -> bool:
         """Return whether the source file has a value at `key`; null counts as a value."""
-        return self.get(key, _ABSENT) is not _ABSENT
+        return self.get_source_value(key, _ABSENT) is not _ABSENT
 
     def rename_key(self, section: KeyPath, old: str, new: str) -> None:
         """Rename the key `old` of `section` in the source's values, an outdated name, to its present name `new`."""
-        mapping, old_path = self.get(section) if section else self.source, ".".join((*section, old))
+        mapping, old_path = self.get_source_value(section) if section else self.source, ".".join((*section, old))
         if isinstance(mapping, dict) and old in mapping and new not in mapping:
             mapping[new] = mapping.pop(old)
             new_path = ".".join((*section, new))
@@ -113,23 +113,23 @@ class MigrationReport:
                 new_path + path.removeprefix(old_path): line for path, line in self._lines.items() if f"{path}.".startswith(f"{old_path}.")
             }
 
-    def iterate_leaves(self, key: str | KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    def iterate_source_leaves(self, key: str | KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         """Yield each leaf at and below `key`, with its key: a value that is neither a mapping nor a list of mappings, or an empty one."""
-        yield from _iterate_leaves(_parse_key(key), self.get(key, {}) if key else self.source)
+        yield from _iterate_leaves(_parse_key(key), self.get_source_value(key, {}) if key else self.source)
 
     def map_key(self, key: str | KeyPath, path: str | KeyPath, value: Any = _ABSENT) -> None:
         """Set the config field `path` to the source's value at `key` (or `value`, if it was derived from it), and mark the key as
         handled.
         """
         source_key, config_key = _parse_key(key), _parse_key(path)
-        config_value = self.get(source_key) if value is _ABSENT else value
+        config_value = self.get_source_value(source_key) if value is _ABSENT else value
         previous_key = self._origins.get(config_key)
         if (
             previous_key not in (None, source_key)
             and not isinstance(config_value, list | dict)
             and self._values.get(config_key) != config_value
         ):
-            self.add_unmapped(previous_key, UnmappedReason.done_differently, f"overridden by {'.'.join(source_key)}")
+            self.add_unmapped_key(previous_key, UnmappedReason.done_differently, f"overridden by {'.'.join(source_key)}")
         self._handled.add(source_key)
         self._origins[config_key], self._values[config_key] = source_key, config_value
 
@@ -146,24 +146,24 @@ class MigrationReport:
         """Return the value set so far for the config field `path`; None if there is none."""
         return self._values.get(_parse_key(path))
 
-    def add_unmapped(self, key: str | KeyPath, reason: UnmappedReason, replacement: str = "", *, value: Any = _ABSENT) -> None:
+    def add_unmapped_key(self, key: str | KeyPath, reason: UnmappedReason, replacement: str = "", *, value: Any = _ABSENT) -> None:
         """Report `key` as unmapped. `replacement` says what to do instead, or why nothing can be done."""
         source_key = _parse_key(key)
         self._handled.add(source_key)
-        shown_value = self.get(source_key) if value is _ABSENT else value
+        shown_value = self.get_source_value(source_key) if value is _ABSENT else value
         self._unmapped_keys.append(source_key)
-        text = "…" if is_secret(source_key[-1]) else _abbreviate(shown_value)
+        text = "…" if is_secret_name(source_key[-1]) else _abbreviate_value(shown_value)
         self._unmapped.append(
             UnmappedKey(
                 source_key[-1].rstrip("'") if self._show_last_part_only else ".".join(source_key),
-                self.find_line(source_key),
+                self.find_line_number(source_key),
                 text,
                 reason,
                 replacement,
             )
         )
 
-    def mark_used(self, *keys: str | KeyPath) -> None:
+    def mark_keys_used(self, *keys: str | KeyPath) -> None:
         """Mark `keys` of the source as handled, because their values were used in the mapping of other keys."""
         self._handled.update(_parse_key(key) for key in keys)
 
@@ -172,11 +172,11 @@ class MigrationReport:
         if text not in self._notes:
             self._notes.append(text)
 
-    def is_handled(self, key: KeyPath) -> bool:
+    def is_key_handled(self, key: KeyPath) -> bool:
         """Return whether `key` of the source has been handled so far."""
         return key in self._handled
 
-    def find_line(self, key: KeyPath) -> int | None:
+    def find_line_number(self, key: KeyPath) -> int | None:
         """Return the line of `key` in the source; without one, the line of its innermost enclosing key that has one."""
         while key and ".".join(key) not in self._lines:
             key = key[:-1]
@@ -194,10 +194,10 @@ class MigrationReport:
         if self.get_config_value("runner.runner_type") in (None, "swarm") and self.get_config_value("runner.swarm.gpu") is None:
             self.set_config_value("runner.swarm.gpu", "visible")
 
-    def build_result(self, source: str) -> ImportResult:
+    def build_import_result(self, source: str) -> ImportResult:
         """Return the import result. Raises ConfigError, with lines of `source`, if the config is invalid."""
         for key in self._list_unhandled_keys():
-            self.add_unmapped(key, UnmappedReason.no_counterpart, "unknown to swarmtrain")
+            self.add_unmapped_key(key, UnmappedReason.no_counterpart, "unknown to swarmtrain")
         self._fill_batch_sizes()
         config = self._validate_config(source)
         config_values = config.model_dump(mode="json")
@@ -215,11 +215,11 @@ class MigrationReport:
         reported_keys = set(self._unmapped_keys)
         for path, key in self._origins.items():
             if path not in non_default and key not in used_keys | reported_keys:
-                self.add_unmapped(key, UnmappedReason.is_default, ".".join(path), value=self.get(key, self._values[path]))
+                self.add_unmapped_key(key, UnmappedReason.is_default, ".".join(path), value=self.get_source_value(key, self._values[path]))
         reason_order = list(UnmappedReason)
         unmapped = sorted(self._unmapped, key=lambda one: (reason_order.index(one.reason), one.line or 0))
         return ImportResult(
-            _sort_by_schema(_build_nested(non_default), Config), tuple(unmapped), tuple(self._notes), frozenset(self._handled)
+            _sort_by_schema(_build_nested_dict(non_default), Config), tuple(unmapped), tuple(self._notes), frozenset(self._handled)
         )
 
     def _fill_batch_sizes(self) -> None:
@@ -238,10 +238,10 @@ class MigrationReport:
 
     def _validate_config(self, source: str) -> Config:
         try:
-            return Config.model_validate_json(json.dumps(_build_nested(self._values)))
+            return Config.model_validate_json(json.dumps(_build_nested_dict(self._values)))
         except ValidationError as error:
             problems = [self._locate_problem(problem) for problem in explain_validation_error(error, Config, {})]
-            raise ConfigError(order_problems(problems), source=source) from None
+            raise ConfigError(sort_and_limit_problems(problems), source=source) from None
 
     def _locate_problem(self, problem: Problem) -> Problem:
         path = tuple(problem.path.split(".")) if problem.path else ()
@@ -249,23 +249,23 @@ class MigrationReport:
         if not near:
             return problem
         key = self._origins[max(near, key=lambda at: len([None for one, other in zip(at, path, strict=False) if one == other]))]
-        return Problem(f"{'.'.join(key)}, here {problem.path}", problem.message, self.find_line(key), problem.hint)
+        return Problem(f"{'.'.join(key)}, here {problem.path}", problem.message, self.find_line_number(key), problem.hint)
 
     def _list_unhandled_keys(self) -> list[KeyPath]:
         """Return the outermost keys of the source that were not handled and have no handled key above or below them."""
         unhandled: list[KeyPath] = []
         prefixes = {handled_key[:length] for handled_key in self._handled for length in range(len(handled_key))}
 
-        def visit(key: KeyPath, value: Any) -> None:
+        def collect_unhandled_keys(key: KeyPath, value: Any) -> None:
             if key in self._handled:
                 return
             if key and key not in prefixes:
                 unhandled.append(key)
             elif isinstance(value, dict | list):
                 for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-                    visit((*key, str(name)), item)
+                    collect_unhandled_keys((*key, str(name)), item)
 
-        visit((), self.source)
+        collect_unhandled_keys((), self.source)
         return unhandled
 
 
@@ -295,7 +295,7 @@ def get_field_types(path: str | KeyPath) -> tuple[Any, ...]:
     return _get_union_members(model.model_fields[name].annotation)
 
 
-def is_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Return whether a variable or field with this name contains a secret."""
     return name.upper().endswith(_SECRET_SUFFIXES)
 
@@ -345,7 +345,7 @@ def _is_default_value(path: KeyPath, actual: Any, default: Any) -> bool:
     return bool(actual == default)
 
 
-def _build_nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+def _build_nested_dict(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for (*sections, name), value in values.items():
         target = nested
@@ -366,7 +366,7 @@ def _sort_by_schema(values: dict[str, Any], model: type[BaseModel]) -> dict[str,
     return ordered
 
 
-def _abbreviate(value: Any) -> str:
+def _abbreviate_value(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     text = _INLINE_SECRET_PATTERN.sub(r"\1…", text[: 9 * _MAX_VALUE_LENGTH])
     printable = " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -12,13 +12,13 @@ from swarmtrain.importers.launch_command import (
     RENDEZVOUS_TEXT,
     RENDEZVOUS_VARIABLES,
     LaunchCommand,
+    add_shell_variable_note,
+    map_environment_variable,
     map_launch_command,
-    map_variable,
-    note_shell_variables,
-    parse_launch_line,
+    parse_launch_command,
     split_first_command,
 )
-from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_config_field, is_secret
+from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_config_field, is_secret_name
 
 _SHORT_OPTIONS = {
     "A": "account",
@@ -133,23 +133,23 @@ class _ScriptState:
 def parse_sbatch_script(text: str, source: str) -> MigrationReport:
     """Return the migration report of an sbatch script. Raises ConfigError if no known training launch is found."""
     lines, job = list(_iterate_logical_lines(text)), _ScriptState()
-    report = MigrationReport(*_key_lines(lines), show_last_part_only=True)
+    report = MigrationReport(*_assign_line_keys(lines), show_last_part_only=True)
     is_queued = re.search(r"#SBATCH|\bsrun\b|\bSLURM_", text) is not None
     report.set_runner_type("slurm" if is_queued else "local")
-    _parse_options(report, job, lines)
+    _parse_sbatch_options(report, job, lines)
     for key, line in zip(report.source, (line for _, line in lines), strict=True):
         if not line.startswith("#SBATCH"):
-            _map_line(report, job, (key,), line)
+            _map_script_line(report, job, (key,), line)
     if not job.launches:
         raise ConfigError(
             (Problem("", "starts neither torchrun nor python", hint="pass the script that calls torchrun"),),
             source=source,
         )
-    _map_launch(report, job)
+    _map_job_launch(report, job)
     return report
 
 
-def _key_lines(lines: list[tuple[int, str]]) -> tuple[dict[str, str], dict[str, int]]:
+def _assign_line_keys(lines: list[tuple[int, str]]) -> tuple[dict[str, str], dict[str, int]]:
     """Return the lines keyed by the beginning of each line, made unique, and the line number of each key."""
     values: dict[str, str] = {}
     numbers: dict[str, int] = {}
@@ -181,7 +181,7 @@ def _iterate_logical_lines(text: str) -> Iterator[tuple[int, str]]:
         if pending.endswith("\\"):
             pending = pending[:-1] + " "
             continue
-        if not pending.startswith("#SBATCH") and _is_incomplete(pending):
+        if not pending.startswith("#SBATCH") and _is_incomplete_line(pending):
             pending += "\n"
             continue
         if heredoc := re.search(r"<<-?\s*['\"]?(\w+)", pending):
@@ -192,7 +192,7 @@ def _iterate_logical_lines(text: str) -> Iterator[tuple[int, str]]:
         yield first_number, pending.strip()
 
 
-def _is_incomplete(text: str) -> bool:
+def _is_incomplete_line(text: str) -> bool:
     if len(text) > _MAX_LINE_LENGTH:
         return False
     unescaped = re.sub(r"\\.", "", text)
@@ -201,11 +201,11 @@ def _is_incomplete(text: str) -> bool:
     return '"' in unquoted or "'" in unquoted.partition("#")[0] or bool(array_start and unquoted.count("(") > unquoted.count(")"))
 
 
-def _parse_options(report: MigrationReport, job: _ScriptState, lines: list[tuple[int, str]]) -> None:
+def _parse_sbatch_options(report: MigrationReport, job: _ScriptState, lines: list[tuple[int, str]]) -> None:
     for key, (_, line) in zip(list(report.source), lines, strict=True):
         if not line.startswith("#SBATCH"):
             continue
-        report.mark_used((key,))
+        report.mark_keys_used((key,))
         words = line.removeprefix("#SBATCH").partition(" #")[0].split()
         while words:
             word = words.pop(0)
@@ -217,17 +217,17 @@ def _parse_options(report: MigrationReport, job: _ScriptState, lines: list[tuple
             job.options[name] = ((key, f"#SBATCH --{name}"), value.strip("\"'"))
 
 
-def _map_line(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
+def _map_script_line(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
     if len(line) > _MAX_LINE_LENGTH:
-        report.add_unmapped(key, UnmappedReason.unknown, "the line is too long")
+        report.add_unmapped_key(key, UnmappedReason.unknown, "the line is too long")
         return
     try:
         if _ASSIGNMENT_PATTERN.match(line):
-            _map_assignment(report, job, key, line)
+            _map_variable_assignment(report, job, key, line)
             return
-        launch = parse_launch_line(_expand_variables(job, line))
+        launch = parse_launch_command(_expand_shell_variables(job, line))
     except ValueError as error:
-        report.add_unmapped(key, UnmappedReason.unknown, f"cannot be read: {error}".lower())
+        report.add_unmapped_key(key, UnmappedReason.unknown, f"cannot be read: {error}".lower())
         return
     if launch is not None and not re.match(r"(pip|echo|conda|source)\b", line):
         job.launches.append((key, launch))
@@ -237,22 +237,22 @@ def _map_line(report: MigrationReport, job: _ScriptState, key: KeyPath, line: st
             if pattern in _PRELUDE_PATTERNS and _has_slurm_setting(report, "prelude"):
                 _append_slurm_setting(report, key, "prelude", line)
             else:
-                report.add_unmapped(key, reason, replacement)
+                report.add_unmapped_key(key, reason, replacement)
             return
-    report.add_unmapped(key, UnmappedReason.no_counterpart, "a custom command of the script")
+    report.add_unmapped_key(key, UnmappedReason.no_counterpart, "a custom command of the script")
 
 
-def _map_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
+def _map_variable_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
     is_export, assignment = line.startswith("export "), line.removeprefix("export ").strip()
     array_match = re.fullmatch(r"(\w+)=\((.*)\)", assignment, re.DOTALL)
     if array_match:
-        job.variables[array_match[1]] = " ".join(_expand_variables(job, array_match[2]).split())
-        report.mark_used(key)
+        job.variables[array_match[1]] = " ".join(_expand_shell_variables(job, array_match[2]).split())
+        report.mark_keys_used(key)
         return
     if re.fullmatch(r"\w+=\"?(\$\(.*\)|`[^`]*`)\"?", assignment, re.DOTALL):
         name = assignment.partition("=")[0]
         is_rendezvous = name in RENDEZVOUS_VARIABLES or re.search(r"scontrol|hostname|SLURM_JOB_ID|shuf|python", assignment) is not None
-        report.add_unmapped(
+        report.add_unmapped_key(
             key,
             UnmappedReason.done_differently if is_rendezvous else UnmappedReason.unknown,
             RENDEZVOUS_TEXT if is_rendezvous else "the output of a command: set its value in runner.env",
@@ -260,15 +260,15 @@ def _map_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, li
         return
     try:
         words, launch = (
-            split_first_command(_expand_variables(job, assignment)),
-            None if is_export else parse_launch_line(_expand_variables(job, assignment)),
+            split_first_command(_expand_shell_variables(job, assignment)),
+            None if is_export else parse_launch_command(_expand_shell_variables(job, assignment)),
         )
     except ValueError:
         words, launch = [assignment], None
     if launch is not None:
         job.launches.append((key, launch))
         return
-    report.mark_used(key)
+    report.mark_keys_used(key)
     for word in words:
         name, has_value, value = word.partition("=")
         if has_value and name.isidentifier():
@@ -277,7 +277,7 @@ def _map_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, li
                 job.exported[name] = ((*key, name) if len(words) > 1 else key, value)
 
 
-def _expand_variables(job: _ScriptState, text: str) -> str:
+def _expand_shell_variables(job: _ScriptState, text: str) -> str:
     """Return `text` with the shell variables of known value expanded, and the others unchanged."""
     nodes, ranks = job.options.get("nodes", ((), ""))[1], _count_gpus_per_node(job)
     slurm = {
@@ -295,21 +295,21 @@ def _expand_variables(job: _ScriptState, text: str) -> str:
     text = re.sub(
         r'"\$\{(\w+)\[[@*]\]\}"|\$\{(\w+)\[[@*]\]\}', lambda found: values.get(found[1] or found[2], found[0]), text.replace("\\$", "$")
     )
-    text = re.sub(r"\$\(\(\s*\$?\{?(\w+)\}?\s*\*\s*\$?\{?(\w+)\}?\s*\)\)", lambda found: _multiply(values, found), text)
+    text = re.sub(r"\$\(\(\s*\$?\{?(\w+)\}?\s*\*\s*\$?\{?(\w+)\}?\s*\)\)", lambda found: _evaluate_multiplication(values, found), text)
     job.used_variables.update(re.findall(r"\$\{?(\w+)", text))
     for _ in range(_MAX_VARIABLE_DEPTH):
         if len(text) > _MAX_LINE_LENGTH:
             raise ValueError("the line is too long once variables are expanded")
-        text = re.sub(r"\$(?:(\w+)|\{(\w+)\}|\{(\w+):-([^{}]*)\})", lambda found: _substitute(values, found), text)
+        text = re.sub(r"\$(?:(\w+)|\{(\w+)\}|\{(\w+):-([^{}]*)\})", lambda found: _substitute_variable(values, found), text)
     return text
 
 
-def _multiply(values: dict[str, str], match: re.Match[str]) -> str:
+def _evaluate_multiplication(values: dict[str, str], match: re.Match[str]) -> str:
     left, right = (values.get(name, name) for name in match.groups())
     return str(int(left) * int(right)) if left.isdigit() and right.isdigit() else match[0]
 
 
-def _substitute(values: dict[str, str], match: re.Match[str]) -> str:
+def _substitute_variable(values: dict[str, str], match: re.Match[str]) -> str:
     name = match[1] or match[2] or match[3]
     return values.get(name, match[4] if match[3] else match[0])
 
@@ -327,20 +327,20 @@ def _count_gpus_per_node(job: _ScriptState) -> int | None:
     return None
 
 
-def _map_launch(report: MigrationReport, job: _ScriptState) -> None:
+def _map_job_launch(report: MigrationReport, job: _ScriptState) -> None:
     (key, launch), *other_launches = job.launches
     for other_key, _ in other_launches:
-        report.add_unmapped(other_key, UnmappedReason.done_differently, "a run starts one script: write a separate config")
-    wrapper_variables = _map_wrapper_words(report, (*key, "wrapper"), launch)
+        report.add_unmapped_key(other_key, UnmappedReason.done_differently, "a run starts one script: write a separate config")
+    wrapper_variables = _map_wrapper_commands(report, (*key, "wrapper"), launch)
     nodes, slots = map_launch_command(report, key, launch)
     _map_node_counts(report, job, launch, nodes, slots)
     for name, (source_key, value) in {**job.exported, **wrapper_variables}.items():
         if name in job.used_variables and " " in value:  # a part of the command line
-            report.mark_used(source_key)
+            report.mark_keys_used(source_key)
             continue
-        map_variable(report, source_key, name, value, on_host_network=report.get_config_value("runner.runner_type") == "slurm")
+        map_environment_variable(report, source_key, name, value, on_host_network=report.get_config_value("runner.runner_type") == "slurm")
     for name, (source_key, value) in job.options.items():
-        _map_option(report, source_key, name, value)
+        _map_sbatch_option(report, source_key, name, value)
     if _count_gpus_per_node(job):
         report.make_gpus_visible()
 
@@ -365,7 +365,7 @@ def _map_node_counts(report: MigrationReport, job: _ScriptState, launch: LaunchC
     if ranks is not None:
         report.set_config_value("runner.default_gpu_count", ranks)
     if per_node[0]:
-        report.add_unmapped(
+        report.add_unmapped_key(
             per_node[0],
             UnmappedReason.done_differently,
             "runner.default_gpu_count" if is_plain_python else "each node starts a supervisor",
@@ -375,7 +375,7 @@ def _map_node_counts(report: MigrationReport, job: _ScriptState, launch: LaunchC
         if name in job.options and not _has_slurm_setting(report, "options"):
             gpu_key, value = job.options[name]
             is_consistent = name in _GPU_OPTIONS[:3] and _count_gpus_per_node(job) == ranks is not None
-            report.mark_used(gpu_key) if is_consistent else report.add_unmapped(
+            report.mark_keys_used(gpu_key) if is_consistent else report.add_unmapped_key(
                 gpu_key, UnmappedReason.done_differently, "runner.default_gpu_count", value=value
             )
         elif name == "gpus" and name in job.options and _count_gpus_per_node(job):
@@ -384,16 +384,16 @@ def _map_node_counts(report: MigrationReport, job: _ScriptState, launch: LaunchC
         report.add_note("srun started one process per rank; now torchrun does, and sets RANK and WORLD_SIZE in the script's environment")
 
 
-def _map_option(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
-    if report.is_handled(source_key):
+def _map_sbatch_option(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
+    if report.is_key_handled(source_key):
         return
     if _has_slurm_setting(report, "options") and name not in _HANDLED_OPTIONS:
-        _map_slurm_option(report, source_key, name, value)
+        _map_option_to_slurm_launcher(report, source_key, name, value)
     elif name in _UNMAPPED_OPTIONS:
-        report.add_unmapped(source_key, *_UNMAPPED_OPTIONS[name], value=value)
+        report.add_unmapped_key(source_key, *_UNMAPPED_OPTIONS[name], value=value)
     else:
         is_queue_option = name in ("partition", "account", "qos", "time", "dependency", "array")
-        report.add_unmapped(
+        report.add_unmapped_key(
             source_key, UnmappedReason.no_counterpart, "only Slurm has a queue; a swarm has none" if is_queue_option else "", value=value
         )
 
@@ -408,7 +408,7 @@ def _append_slurm_setting(report: MigrationReport, source_key: KeyPath, name: st
     report.map_key(source_key, path, [*(report.get_config_value(path) or ()), value])
 
 
-def _map_slurm_option(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
+def _map_option_to_slurm_launcher(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
     """Map an sbatch option to its setting of the Slurm launcher; without one, copy it to runner.slurm.options."""
     lead_match = re.search(r"@(\d+)$", value)
     if name in _SLURM_SETTINGS and _has_slurm_setting(report, _SLURM_SETTINGS[name]) and (value.isdigit() or name not in _INTEGER_OPTIONS):
@@ -421,7 +421,7 @@ def _map_slurm_option(report: MigrationReport, source_key: KeyPath, name: str, v
         _append_slurm_setting(report, source_key, "options", f"--{name}={value}" if value else f"--{name}")
 
 
-def _map_wrapper_words(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> dict[str, tuple[KeyPath, str]]:
+def _map_wrapper_commands(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> dict[str, tuple[KeyPath, str]]:
     """Map the words in front of the launcher (srun, apptainer …). Return the variables they set, each with its source key and value."""
     variables: dict[str, tuple[KeyPath, str]] = {}
     words, program = list(launch.wrapper_words), ""
@@ -445,14 +445,16 @@ def _map_wrapper_words(report: MigrationReport, key: KeyPath, launch: LaunchComm
                 sets_ranks = word in ("-n", "-np", "--ntasks", "--ntasks-per-node")
                 replacement = "runner.nodes and runner.default_gpu_count" if sets_ranks else "a supervisor is started on each node"
                 unmapped = (UnmappedReason.done_differently, replacement) if is_launcher else (UnmappedReason.no_counterpart, "")
-                report.add_unmapped(source_key, *unmapped, value=f"{value} {words.pop(0)}" if word.endswith("-mca") and words else value)
+                report.add_unmapped_key(
+                    source_key, *unmapped, value=f"{value} {words.pop(0)}" if word.endswith("-mca") and words else value
+                )
         elif program in ("apptainer", "singularity"):
             _map_image(report, (*key[:-1], "image"), word, program)
             program = ""
         elif "=" in word and source_key[-1].isidentifier():
             variables[source_key[-1]] = (source_key, word.partition("=")[2])
         else:
-            report.add_unmapped(source_key, UnmappedReason.no_counterpart, "", value=word)
+            report.add_unmapped_key(source_key, UnmappedReason.no_counterpart, "", value=word)
     return variables
 
 
@@ -470,47 +472,47 @@ def _map_container_option(
     apptainer_path = "runner.slurm.apptainer"
     if _has_slurm_setting(report, "apptainer.binds") and name in ("B", "bind", "nv", "home", "H", "env"):
         if name in ("B", "bind"):
-            note_shell_variables(report, f"{apptainer_path}.binds", value)
+            add_shell_variable_note(report, f"{apptainer_path}.binds", value)
             report.map_key(
                 source_key, f"{apptainer_path}.binds", [*(report.get_config_value(f"{apptainer_path}.binds") or ()), *value.split(",")]
             )
         elif name == "env":
             pairs = dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair)
             report.map_key(
-                source_key, f"{apptainer_path}.env", {variable: text for variable, text in pairs.items() if not is_secret(variable)}
+                source_key, f"{apptainer_path}.env", {variable: text for variable, text in pairs.items() if not is_secret_name(variable)}
             )
-            for variable in filter(is_secret, pairs):
-                report.add_unmapped(
+            for variable in filter(is_secret_name, pairs):
+                report.add_unmapped_key(
                     (*source_key, variable), UnmappedReason.done_differently, f"runner.secrets: {{{variable}: FILE}}", value="…"
                 )
         else:
             report.map_key(source_key, f"{apptainer_path}.{'nv' if name == 'nv' else 'home'}", True if name == "nv" else value)
     elif name in ("B", "bind"):
         previous_mounts = report.get_config_value("runner.docker_config.docker_mounts") or []
-        if mounts := [*previous_mounts, *_parse_binds(report, source_key, value)]:
+        if mounts := [*previous_mounts, *_parse_bind_mounts(report, source_key, value)]:
             report.set_config_value("runner.docker_config.docker_mounts", mounts)
     elif name == "env":
         variables |= {pair.partition("=")[0]: ((*source_key, pair.partition("=")[0]), pair.partition("=")[2]) for pair in value.split(",")}
     elif name == "nv":
         report.make_gpus_visible()
     else:
-        report.add_unmapped(source_key, UnmappedReason.no_counterpart, "", value=value)
+        report.add_unmapped_key(source_key, UnmappedReason.no_counterpart, "", value=value)
 
 
 _SRUN_FLAGS = ("l", "label", "u", "unbuffered", "exclusive", "K", "k", "no-kill", "overlap", "verbose", "v", "wait")
 
 
-def _parse_binds(report: MigrationReport, source_key: KeyPath, value: str) -> list[tuple[str, str]]:
+def _parse_bind_mounts(report: MigrationReport, source_key: KeyPath, value: str) -> list[tuple[str, str]]:
     mounts = []
     for bind in value.split(","):
         source, _, target = bind.partition(":")
         target, _, mode = target.partition(":")
         if "$" in bind or not source.startswith("/"):
-            report.add_unmapped((*source_key, bind), UnmappedReason.unknown, "runner.docker_config.docker_mounts", value=bind)
+            report.add_unmapped_key((*source_key, bind), UnmappedReason.unknown, "runner.docker_config.docker_mounts", value=bind)
         else:
             mounts.append((source, target or source))
             if mode == "ro":
-                report.add_unmapped((*source_key, bind), UnmappedReason.no_counterpart, "mounts are always writable", value=bind)
+                report.add_unmapped_key((*source_key, bind), UnmappedReason.no_counterpart, "mounts are always writable", value=bind)
     return mounts
 
 
@@ -522,7 +524,7 @@ def _map_image(report: MigrationReport, source_key: KeyPath, word: str, program:
     elif word.startswith("docker://") and "$" not in word:
         report.map_key(source_key, "runner.docker_config.docker_container", word.removeprefix("docker://"))
     else:
-        report.add_unmapped(
+        report.add_unmapped_key(
             source_key,
             UnmappedReason.done_differently,
             "set runner.docker_config.docker_container to an image in a registry, built with swarmtrain image build",

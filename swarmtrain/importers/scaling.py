@@ -8,7 +8,7 @@ from typing import Any
 from swarmtrain.config.schema.runner_types import RUNNER_TYPE_ALIASES
 from swarmtrain.config.schema.training_groups import TrainingGroupConfig
 from swarmtrain.importers import deepspeed
-from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, get_field_types, is_config_field, is_secret
+from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, get_field_types, is_config_field, is_secret_name
 
 SECTIONS = frozenset(("runner", "topology", "trainer", "training_groups", "transformer_architecture", "luminous_architecture"))
 _CUSTOM_SCRIPT_TEXT = "write a custom script for a custom model"
@@ -89,109 +89,119 @@ def map_scaling_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> 
     """Map the Scaling config in `report` for a run on `hosts`; empty: the hosts in the Scaling config."""
     report.rename_key((), "luminous_architecture", "transformer_architecture")
     report.rename_key(("runner",), "hostfile", "hostsfile")
-    if hosts and report.has_key("runner.hostsfile"):
-        report.add_unmapped("runner.hostsfile", UnmappedReason.done_differently, "runner.hosts lists the hosts of --hostsfile")
-    if report.get("logger.use_tensorboard") and not (report.get("logger.log_dir") or report.get("trainer.save_dir")):
-        report.add_unmapped(
+    if hosts and report.has_source_key("runner.hostsfile"):
+        report.add_unmapped_key("runner.hostsfile", UnmappedReason.done_differently, "runner.hosts lists the hosts of --hostsfile")
+    if report.get_source_value("logger.use_tensorboard") and not (
+        report.get_source_value("logger.log_dir") or report.get_source_value("trainer.save_dir")
+    ):
+        report.add_unmapped_key(
             "logger.use_tensorboard",
             UnmappedReason.done_differently,
             "set logger.log_dir; without it, Scaling writes nothing either",
         )
     _map_runner_type(report, hosts)
-    for key, value in list(report.iterate_leaves()):
+    for key, value in list(report.iterate_source_leaves()):
         path = ".".join(key)
         enclosing_paths = (".".join(key[:length]) for length in range(1, len(key) + 1))
         unmapped = next((_UNMAPPED_KEYS[name] for name in enclosing_paths if name in _UNMAPPED_KEYS), None)
-        if key[0] == "training_groups" or report.is_handled(key) or (report.get_config_value(key) is not None and key not in _KEY_HANDLERS):
+        if (
+            key[0] == "training_groups"
+            or report.is_key_handled(key)
+            or (report.get_config_value(key) is not None and key not in _KEY_HANDLERS)
+        ):
             continue
         if key in _KEY_HANDLERS:
             _KEY_HANDLERS[key](report, key)
-        elif is_secret(key[-1]) and value is not None:
-            report.add_unmapped(key, UnmappedReason.done_differently, "runner.secrets: {WANDB_API_KEY: FILE}")
+        elif is_secret_name(key[-1]) and value is not None:
+            report.add_unmapped_key(key, UnmappedReason.done_differently, "runner.secrets: {WANDB_API_KEY: FILE}")
         elif unmapped is not None and not is_config_field(path):
-            report.add_unmapped(key, UnmappedReason.is_default if value in (None, False) else unmapped[0], unmapped[1])
+            report.add_unmapped_key(key, UnmappedReason.is_default if value in (None, False) else unmapped[0], unmapped[1])
         elif not is_config_field(path):
-            report.add_unmapped(
+            report.add_unmapped_key(
                 key,
                 UnmappedReason.is_default if value is None else UnmappedReason.no_counterpart,
-                "" if value is None else _suggest_replacement(path),
+                "" if value is None else _suggest_field_replacement(path),
             )
         elif value is None and type(None) not in get_field_types(path) and key[-1] not in ("load_dir", "save_interval"):
-            report.add_unmapped(key, UnmappedReason.is_default, path)
+            report.add_unmapped_key(key, UnmappedReason.is_default, path)
         elif isinstance(value, float) and value.is_integer() and int in get_field_types(path):
             report.map_key(key, path, int(value))
         else:
             report.map_key(key, path)
-    _map_batch_sizes(report, hosts or tuple(map(str, report.get_list("runner.hosts"))))
+    _map_batch_sizes(report, hosts or tuple(map(str, report.get_source_list("runner.hosts"))))
     _map_training_groups(report)
     _fill_scaling_defaults(report)
 
 
 def _map_runner_type(report: MigrationReport, hosts_argument: tuple[str, ...]) -> None:
-    source_type, key = report.get("runner.runner_type", "pdsh"), "runner.runner_type"
-    hosts = hosts_argument or report.get_list("runner.hosts")
-    is_single_machine = not hosts and not report.get("runner.hostsfile")
-    if "runner" not in report.source or not isinstance(report.get("runner"), dict):
+    source_type, key = report.get_source_value("runner.runner_type", "pdsh"), "runner.runner_type"
+    hosts = hosts_argument or report.get_source_list("runner.hosts")
+    is_single_machine = not hosts and not report.get_source_value("runner.hostsfile")
+    if "runner" not in report.source or not isinstance(report.get_source_value("runner"), dict):
         return
     if not isinstance(source_type, str) or source_type not in RUNNER_TYPE_ALIASES:
-        report.add_unmapped(key, UnmappedReason.no_counterpart, "runner.runner_type")
+        report.add_unmapped_key(key, UnmappedReason.no_counterpart, "runner.runner_type")
     else:
         runner_type = RUNNER_TYPE_ALIASES[source_type]
         uses_local = is_single_machine and runner_type == "ssh"
-        report.set_runner_type("local" if uses_local else runner_type, key if report.has_key(key) else ())
+        report.set_runner_type("local" if uses_local else runner_type, key if report.has_source_key(key) else ())
         if uses_local:
             report.add_note("without hosts, Scaling runs on the local machine: runner.runner_type is local")
-            if type(report.get("topology.world_size")) is int:
-                report.set_config_value("runner.default_gpu_count", report.get("topology.world_size"))
+            if type(report.get_source_value("topology.world_size")) is int:
+                report.set_config_value("runner.default_gpu_count", report.get_source_value("topology.world_size"))
         if not uses_local:
             report.add_note("Scaling passes on the variables in ~/.deepspeed_env if it exists; to use it, set runner.env_file")
         report.make_gpus_visible()
-    if not isinstance(report.get("runner.default_gpu_count"), int) and hosts and not all("slots=" in str(host) for host in hosts):
+    if (
+        not isinstance(report.get_source_value("runner.default_gpu_count"), int)
+        and hosts
+        and not all("slots=" in str(host) for host in hosts)
+    ):
         report.set_config_value("runner.default_gpu_count", 8)
         report.add_note("a host without slots has 8 in Scaling: runner.default_gpu_count is 8")
 
 
 def _map_hostsfile(report: MigrationReport, key: KeyPath) -> None:
-    if report.get(key) is None:
-        report.add_unmapped(key, UnmappedReason.is_default, "runner.hosts")
+    if report.get_source_value(key) is None:
+        report.add_unmapped_key(key, UnmappedReason.is_default, "runner.hosts")
     elif is_config_field(key):
         report.map_key(key, key)
     else:
-        report.add_unmapped(key, UnmappedReason.done_differently, "use --hostsfile FILE, which fills runner.hosts")
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "use --hostsfile FILE, which fills runner.hosts")
 
 
 def _map_gpu_count(report: MigrationReport, key: KeyPath) -> None:
     """Map default_gpu_count. Without hosts Scaling ignores it and uses the machine's own GPUs."""
     if report.get_config_value(key) is not None:
-        report.add_unmapped(key, UnmappedReason.done_differently, "without hosts, topology.world_size applies")
-    elif report.get(key) is None or (report.get_config_value("runner.runner_type") == "local"):
-        report.add_unmapped(key, UnmappedReason.is_default, "the machine's GPUs")
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "without hosts, topology.world_size applies")
+    elif report.get_source_value(key) is None or (report.get_config_value("runner.runner_type") == "local"):
+        report.add_unmapped_key(key, UnmappedReason.is_default, "the machine's GPUs")
     else:
         report.map_key(key, key)
 
 
 def _map_master_address(report: MigrationReport, key: KeyPath) -> None:
-    if report.get(key) is None or not str(report.get_config_value("runner.runner_type")).startswith("ssh"):
-        report.add_unmapped(
+    if report.get_source_value(key) is None or not str(report.get_config_value("runner.runner_type")).startswith("ssh"):
+        report.add_unmapped_key(
             key,
-            UnmappedReason.is_default if report.get(key) is None else UnmappedReason.done_differently,
+            UnmappedReason.is_default if report.get_source_value(key) is None else UnmappedReason.done_differently,
             "the coordinator is found automatically",
         )
     else:
         report.map_key(key, key)
 
 
-def _map_local_window(report: MigrationReport, key: KeyPath) -> None:
-    if report.get("transformer_architecture.num_local_attention_heads"):
+def _map_local_attention_window(report: MigrationReport, key: KeyPath) -> None:
+    if report.get_source_value("transformer_architecture.num_local_attention_heads"):
         report.map_key(key, key)
     else:
-        report.add_unmapped(key, UnmappedReason.is_default, "there are no local heads")
+        report.add_unmapped_key(key, UnmappedReason.is_default, "there are no local heads")
 
 
 def _map_blend_weights(report: MigrationReport, key: KeyPath) -> None:
     """Map blend weights. In Scaling weight_by_num_documents takes precedence over weights unless it is false."""
-    if report.get("data.blended_dataset.weight_by_num_documents", True) and report.get(key) is not None:
-        report.add_unmapped(
+    if report.get_source_value("data.blended_dataset.weight_by_num_documents", True) and report.get_source_value(key) is not None:
+        report.add_unmapped_key(
             key, UnmappedReason.done_differently, "in Scaling, weight_by_num_documents takes precedence; set it to false to use weights"
         )
     else:
@@ -199,22 +209,22 @@ def _map_blend_weights(report: MigrationReport, key: KeyPath) -> None:
 
 
 def _map_weight_decay(report: MigrationReport, key: KeyPath) -> None:
-    if report.get_list("training_groups"):
-        report.add_unmapped(key, UnmappedReason.done_differently, "set for each group in training_groups")
+    if report.get_source_list("training_groups"):
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "set for each group in training_groups")
         return
-    report.map_key(key, "training_groups", [{"group_name": "all", "weight_decay": report.get(key)}])
+    report.map_key(key, "training_groups", [{"group_name": "all", "weight_decay": report.get_source_value(key)}])
     report.add_note(
         "training_groups: weight decay applies to all parameters, including biases and norms; to exclude some, give them a separate group"
     )
 
 
-def _map_deterministic(report: MigrationReport, key: KeyPath) -> None:
-    report.map_key(key, "trainer.deterministic", "require" if report.get(key) else "ignore")
+def _map_deterministic_mode(report: MigrationReport, key: KeyPath) -> None:
+    report.map_key(key, "trainer.deterministic", "require" if report.get_source_value(key) else "ignore")
 
 
 def _map_tensor_statistics(report: MigrationReport, key: KeyPath) -> None:
     """Map tensor statistics, except the entropy: it is defined for probabilities, and no module of the model returns any."""
-    pairs = report.get_list(key)
+    pairs = report.get_source_list(key)
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], list) for pair in pairs):
         report.map_key(key, key)
         return
@@ -225,14 +235,14 @@ def _map_tensor_statistics(report: MigrationReport, key: KeyPath) -> None:
 
 def _map_lora_layers(report: MigrationReport, key: KeyPath) -> None:
     """Map LoRA layers. Scaling calls attention's output projection dense."""
-    report.map_key(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in report.get_list(key)])
+    report.map_key(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in report.get_source_list(key)])
 
 
 def _map_finetunable_tokens(report: MigrationReport, key: KeyPath) -> None:
-    if report.get_list(key):
+    if report.get_source_list(key):
         report.map_key(key, "trainer.finetunable_token_ids")
     else:
-        report.add_unmapped(key, UnmappedReason.is_default, "trainer.finetunable_token_ids")
+        report.add_unmapped_key(key, UnmappedReason.is_default, "trainer.finetunable_token_ids")
 
 
 _KEY_HANDLERS = {
@@ -240,22 +250,24 @@ _KEY_HANDLERS = {
     ("runner", "default_gpu_count"): _map_gpu_count,
     ("runner", "master_addr"): _map_master_address,
     ("runner", "runner_type"): lambda book, key: None,
-    ("transformer_architecture", "local_attention_window_size"): _map_local_window,
+    ("transformer_architecture", "local_attention_window_size"): _map_local_attention_window,
     ("transformer_architecture", "lora_config", "parallel_modules"): _map_lora_layers,
     ("transformer_architecture", "finetunable_token_ids"): _map_finetunable_tokens,
     ("data", "blended_dataset", "weights"): _map_blend_weights,
     ("training", "weight_decay"): _map_weight_decay,
     ("optimizer", "weight_decay"): _map_weight_decay,
     ("trainer", "tensor_statistics_recorder_config", "statistics"): _map_tensor_statistics,
-    ("training", "use_deterministic_torch_algorithms"): _map_deterministic,
+    ("training", "use_deterministic_torch_algorithms"): _map_deterministic_mode,
 }
 
 
 def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
     """Compute the global batch size. Scaling derives it from the number of ranks, which swarmtrain's config may not contain."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "model_parallel_size", "pipe_parallel_size")
-    micro_batch_size, accumulation_steps, tensor_parallel_size, pipeline_parallel_size = (report.get(f"topology.{name}") for name in names)
-    is_known = any(report.get(f"topology.{name}") for name in ("world_size", "data_parallel_size", "global_batch_size"))
+    micro_batch_size, accumulation_steps, tensor_parallel_size, pipeline_parallel_size = (
+        report.get_source_value(f"topology.{name}") for name in names
+    )
+    is_known = any(report.get_source_value(f"topology.{name}") for name in ("world_size", "data_parallel_size", "global_batch_size"))
     if is_known or type(micro_batch_size) is not int or type(accumulation_steps) is not int:
         return
     ranks_per_replica = (tensor_parallel_size if type(tensor_parallel_size) is int else 1) * (
@@ -263,7 +275,9 @@ def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
     )
     replicas = max(1, (deepspeed.count_slots(hosts) or 1) // max(1, ranks_per_replica))
     report.remove_config_value("topology.gradient_accumulation_steps")
-    report.add_unmapped("topology.gradient_accumulation_steps", UnmappedReason.done_differently, "follows from topology.global_batch_size")
+    report.add_unmapped_key(
+        "topology.gradient_accumulation_steps", UnmappedReason.done_differently, "follows from topology.global_batch_size"
+    )
     report.set_config_value("topology.global_batch_size", micro_batch_size * accumulation_steps * replicas)
     report.add_note(
         f"topology.global_batch_size is {micro_batch_size} x {accumulation_steps} x {replicas}, the number of replicas on its hosts: "
@@ -273,7 +287,7 @@ def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
 
 
 def _map_training_groups(report: MigrationReport) -> None:
-    groups, mapped_groups = report.get("training_groups"), []
+    groups, mapped_groups = report.get_source_value("training_groups"), []
     if not isinstance(groups, list):
         return
     for index, group in enumerate(groups):
@@ -283,7 +297,7 @@ def _map_training_groups(report: MigrationReport) -> None:
             if name in TrainingGroupConfig.model_fields:
                 mapped_fields |= {} if value is None else {name: value}
             else:
-                report.add_unmapped(key, UnmappedReason.no_counterpart)
+                report.add_unmapped_key(key, UnmappedReason.no_counterpart)
         mapped_groups.append(mapped_fields)
     report.map_key("training_groups", "training_groups", mapped_groups)
     if any(group.get("parameters_include") or group.get("parameters_exclude") for group in mapped_groups):
@@ -294,7 +308,7 @@ def _map_training_groups(report: MigrationReport) -> None:
 
 def _fill_scaling_defaults(report: MigrationReport) -> None:
     """Write out Scaling's defaults that differ from swarmtrain's."""
-    filled_values = {path: value for path, value in _iterate_scaling_defaults(report) if not report.has_key(path)}
+    filled_values = {path: value for path, value in _iterate_scaling_defaults(report) if not report.has_source_key(path)}
     for path, value in filled_values.items():
         report.set_config_value(path, value)
     if filled_values:
@@ -304,21 +318,21 @@ def _fill_scaling_defaults(report: MigrationReport) -> None:
 def _iterate_scaling_defaults(report: MigrationReport) -> Iterator[tuple[str, Any]]:
     """Yield Scaling's defaults for the sections that the config has."""
     for section, defaults in _SCALING_DEFAULTS.items():
-        if isinstance(report.get(section), dict):
+        if isinstance(report.get_source_value(section), dict):
             yield from ((f"{section}.{name}", value) for name, value in defaults.items())
     shape = "transformer_architecture"
-    if isinstance(report.get(shape), dict) and report.get(f"{shape}.norm_type", "layernorm") == "layernorm":
+    if isinstance(report.get_source_value(shape), dict) and report.get_source_value(f"{shape}.norm_type", "layernorm") == "layernorm":
         yield f"{shape}.layernorm.layernorm_bias", True
     blended = "data.blended_dataset."
-    if len(report.get_list("data.data_prefixes")) > 1 and not report.get(f"{blended}weight_examples_proportional"):
+    if len(report.get_source_list("data.data_prefixes")) > 1 and not report.get_source_value(f"{blended}weight_examples_proportional"):
         yield f"{blended}weight_by_num_documents", True
-    if report.get(f"{shape}.precision") == "float16":
+    if report.get_source_value(f"{shape}.precision") == "float16":
         yield from (("optimizer.loss_scaler.enable", False), ("optimizer.loss_scaler.initial_scale", 2.0**32))
-    if report.get("logger.use_wandb"):
+    if report.get_source_value("logger.use_wandb"):
         yield from (("logger.wandb_team", "aleph-alpha"), ("logger.wandb_project", "aleph-alpha-scaling"), ("logger.wandb_group", "debug"))
 
 
-def _suggest_replacement(path: str) -> str:
+def _suggest_field_replacement(path: str) -> str:
     return (
         _CUSTOM_SCRIPT_TEXT
         if path.startswith("transformer_architecture.")

@@ -34,13 +34,13 @@ def compute_cores_per_node(description: LabDescription) -> int:
     return max(1, len(os.sched_getaffinity(0)) // len(description.nodes))
 
 
-def format_assignment(description: LabDescription) -> str:
+def format_cores_assignment(description: LabDescription) -> str:
     """Return the shell assignment of SWARMTRAIN_CORES for the nodes of this lab."""
     return f"{CORES_VARIABLE}={compute_cores_per_node(description)}"
 
 
-def write_runc(directory: Path, description: LabDescription) -> None:
+def write_runc_wrapper(directory: Path, description: LabDescription) -> None:
     """Write the runc wrapper, which sets SWARMTRAIN_CORES, into the lab's directory, where machine.sh expects it."""
     wrapper = directory / "runc"
-    wrapper.write_text(_RUNC_WRAPPER.format(setting=format_assignment(description)))
+    wrapper.write_text(_RUNC_WRAPPER.format(setting=format_cores_assignment(description)))
     wrapper.chmod(0o755)

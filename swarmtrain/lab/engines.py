@@ -47,7 +47,7 @@ def _build_daemon_settings(description: LabDescription, node: str) -> dict[str, 
     return settings
 
 
-def wait_until_up(directory: Path, node: str, *, seconds: float = 60) -> dict[str, Any]:
+def wait_until_engine_up(directory: Path, node: str, *, seconds: float = 60) -> dict[str, Any]:
     """Wait until the node's Docker engine answers, and return its info (`/info`).
 
     Raises LabError with the end of its log if it dies, or does not answer within `seconds`.
@@ -65,21 +65,21 @@ def wait_until_up(directory: Path, node: str, *, seconds: float = 60) -> dict[st
         time.sleep(0.02)
 
 
-def wait_until_all_up(directory: Path, description: LabDescription) -> None:
+def wait_until_all_engines_up(directory: Path, description: LabDescription) -> None:
     """Wait until all engines of the lab answer. Raises LabError with the log of an engine that does not."""
     with ThreadPoolExecutor(len(description.nodes)) as pool:
-        list(pool.map(lambda node: _wait_or_reboot(directory, description, node), description.nodes))
+        list(pool.map(lambda node: _wait_for_engine_or_reboot(directory, description, node), description.nodes))
 
 
-def _wait_or_reboot(directory: Path, description: LabDescription, node: str) -> None:
+def _wait_for_engine_or_reboot(directory: Path, description: LabDescription, node: str) -> None:
     try:
-        wait_until_up(directory, node)
+        wait_until_engine_up(directory, node)
     except LabError as error:
         if _CONTAINERD_TIMEOUT_TEXT not in error.message:
             raise
-        machines.power_off(directory, description, node)
+        machines.power_off_node(directory, description, node)
         machines.boot_node(directory, description, node)
-        wait_until_up(directory, node)
+        wait_until_engine_up(directory, node)
 
 
 def form_swarm(directory: Path, description: LabDescription) -> None:
@@ -87,14 +87,14 @@ def form_swarm(directory: Path, description: LabDescription) -> None:
     first, *other_nodes = description.nodes
     with ThreadPoolExecutor(len(description.nodes)) as pool:
         manager = get_engine_socket(directory, first)
-        listen = {"ListenAddr": "0.0.0.0:2377", "AdvertiseAddr": description.get_address(first)}
+        listen = {"ListenAddr": "0.0.0.0:2377", "AdvertiseAddr": description.get_node_address(first)}
         engine_api.send_request(manager, "POST", "/swarm/init", {**listen, "DefaultAddrPool": [_OVERLAY_ADDRESS_POOL], "SubnetSize": 24})
         token = engine_api.send_request(manager, "GET", "/swarm")["JoinTokens"]["Worker"]
         list(pool.map(lambda node: _join_swarm(directory, description, node, token), other_nodes))
-    wait_until_ready(directory, description, description.nodes)
+    wait_until_swarm_ready(directory, description, description.nodes)
 
 
-def wait_until_ready(directory: Path, description: LabDescription, nodes: Iterable[str], *, seconds: float = 60) -> None:
+def wait_until_swarm_ready(directory: Path, description: LabDescription, nodes: Iterable[str], *, seconds: float = 60) -> None:
     """Wait until the swarm's manager reports all `nodes` as ready.
 
     Raises LabError that names the nodes that are not ready within `seconds`.
@@ -107,8 +107,8 @@ def wait_until_ready(directory: Path, description: LabDescription, nodes: Iterab
 
 
 def _join_swarm(directory: Path, description: LabDescription, node: str, token: str) -> None:
-    manager = f"{description.get_address(description.nodes[0])}:2377"
-    listen = {"ListenAddr": "0.0.0.0:2377", "AdvertiseAddr": description.get_address(node)}
+    manager = f"{description.get_node_address(description.nodes[0])}:2377"
+    listen = {"ListenAddr": "0.0.0.0:2377", "AdvertiseAddr": description.get_node_address(node)}
     engine_api.send_request(
         get_engine_socket(directory, node), "POST", "/swarm/join", {**listen, "RemoteAddrs": [manager], "JoinToken": token}
     )
@@ -132,7 +132,7 @@ def _build_dockerd_flags(directory: Path, description: LabDescription, node: str
         f"--host={OWN_SOCKET}",
         f"--data-root={directory / node / 'data'}",
         "--exec-root=/run/docker",
-        f"--cgroup-parent={machines.get_cgroup(description.name, node)}",
+        f"--cgroup-parent={machines.get_cgroup_name(description.name, node)}",
         "--exec-opt=native.cgroupdriver=cgroupfs",
         "--log-level=warn",
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swarmtrain.errors import LabError
 from swarmtrain.lab import DEFAULT_NAME, cpu_share, engine_api, engines, machines, network, path_shims, registry, slurm, ssh, state
-from swarmtrain.lab.prerequisites import check_machine, check_root
+from swarmtrain.lab.prerequisites import check_machine_prerequisites, check_root
 from swarmtrain.lab.state import LabDescription
 
 ProgressReporter = Callable[[str], None]
@@ -38,7 +38,7 @@ class Lab:
     """A lab on this machine, running or not. Methods raise LabError; methods that change the lab need root."""
 
     def __init__(self, name: str = DEFAULT_NAME) -> None:
-        state.check_name(name)
+        state.check_lab_name(name)
         self.name = name
         self._base = state.get_base_directory()
         self.directory = self._base / name
@@ -48,7 +48,7 @@ class Lab:
     @property
     def shared_disk(self) -> Path:
         """Host path of the shared disk, which all nodes mount at /mnt/shared."""
-        description = state.read_description(self.directory)
+        description = state.read_lab_description(self.directory)
         return Path(description.shared) if description else self._own_shared_disk
 
     def get_node_disk(self, node: str) -> Path:
@@ -58,9 +58,9 @@ class Lab:
 
     def check_prerequisites(self, engine: Path | None = None, components: Collection[str] = ("swarm",)) -> None:
         """Check that this machine can host a lab with these `components`. Raises LabError with a fix if it cannot."""
-        check_machine(engine, components)
-        state.check_directory(self.directory)
-        network.check_kernel()
+        check_machine_prerequisites(engine, components)
+        state.check_lab_directory(self.directory)
+        network.check_kernel_support()
 
     def bring_up(
         self,
@@ -110,12 +110,12 @@ class Lab:
                 raise LabError("needs machines with an engine, which declares the GPUs", place="lab up --gpus")
             if self._is_already_running(desired, report_progress):
                 return
-            self._remove()
+            self._remove_lab()
             try:
-                self._create(desired, report_progress)
+                self._create_lab(desired, report_progress)
             except BaseException:
                 report_progress("failed or interrupted: removing the created objects")
-                self._remove()
+                self._remove_lab()
                 raise
         self._print_introduction(desired, report_progress)
 
@@ -123,11 +123,11 @@ class Lab:
         """Remove the lab and all its data. With the last lab of this machine, its images are removed, too, unless `keep_images`."""
         check_root()
         with state.lock_labs(self._base):
-            description = state.read_description(self.directory)
-            self._remove()
+            description = state.read_lab_description(self.directory)
+            self._remove_lab()
             report_progress(f"lab {self.name}: removed" if description else f"lab {self.name}: does not exist")
             self._remove_images(keep_images, report_progress)
-        state.remove_base_if_empty(self._base)
+        state.remove_empty_base_directory(self._base)
 
     def get_status(self) -> list[NodeStatus]:
         """Return the status of each node."""
@@ -136,58 +136,58 @@ class Lab:
         link_states = network.list_link_states(self.name)
         return [self._get_node_status(description, node, link_states.get(node, "cut")) for node in description.nodes]
 
-    def power_off(self, node: str, *, report_progress: ProgressReporter) -> None:
+    def power_off_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Power off the node: its services and containers are killed at once, and no peer is notified. Its disk is kept."""
         description = self._require_running_node(node)
-        machines.power_off(self.directory, description, node)
+        machines.power_off_node(self.directory, description, node)
         notice_text = "; a swarm detects this after about 15 s" if description.has_engines else ""
-        report_progress(f"{node}: power off{notice_text}. `{self._format_command('start', node)}` boots it again")
+        report_progress(f"{node}: power off{notice_text}. `{self._format_lab_command('start', node)}` boots it again")
 
-    def power_on(self, node: str, *, report_progress: ProgressReporter) -> None:
+    def power_on_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Boot a node that was powered off, with its data.
 
         Returns once its services answer and, if the first node is alive, once the node is ready.
         """
         description = self._require_node(node)
-        if self._get_pid(node) is not None:
-            raise LabError("is already running", place=node, hint=self._format_command("status"))
-        machines.power_off(self.directory, description, node)  # remove what an engine that died by itself left behind
+        if self._get_init_pid(node) is not None:
+            raise LabError("is already running", place=node, hint=self._format_lab_command("status"))
+        machines.power_off_node(self.directory, description, node)  # remove what an engine that died by itself left behind
         machines.boot_node(self.directory, description, node)
         if description.has_engines:
-            engines.wait_until_up(self.directory, node)
+            engines.wait_until_engine_up(self.directory, node)
         if "ssh" in description.components:
-            ssh.wait_until_up(self.directory, node)
-        if (description.has_swarm or "slurm" in description.components) and self._get_pid(description.nodes[0]) is None:
+            ssh.wait_until_sshd_up(self.directory, node)
+        if (description.has_swarm or "slurm" in description.components) and self._get_init_pid(description.nodes[0]) is None:
             report_progress(
                 f"{node}: running again, and joins when {'the manager' if description.has_swarm else description.nodes[0]} does"
             )
             return
         if "slurm" in description.components:
             running_nodes = [each.node for each in self.get_status() if each.state == "up"]
-            slurm.wait_until_ready(self.directory, description, running_nodes if node == description.nodes[0] else [node])
+            slurm.wait_until_slurm_ready(self.directory, description, running_nodes if node == description.nodes[0] else [node])
         if description.has_swarm:
-            engines.wait_until_ready(self.directory, description, [node])
+            engines.wait_until_swarm_ready(self.directory, description, [node])
         report_progress(f"{node}: running again{' and is ready in the swarm' if description.has_swarm else ''}")
 
-    def cut_network(self, node: str, *, report_progress: ProgressReporter) -> None:
+    def partition_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Partition the node from the lab's network; the machine keeps running."""
         self._require_running_node(node)
-        network.cut_link(self.name, node)
-        report_progress(f"{node}: disconnected, its processes keep running. `{self._format_command('heal', node)}` reconnects it")
+        network.set_link_down(self.name, node)
+        report_progress(f"{node}: disconnected, its processes keep running. `{self._format_lab_command('heal', node)}` reconnects it")
 
-    def restore_network(self, node: str, *, report_progress: ProgressReporter) -> None:
+    def reconnect_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Reconnect the node to the lab's network, at full speed."""
         self._require_running_node(node)
-        network.restore_link(self.name, node)
+        network.set_link_up(self.name, node)
         report_progress(f"{node}: network up, full speed")
 
-    def limit_network(self, node: str, rate: str, *, report_progress: ProgressReporter) -> None:
+    def limit_node_bandwidth(self, node: str, rate: str, *, report_progress: ProgressReporter) -> None:
         """Limit the node's network to `rate` (100mbit, 1gbit) in both directions."""
         self._require_running_node(node)
         network.limit_link_rate(self.name, node, rate)
-        report_progress(f"{node}: network at {rate} in both directions. `{self._format_command('heal', node)}` removes the limit")
+        report_progress(f"{node}: network at {rate} in both directions. `{self._format_lab_command('heal', node)}` removes the limit")
 
-    def build_environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    def build_client_environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the variables that point this machine's tools to the lab when they are added to `environ`.
 
         Docker's tools use the engine of node0, the manager; `ssh` knows the machines by their names; Slurm's tools use the lab's Slurm.
@@ -197,7 +197,7 @@ class Lab:
         if "ssh" in description.components:
             variables["PDSH_RCMD_TYPE"] = "ssh"  # Debian's pdsh defaults to rsh
         if "slurm" in description.components:
-            variables["SLURM_CONF"] = str(slurm.get_conf_path(self.directory))
+            variables["SLURM_CONF"] = str(slurm.get_slurm_conf_path(self.directory))
         if {"ssh", "slurm"} & set(description.components):
             shim_folder = str(path_shims.get_shim_folder(self.directory))
             other_folders = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder != shim_folder]
@@ -215,8 +215,8 @@ class Lab:
         The command starts in `folder` if the machine has that folder.
         """
         self._require_running_node(node)
-        pid = self._get_pid(node)
-        working_folder = folder if state.is_visible(folder) else Path("/")
+        pid = self._get_init_pid(node)
+        working_folder = folder if state.is_directory_visible(folder) else Path("/")
         return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", f"--wdns={working_folder}"]
 
     def build_node_environment(self, node: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -224,17 +224,17 @@ class Lab:
         description = self._require_node(node)
         removed_variables = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
         node_variables = {"DOCKER_HOST": engines.OWN_SOCKET, cpu_share.CORES_VARIABLE: str(cpu_share.compute_cores_per_node(description))}
-        node_variables |= {"SLURM_CONF": str(slurm.get_conf_path(self.directory))} if "slurm" in description.components else {}
+        node_variables |= {"SLURM_CONF": str(slurm.get_slurm_conf_path(self.directory))} if "slurm" in description.components else {}
         return {**{name: value for name, value in environ.items() if name not in removed_variables}, **node_variables}
 
-    def _create(self, description: LabDescription, report_progress: ProgressReporter) -> None:
+    def _create_lab(self, description: LabDescription, report_progress: ProgressReporter) -> None:
         self.directory.mkdir(parents=True)
-        state.write_description(self.directory, description)
+        state.write_lab_description(self.directory, description)
         self.shared_disk.mkdir(parents=True, exist_ok=True)
         self.shared_disk.chmod(0o1777)
         report_progress(f"lab {self.name}: {len(description.nodes)} {_describe_machines(description)}")
         path_shims.write_shims(self.directory, description)
-        cpu_share.write_runc(self.directory, description)
+        cpu_share.write_runc_wrapper(self.directory, description)
         if "ssh" in description.components:
             ssh.write_ssh_files(self.directory, description)
         if "slurm" in description.components:
@@ -242,21 +242,21 @@ class Lab:
         network.create_bridge(description)
         for node in description.nodes:
             machines.create_node_files(self.directory, description, node)
-            machines.write_services(self.directory, node, self._build_services(description, node))
+            machines.write_service_scripts(self.directory, node, self._build_node_services(description, node))
             machines.boot_node(self.directory, description, node)
         if description.has_engines:
             registry.start_registry(description, self.directory)
-            engines.wait_until_all_up(self.directory, description)
+            engines.wait_until_all_engines_up(self.directory, description)
         if "ssh" in description.components:
             for node in description.nodes:
-                ssh.wait_until_up(self.directory, node)
+                ssh.wait_until_sshd_up(self.directory, node)
         if "slurm" in description.components:
-            slurm.wait_until_ready(self.directory, description, description.nodes)
+            slurm.wait_until_slurm_ready(self.directory, description, description.nodes)
         if description.has_swarm:
             engines.form_swarm(self.directory, description)
-        state.write_description(self.directory, replace(description, ready=True))
+        state.write_lab_description(self.directory, replace(description, ready=True))
 
-    def _build_services(self, description: LabDescription, node: str) -> dict[str, str]:
+    def _build_node_services(self, description: LabDescription, node: str) -> dict[str, str]:
         services = {"engine": engines.build_engine_service(self.directory, description, node)} if description.has_engines else {}
         if "ssh" in description.components:
             services["sshd"] = ssh.build_sshd_service(self.directory, description, node)
@@ -264,7 +264,7 @@ class Lab:
 
     def _print_introduction(self, description: LabDescription, report_progress: ProgressReporter) -> None:
         first = description.nodes[0]
-        if description.has_engines and engines.wait_until_up(self.directory, first)["Driver"] == "vfs":
+        if description.has_engines and engines.wait_until_engine_up(self.directory, first)["Driver"] == "vfs":
             report_progress("using storage driver vfs, because overlay does not work on this disk: images take far more space and time")
         deletion_note = ", and is deleted by `down`" if self.shared_disk == self._own_shared_disk else ""
         report_progress(f"shared disk: {self.shared_disk} on this machine is /mnt/shared on every node{deletion_note}")
@@ -278,9 +278,9 @@ class Lab:
             report_progress(f"registry: {registry.REGISTRY_ADDRESS}, {trust_note}")
         report_progress("next:")
         if bare:
-            report_progress(f"  {self._format_command('enter', first)}")
+            report_progress(f"  {self._format_lab_command('enter', first)}")
             return
-        report_progress(f'  eval "$({self._format_command("env")})"')
+        report_progress(f'  eval "$({self._format_lab_command("env")})"')
         if description.has_engines:
             report_progress(f"  swarmtrain image build . --tag {registry.REGISTRY_ADDRESS}/swarmtrain:0.1 --push")
         if "ssh" in description.components:
@@ -288,42 +288,42 @@ class Lab:
         if "slurm" in description.components:
             report_progress("  sinfo")
 
-    def _format_command(self, verb: str, *arguments: str) -> str:
+    def _format_lab_command(self, verb: str, *arguments: str) -> str:
         """Return the command line that applies `verb` to this lab."""
         option = [] if self.name == DEFAULT_NAME else ["--name", self.name]
         return " ".join(["swarmtrain", "lab", verb, *option, *arguments])
 
     def _is_already_running(self, desired: LabDescription, report_progress: ProgressReporter) -> bool:
-        description = state.read_description(self.directory)
+        description = state.read_lab_description(self.directory)
         if not description or not description.ready:
             return False
         unit_name = "engines" if description.has_engines else "machines"
-        running = [node for node in description.nodes if self._get_pid(node) is not None]
+        running = [node for node in description.nodes if self._get_init_pid(node) is not None]
         if not running:
             report_progress(f"lab {self.name}: all its {unit_name} are dead; removing the lab")
             return False
         running_text = f"{len(running)} of its {len(description.nodes)} {unit_name} run"
         if description.nodes != desired.nodes:
-            raise LabError(f"is already up: {running_text}", place=f"lab {self.name}", hint=self._format_command("down"))
+            raise LabError(f"is already up: {running_text}", place=f"lab {self.name}", hint=self._format_lab_command("down"))
         if description.bare != desired.bare:
             form_text = "bare" if description.bare else "a swarm"
             raise LabError(
-                f"it is up already, and {form_text}: {running_text}", place=f"lab {self.name}", hint=self._format_command("down")
+                f"it is up already, and {form_text}: {running_text}", place=f"lab {self.name}", hint=self._format_lab_command("down")
             )
         if description.components != desired.components:
             difference = f"its machines have {', '.join(description.components)}: {running_text}"
-            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_command("down"))
+            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_lab_command("down"))
         if description.gpus != desired.gpus:
             difference = f"its engines have {description.gpus} GPUs each: {running_text}"
-            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_command("down"))
+            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_lab_command("down"))
         report_progress(f"lab {self.name}: {running_text} already ({', '.join(running)}); left unchanged")
         return True
 
-    def _remove(self) -> None:
-        description = state.read_description(self.directory)
+    def _remove_lab(self) -> None:
+        description = state.read_lab_description(self.directory)
         if description:
             for node in description.nodes:
-                machines.power_off(self.directory, description, node)
+                machines.power_off_node(self.directory, description, node)
             registry.stop_registry(self.directory)
             network.remove_namespace(self.name, "bridge")
             machines.remove_cgroups(self.name)
@@ -331,7 +331,7 @@ class Lab:
             shutil.rmtree(self.directory)
 
     def _remove_images(self, keep_images: bool, report_progress: ProgressReporter) -> None:
-        store = registry.get_store(self._base)
+        store = registry.get_image_store_path(self._base)
         if not store.exists() or state.list_labs(self._base):
             return
         if keep_images:
@@ -341,7 +341,7 @@ class Lab:
         report_progress("images removed with the last lab")
 
     def _get_node_status(self, description: LabDescription, node: str, link: str) -> NodeStatus:
-        pid = self._get_pid(node)
+        pid = self._get_init_pid(node)
         version = ""
         if pid is not None and description.has_engines:
             try:
@@ -352,13 +352,15 @@ class Lab:
         role = "" if not description.has_swarm else "manager" if node == description.nodes[0] else "worker"
         ports = machines.list_listening_ports(pid)
         services = tuple(name for name, port in {"sshd": ssh.PORT, **slurm.PORTS}.items() if port in ports)
-        return NodeStatus(node, state_text, role, link if pid is not None else "", version, services, description.get_address(node), pid)
+        return NodeStatus(
+            node, state_text, role, link if pid is not None else "", version, services, description.get_node_address(node), pid
+        )
 
-    def _get_pid(self, node: str) -> int | None:
+    def _get_init_pid(self, node: str) -> int | None:
         return machines.get_init_daemon(self.directory, node).pid
 
     def _load_description(self) -> LabDescription:
-        description = state.read_description(self.directory)
+        description = state.read_lab_description(self.directory)
         if description is None:
             lab_names = ", ".join(lab_description.name for lab_description in state.list_labs(self._base))
             known_text = f"there is: {lab_names}" if lab_names else "this machine has no labs"
@@ -374,8 +376,8 @@ class Lab:
     def _require_running_node(self, node: str) -> LabDescription:
         check_root()
         description = self._require_node(node)
-        if self._get_pid(node) is None:
-            raise LabError("is not running", place=node, hint=self._format_command("start", node))
+        if self._get_init_pid(node) is None:
+            raise LabError("is not running", place=node, hint=self._format_lab_command("start", node))
         return description
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from swarmtrain.errors import LabError
 from swarmtrain.lab import network
 from swarmtrain.lab.prerequisites import build_search_path
-from swarmtrain.lab.state import LabDaemon, LabDescription, read_tail
+from swarmtrain.lab.state import LabDaemon, LabDescription, read_last_log_lines
 
 _UNSHARE_COMMAND = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -31,7 +31,7 @@ def create_node_files(directory: Path, description: LabDescription, node: str) -
     node_folder = directory / node
     (node_folder / "services").mkdir(parents=True)
     get_node_disk(directory, node).mkdir()
-    names_by_address = {description.get_address(name): name for name in description.nodes} | {
+    names_by_address = {description.get_node_address(name): name for name in description.nodes} | {
         description.bridge_address: network.REGISTRY_HOST
     }
     (node_folder / "hosts").write_text(
@@ -39,7 +39,7 @@ def create_node_files(directory: Path, description: LabDescription, node: str) -
     )
 
 
-def write_services(directory: Path, node: str, services: Mapping[str, str]) -> None:
+def write_service_scripts(directory: Path, node: str, services: Mapping[str, str]) -> None:
     """Write the shell scripts of the services that the node starts at each boot; that of its engine is named `engine`."""
     for service, script in services.items():
         (directory / node / "services" / service).write_text(script)
@@ -58,21 +58,21 @@ def boot_node(directory: Path, description: LabDescription, node: str) -> None:
     )
 
 
-def power_off(directory: Path, description: LabDescription, node: str) -> None:
+def power_off_node(directory: Path, description: LabDescription, node: str) -> None:
     """Power off the node: its network link is removed first, so that no peer is notified; then all its processes are killed."""
     network.remove_node_link(description.name, node)
     get_init_daemon(directory, node).kill()
     network.remove_namespace(description.name, node)
-    _remove_cgroup(get_cgroup(description.name, node))
+    _remove_cgroup(get_cgroup_name(description.name, node))
 
 
 def read_log_tail(directory: Path, node: str, service: str) -> str:
     """Return the last log lines of the node's init and of one of its services."""
     logs = (directory / node / f"{name}.log" for name in ("init", service))
-    return "\n".join(read_tail(log) for log in logs if log.exists()).strip()
+    return "\n".join(read_last_log_lines(log) for log in logs if log.exists()).strip()
 
 
-def wait_until_listening(directory: Path, node: str, service: str, port: int, *, seconds: float = 60) -> None:
+def wait_until_service_listens(directory: Path, node: str, service: str, port: int, *, seconds: float = 60) -> None:
     """Wait until the node's service `service` listens on TCP port `port`.
 
     Raises LabError with the service's log if the machine dies, or after `seconds`.
@@ -93,7 +93,7 @@ def list_listening_ports(pid: int | None) -> set[int]:
     return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
 
 
-def get_cgroup(lab: str, node: str) -> str:
+def get_cgroup_name(lab: str, node: str) -> str:
     """Return the cgroup name of a node. Each node has its own subtree, so that leftovers of a killed node can be found and removed."""
     return f"/swarmtrain/{lab}/{node}"
 
@@ -110,10 +110,10 @@ def remove_cgroups(lab: str) -> None:
 def _remove_cgroup(group: str) -> None:
     for hierarchy in _list_cgroup_roots():
         for folder, _, _ in os.walk(hierarchy / group.lstrip("/"), topdown=False):
-            _remove_empty(Path(folder))
+            _remove_empty_cgroup(Path(folder))
 
 
-def _remove_empty(cgroup_path: Path) -> None:
+def _remove_empty_cgroup(cgroup_path: Path) -> None:
     """Remove one empty cgroup, with retries: the kernel may take a moment to notice that its last process has exited."""
     deadline = time.monotonic() + 2
     while True:

@@ -24,14 +24,14 @@ _RATE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
-def get_namespace(lab: str, member: str) -> str:
+def get_namespace_name(lab: str, member: str) -> str:
     """Return the name of the network namespace of a node, or of the bridge if `member` is `bridge`."""
     return f"st-{lab}-{member}"
 
 
 def get_namespace_path(lab: str, member: str) -> Path:
     """Return the host path of the network namespace of `member`, a node or the `bridge`."""
-    return Path("/run/netns") / get_namespace(lab, member)
+    return Path("/run/netns") / get_namespace_name(lab, member)
 
 
 def build_enter_command(lab: str, member: str) -> list[str]:
@@ -42,7 +42,7 @@ def build_enter_command(lab: str, member: str) -> list[str]:
     return ["nsenter", f"--net={get_namespace_path(lab, member)}"]
 
 
-def check_kernel() -> None:
+def check_kernel_support() -> None:
     """Check that this kernel can create a network namespace and every kind of link that a lab needs. Raises LabError if it cannot."""
     name = f"st-probe-{os.getpid()}"
     try:
@@ -59,7 +59,7 @@ def check_kernel() -> None:
 
 def create_bridge(description: LabDescription) -> None:
     """Create the bridge and its namespace. Raises LabError if the namespace's name is taken."""
-    bridge_namespace = get_namespace(description.name, "bridge")
+    bridge_namespace = get_namespace_name(description.name, "bridge")
     if bridge_namespace in list_namespaces():
         raise LabError(
             f"namespace {bridge_namespace} already exists, but not from a lab in this directory",
@@ -80,25 +80,25 @@ def connect_node(description: LabDescription, node: str) -> None:
 
     There is no default route: connections to addresses outside the lab fail at once.
     """
-    bridge_namespace, node_namespace = get_namespace(description.name, "bridge"), get_namespace(description.name, node)
+    bridge_namespace, node_namespace = get_namespace_name(description.name, "bridge"), get_namespace_name(description.name, node)
     process.run_command(["ip", "netns", "add", node_namespace])
     _run_ip(bridge_namespace, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", node_namespace)
     _run_ip(bridge_namespace, "link", "set", node, "master", _BRIDGE, "up")
     _run_ip(node_namespace, "link", "set", "lo", "up")
-    _run_ip(node_namespace, "link", "set", "eth0", "address", _derive_mac_address(description.get_address(node)))
-    _run_ip(node_namespace, "addr", "add", f"{description.get_address(node)}/24", "dev", "eth0")
+    _run_ip(node_namespace, "link", "set", "eth0", "address", _derive_mac_address(description.get_node_address(node)))
+    _run_ip(node_namespace, "addr", "add", f"{description.get_node_address(node)}/24", "dev", "eth0")
     _run_ip(node_namespace, "link", "set", "eth0", "up")
 
 
 def remove_namespace(lab: str, member: str) -> None:
     """Remove the network namespace of `member`, and the links that end in it. Does nothing if it does not exist."""
-    if get_namespace(lab, member) in list_namespaces():
-        process.run_command(["ip", "netns", "delete", get_namespace(lab, member)])
+    if get_namespace_name(lab, member) in list_namespaces():
+        process.run_command(["ip", "netns", "delete", get_namespace_name(lab, member)])
 
 
 def remove_node_link(lab: str, node: str) -> None:
     """Remove the node's link to the bridge. Does nothing if it does not exist."""
-    node_namespace = get_namespace(lab, node)
+    node_namespace = get_namespace_name(lab, node)
     with contextlib.suppress(ProcessError):  # if its creation was interrupted, only its name exists
         if node_namespace in list_namespaces() and "eth0" in process.run_command(
             ["ip", "-n", node_namespace, "link", "show", "type", "veth"]
@@ -112,16 +112,16 @@ def list_namespaces() -> set[str]:
     return {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
 
 
-def cut_link(lab: str, node: str) -> None:
+def set_link_down(lab: str, node: str) -> None:
     """Set the node's link down at the bridge. The machine keeps running, without a network."""
-    _run_ip(get_namespace(lab, "bridge"), "link", "set", node, "down")
+    _run_ip(get_namespace_name(lab, "bridge"), "link", "set", node, "down")
 
 
-def restore_link(lab: str, node: str) -> None:
+def set_link_up(lab: str, node: str) -> None:
     """Set the node's link up, at full speed."""
     for link_namespace, device in _list_link_ends(lab, node):
         process.run_command(["tc", "-n", link_namespace, "qdisc", "replace", "dev", device, "root", "noqueue"])
-    _run_ip(get_namespace(lab, "bridge"), "link", "set", node, "up")
+    _run_ip(get_namespace_name(lab, "bridge"), "link", "set", node, "up")
 
 
 def limit_link_rate(lab: str, node: str, rate: str) -> None:
@@ -144,7 +144,7 @@ def parse_rate(rate: str) -> float:
 
 def list_link_states(lab: str) -> dict[str, str]:
     """Return the state of each connected node's link: `up`, `cut`, or its rate limit in tc's notation."""
-    bridge_namespace = get_namespace(lab, "bridge")
+    bridge_namespace = get_namespace_name(lab, "bridge")
     links = json.loads(process.run_command(["ip", "-n", bridge_namespace, "-j", "link", "show", "type", "veth"]) or "[]")
     rate_limits = {
         queue["dev"]: f"{queue['options']['rate'] * 8 / 1e6:g}mbit"
@@ -155,7 +155,7 @@ def list_link_states(lab: str) -> dict[str, str]:
 
 
 def _list_link_ends(lab: str, node: str) -> list[tuple[str, str]]:
-    return [(get_namespace(lab, "bridge"), node), (get_namespace(lab, node), "eth0")]
+    return [(get_namespace_name(lab, "bridge"), node), (get_namespace_name(lab, node), "eth0")]
 
 
 def _derive_mac_address(address: str) -> str:

@@ -41,7 +41,7 @@ def build_search_path(engine: Path | None) -> str:
     return os.pathsep.join([*engine_path, os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def check_machine(engine: Path | None, components: Collection[str]) -> None:
+def check_machine_prerequisites(engine: Path | None, components: Collection[str]) -> None:
     """Check that this is Linux, the user is root, and all programs that a lab with `components` needs are installed.
 
     Raises LabError if one of these conditions does not hold.

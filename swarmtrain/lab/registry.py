@@ -12,20 +12,20 @@ from pathlib import Path
 
 from swarmtrain.errors import LabError
 from swarmtrain.lab import machines, network
-from swarmtrain.lab.state import LabDaemon, LabDescription, read_tail
+from swarmtrain.lab.state import LabDaemon, LabDescription, read_last_log_lines
 
 PORT = 5000
 REGISTRY_ADDRESS = f"{network.REGISTRY_HOST}:{PORT}"
 
 
-def get_store(base: Path) -> Path:
+def get_image_store_path(base: Path) -> Path:
     """Return the directory that stores the registry images of all labs under `base`."""
     return base / ".images"
 
 
 def start_registry(description: LabDescription, directory: Path) -> None:
     """Start the lab's registry and wait until it listens. Raises LabError with its log if it does not listen within a minute."""
-    store_path = get_store(directory.parent)
+    store_path = get_image_store_path(directory.parent)
     store_path.mkdir(exist_ok=True)
     config = {
         "version": "0.1",
@@ -44,7 +44,7 @@ def start_registry(description: LabDescription, directory: Path) -> None:
     deadline = time.monotonic() + 60  # a busy disk takes long to load the program
     while PORT not in machines.list_listening_ports(daemon.pid):
         if daemon.pid is None or time.monotonic() > deadline:
-            raise LabError(f"the registry does not start:\n{read_tail(log)}", place="lab")
+            raise LabError(f"the registry does not start:\n{read_last_log_lines(log)}", place="lab")
         time.sleep(0.01)
 
 

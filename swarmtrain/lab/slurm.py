@@ -56,31 +56,33 @@ _MUNGED_COMMAND = "munged --foreground --force --socket={0}/munge.socket --key-f
 _MUNGED_FILE_OPTIONS = "--log-file={0}/munge.log --seed-file={0}/munge.seed"
 
 
-def get_conf_path(directory: Path) -> Path:
+def get_slurm_conf_path(directory: Path) -> Path:
     """Return the path of the lab's slurm.conf."""
     return directory / "slurm" / "slurm.conf"
 
 
 def write_slurm_files(directory: Path, description: LabDescription) -> None:
     """Write the lab's slurm.conf and munge key, and create the folders of the daemons."""
-    folder = get_conf_path(directory).parent
+    folder = get_slurm_conf_path(directory).parent
     for subfolder in ("state", *(f"spool-{node}" for node in description.nodes)):
         (folder / subfolder).mkdir(parents=True, mode=0o700)
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
     prolog = folder / "task-prolog.sh"  # Slurm adds the output of this script to a task's environment
-    prolog.write_text(f"#!/bin/sh\necho export {cpu_share.format_assignment(description)}\n")
+    prolog.write_text(f"#!/bin/sh\necho export {cpu_share.format_cores_assignment(description)}\n")
     prolog.chmod(0o755)
     first = description.nodes[0]
-    nodes = [_NODE_TEMPLATE.format(name=node, address=description.get_address(node), cpus=_CPUS_PER_NODE) for node in description.nodes]
-    cluster = _CONF_TEMPLATE.format(folder=folder, first=first, address=description.get_address(first))
-    get_conf_path(directory).write_text("".join([*nodes, cluster]), encoding="utf-8")
+    nodes = [
+        _NODE_TEMPLATE.format(name=node, address=description.get_node_address(node), cpus=_CPUS_PER_NODE) for node in description.nodes
+    ]
+    cluster = _CONF_TEMPLATE.format(folder=folder, first=first, address=description.get_node_address(first))
+    get_slurm_conf_path(directory).write_text("".join([*nodes, cluster]), encoding="utf-8")
 
 
 def build_slurm_services(directory: Path, description: LabDescription, node: str) -> dict[str, str]:
     """Return the scripts of the node's Slurm services: slurmd, and on the first node also munged and slurmctld."""
-    folder, file = shlex.quote(str(get_conf_path(directory).parent)), shlex.quote(str(get_conf_path(directory)))
+    folder, file = shlex.quote(str(get_slurm_conf_path(directory).parent)), shlex.quote(str(get_slurm_conf_path(directory)))
     wait = f"until [ -S {folder}/munge.socket ]; do sleep 0.02; done\n"
     service_scripts = {"slurmd": f"{wait}exec slurmd -D -f {file}\n"}
     if node == description.nodes[0]:
@@ -89,12 +91,12 @@ def build_slurm_services(directory: Path, description: LabDescription, node: str
     return service_scripts
 
 
-def wait_until_ready(directory: Path, description: LabDescription, nodes: Iterable[str], *, seconds: float = 60) -> None:
+def wait_until_slurm_ready(directory: Path, description: LabDescription, nodes: Iterable[str], *, seconds: float = 60) -> None:
     """Wait until slurmctld reports all `nodes` as usable. Raises LabError that names the nodes that are not usable within `seconds`."""
     first = description.nodes[0]
-    machines.wait_until_listening(directory, first, "slurmctld", PORTS["slurmctld"], seconds=seconds)
+    machines.wait_until_service_listens(directory, first, "slurmctld", PORTS["slurmctld"], seconds=seconds)
     for node in nodes:
-        machines.wait_until_listening(directory, node, "slurmd", PORTS["slurmd"], seconds=seconds)
+        machines.wait_until_service_listens(directory, node, "slurmd", PORTS["slurmd"], seconds=seconds)
     deadline = time.monotonic() + seconds
     while missing := set(nodes) - _list_ready_nodes(directory, description):
         if time.monotonic() > deadline:
@@ -107,7 +109,8 @@ def _list_ready_nodes(directory: Path, description: LabDescription) -> set[str]:
     argv = [*network.build_enter_command(description.name, "bridge"), "sinfo", "--noheader", "--Node", "--format=%N %T"]
     with contextlib.suppress(ProcessError):
         rows = [
-            line.split() for line in process.run_command(argv, env={"SLURM_CONF": str(get_conf_path(directory))}, timeout=5.0).splitlines()
+            line.split()
+            for line in process.run_command(argv, env={"SLURM_CONF": str(get_slurm_conf_path(directory))}, timeout=5.0).splitlines()
         ]
         return {name for name, node_state in rows if node_state in _READY_STATES}
     return set()

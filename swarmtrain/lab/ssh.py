@@ -36,7 +36,7 @@ def write_ssh_files(directory: Path, description: LabDescription) -> None:
     for name in ("host", "user"):
         process.run_command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"lab {description.name}", "-f", str(folder / name)])
     key = " ".join((folder / "host.pub").read_text().split()[:2])
-    addresses = {node: description.get_address(node) for node in description.nodes}
+    addresses = {node: description.get_node_address(node) for node in description.nodes}
     (folder / "known_hosts").write_text("".join(f"{address} {key}\n" for address in addresses.values()))
     hosts = [f"Host {node}\n  HostName {address}\n  IdentityFile {folder / 'user'}\n" for node, address in addresses.items()]
     common_lines = ["User root", "IdentitiesOnly yes", f"UserKnownHostsFile {folder / 'known_hosts'}", "StrictHostKeyChecking yes"]
@@ -49,7 +49,7 @@ def build_sshd_service(directory: Path, description: LabDescription, node: str) 
     A session uses the node's own programs, settings and state: `bin`, `config` and `state` on its disk.
     """
     lines = [
-        f"ListenAddress {description.get_address(node)}",
+        f"ListenAddress {description.get_node_address(node)}",
         f"HostKey {directory / 'ssh' / 'host'}",
         f"AuthorizedKeysFile {directory / 'ssh' / 'user.pub'}",
         "AllowUsers root",
@@ -59,7 +59,7 @@ def build_sshd_service(directory: Path, description: LabDescription, node: str) 
         "StrictModes no",
         "PidFile none",
         f"SetEnv PATH={_SESSION_PATH} XDG_CONFIG_HOME={_NODE_DISK}/config XDG_STATE_HOME={_NODE_DISK}/state "
-        f"{cpu_share.format_assignment(description)}",
+        f"{cpu_share.format_cores_assignment(description)}",
     ]
     get_sshd_config_path(directory, node).write_text("".join(f"{line}\n" for line in lines))
     return _SSHD_SERVICE.format(
@@ -67,6 +67,6 @@ def build_sshd_service(directory: Path, description: LabDescription, node: str) 
     )
 
 
-def wait_until_up(directory: Path, node: str) -> None:
+def wait_until_sshd_up(directory: Path, node: str) -> None:
     """Wait until the node's sshd listens. Raises LabError with its log if it does not."""
-    machines.wait_until_listening(directory, node, "sshd", PORT)
+    machines.wait_until_service_listens(directory, node, "sshd", PORT)

@@ -56,7 +56,7 @@ class LabDescription:
         """Whether each machine has a Docker engine."""
         return self.bare or "swarm" in self.components or "docker" in self.components
 
-    def get_address(self, node: str) -> str:
+    def get_node_address(self, node: str) -> str:
         """Return the node's IPv4 address: .10 for node0, .11 for node1, and so on."""
         return str(ipaddress.ip_network(self.subnet)[10 + self.nodes.index(node)])
 
@@ -75,7 +75,7 @@ def get_base_directory() -> Path:
     return Path(os.environ.get("SWARMTRAIN_LAB_DIR") or _DEFAULT_BASE).absolute()
 
 
-def remove_base_if_empty(base: Path) -> None:
+def remove_empty_base_directory(base: Path) -> None:
     """Remove the directory of all labs if it is empty; for the default directory also its parent."""
     with contextlib.suppress(OSError):
         base.rmdir()
@@ -83,7 +83,7 @@ def remove_base_if_empty(base: Path) -> None:
             base.parent.rmdir()
 
 
-def check_name(name: str) -> None:
+def check_lab_name(name: str) -> None:
     """Check that `name` is a valid lab name, since it is used for namespaces and directories. Raises LabError if it is not."""
     if not _NAME_PATTERN.fullmatch(name):
         raise LabError(
@@ -99,23 +99,23 @@ def check_components(components: Collection[str]) -> None:
             raise LabError(f"{component!r} is not a known component; available components: {', '.join(COMPONENTS)}", place="lab up --with")
 
 
-def check_directory(directory: Path) -> None:
+def check_lab_directory(directory: Path) -> None:
     """Check that the machines of a lab would see `directory`, and that socket paths in it are short enough. Raises LabError if not."""
     hint = "set SWARMTRAIN_LAB_DIR to a short path on a local disk"
-    check_visible(directory, hint)
+    check_directory_visible(directory, hint)
     longest = directory / f"node{MAX_NODES - 1}" / "docker.sock"
     if len(os.fsencode(longest)) > _SOCKET_PATH_LIMIT:
         raise LabError(f"{longest}: the path of a socket cannot be longer than {_SOCKET_PATH_LIMIT} bytes", place="lab", hint=hint)
 
 
-def is_visible(directory: Path) -> bool:
+def is_directory_visible(directory: Path) -> bool:
     """Return whether the machines of a lab see the same `directory` as this machine."""
     return not any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_FOLDERS)
 
 
-def check_visible(directory: Path, hint: str) -> None:
+def check_directory_visible(directory: Path, hint: str) -> None:
     """Check that the machines of a lab would see `directory`. Raises LabError with `hint` if not."""
-    if not is_visible(directory):
+    if not is_directory_visible(directory):
         raise LabError(
             f"{directory}: is not visible in a lab, whose machines have their own {', '.join(_HIDDEN_FOLDERS)}", place="lab", hint=hint
         )
@@ -143,11 +143,11 @@ def list_taken_subnets(base: Path) -> set[str]:
 
 def list_labs(base: Path) -> list[LabDescription]:
     """Return the description of every lab under `base`, running or not."""
-    descriptions = (read_description(directory) for directory in sorted(base.glob("*/")))
+    descriptions = (read_lab_description(directory) for directory in sorted(base.glob("*/")))
     return [description for description in descriptions if description]
 
 
-def read_description(directory: Path) -> LabDescription | None:
+def read_lab_description(directory: Path) -> LabDescription | None:
     """Return the description of the lab in `directory`; None if there is none."""
     try:
         fields = json.loads((directory / "lab.json").read_text())
@@ -159,7 +159,7 @@ def read_description(directory: Path) -> LabDescription | None:
         raise LabError(f"{directory / 'lab.json'} cannot be read: {error}", place="lab", hint="remove that file") from None
 
 
-def write_description(directory: Path, description: LabDescription) -> None:
+def write_lab_description(directory: Path, description: LabDescription) -> None:
     """Write the lab's description atomically."""
     write_atomically(directory / "lab.json", json.dumps(asdict(description), indent=2) + "\n")
 
@@ -204,7 +204,7 @@ class LabDaemon:
         deadline = time.monotonic() + 5
         while not self.record_path.exists():
             if time.monotonic() > deadline:
-                raise LabError(f"{argv[0]} does not start:\n{read_tail(log)}", place="lab")
+                raise LabError(f"{argv[0]} does not start:\n{read_last_log_lines(log)}", place="lab")
             time.sleep(0.002)
 
     def kill(self) -> None:
@@ -221,7 +221,7 @@ class LabDaemon:
             time.sleep(0.005)
 
 
-def read_tail(log: Path, lines: int = 12) -> str:
+def read_last_log_lines(log: Path, lines: int = 12) -> str:
     """Return the last lines of a log file, or the error if it cannot be read."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

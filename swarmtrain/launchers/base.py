@@ -120,7 +120,7 @@ class Launcher(Protocol):
         """Return the changes that `deploy` would make, in order. Empty if the run matches the plan."""
         ...
 
-    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+    def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Make the run match `plan`: create, change and remove what differs, and leave the rest unchanged.
 
         A first deploy that fails or is interrupted removes what it created, except what another command has changed since. `deploy`,
@@ -160,7 +160,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def watch(self, run: str) -> Iterator[RunUpdate]:
+    def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run: the coordinator's events from the start, and output and states from now on.
 
         Ends at the run's outcome or removal. Raises RunNotFound if there is no such run.
@@ -184,13 +184,13 @@ class Launcher(Protocol):
         """
         ...
 
-    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+    def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
 
         Raises RunNotFound if there is no such run.
         """
         ...
 
-    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+    def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Remove the run and wait until nothing of it is left. Raises RunNotFound if there is no such run."""
         ...

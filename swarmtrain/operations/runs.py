@@ -31,8 +31,8 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
     if not as_json:
         print_result(plan, as_json=False)
     is_up = plan.run in launcher.list_runs()
-    changes, blocker = _compute_changes(launcher, plan) if is_up else ([], None)
-    difference_lines = _describe_differences(launcher, plan, changes) if changes or blocker else []
+    changes, blocker = _compute_deploy_changes(launcher, plan) if is_up else ([], None)
+    difference_lines = _describe_plan_differences(launcher, plan, changes) if changes or blocker else []
     if as_json:
         print_json({**plan.to_dict(), "up": is_up, "differences": difference_lines, "changes": [str(change) for change in changes]})
     elif is_up:
@@ -45,7 +45,7 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
         raise blocker
 
 
-def _compute_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:
+def _compute_deploy_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:
     """Return the changes that deploying `plan` would make, and the error that prevents them in the run's current state, if any."""
     try:
         return launcher.plan_changes(plan), None
@@ -53,7 +53,7 @@ def _compute_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], 
         return [], error
 
 
-def _describe_differences(launcher: Launcher, plan: Plan, changes: Sequence[Change]) -> list[str]:
+def _describe_plan_differences(launcher: Launcher, plan: Plan, changes: Sequence[Change]) -> list[str]:
     """Return the differences between `plan` and the run as deployed, one per line; if the deployed config cannot be read, the error."""
     try:
         config, cargo = load_deployment(launcher, plan.run)
@@ -62,14 +62,14 @@ def _describe_differences(launcher: Launcher, plan: Plan, changes: Sequence[Chan
     return list_differences(plan, config, cargo, launcher.list_tasks(plan.run), sum(change.interrupts for change in changes))
 
 
-def run_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
+def run_plan_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
     """Print the plan and run it on this machine, with `rank` attached to this terminal. Return the exit code of `rank`.
 
     Raises PlanError if the plan has no such rank.
     """
     from swarmtrain.launchers.local.attach import attach_rank
 
-    _show_and_check(launcher, plan)
+    _show_and_check_plan(launcher, plan)
     return attach_rank(plan, rank, print_message)
 
 
@@ -78,21 +78,21 @@ def deploy_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
 
     Raises StackError if a check has a fatal finding, if the user declines, or if there is no terminal on which to confirm.
     """
-    _show_and_check(launcher, plan)
+    _show_and_check_plan(launcher, plan)
     if plan.run in launcher.list_runs():
         _confirm_restart(launcher, plan, yes=yes)
     try:
         git_checkout = read_git_checkout(Path.cwd())
         history_store.record_operation(plan.run, "up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
-        history_store.save_diff(plan.run, git_checkout.diff if git_checkout else "")
+        history_store.save_git_diff(plan.run, git_checkout.diff if git_checkout else "")
         with show_progress(f"bringing {plan.run} up") as report_progress:
-            launcher.deploy(plan, report_progress)
+            launcher.deploy_run(plan, report_progress)
     except KeyboardInterrupt:
-        print_message(f"interrupted: {_describe_leftovers(launcher, plan.run)}")
+        print_message(f"interrupted: {_describe_remaining_run(launcher, plan.run)}")
         raise
 
 
-def _show_and_check(launcher: Launcher, plan: Plan) -> None:
+def _show_and_check_plan(launcher: Launcher, plan: Plan) -> None:
     print_message(str(plan))
     findings = launcher.check_plan(plan)
     fatal = [finding for finding in findings if finding.fatal]
@@ -109,7 +109,7 @@ def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
     if not any(change.interrupts for change in changes):
         return
     print_message(f"{plan.run} is running; this deploy changes:")
-    for line in _describe_differences(launcher, plan, changes):
+    for line in _describe_plan_differences(launcher, plan, changes):
         print_message(f"  {line}")
     if yes:
         return
@@ -124,7 +124,7 @@ def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
         raise StackError("was left unchanged", place=f"run {plan.run}")
 
 
-def _describe_leftovers(launcher: Launcher, run: str) -> str:
+def _describe_remaining_run(launcher: Launcher, run: str) -> str:
     try:
         exists = run in (*launcher.list_runs(), *launcher.list_terminating_runs())
     except SwarmtrainError:
@@ -138,7 +138,7 @@ def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
     """Print the output and events of `run` until its outcome, and return the exit code for the outcome."""
     try:
         print_message(f"following {run}; Ctrl-C detaches, the job continues")
-        outcome = follow_updates(launcher.watch(run))
+        outcome = follow_updates(launcher.watch_run(run))
     except KeyboardInterrupt:
         print_message(f"\ndetached; {run} continues\nhint: swarmtrain status {run} | logs -f {run} | down {run}")
         return EXIT_INTERRUPTED
@@ -183,7 +183,7 @@ def scale_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
     """Deploy the run's new plan, and wait until the new world has formed. Raises StackError if none forms in time."""
     events = launcher.read_events(plan.run)
     seen_count = len(events)
-    if _is_training_on(events, len(plan.nodes)) and not launcher.plan_changes(plan):
+    if _is_training_on_node_count(events, len(plan.nodes)) and not launcher.plan_changes(plan):
         print_message(f"{plan.run} trains on {format_count(len(plan.nodes), 'node')} already")
         return
     deploy_run(launcher, plan, yes=yes)
@@ -193,7 +193,7 @@ def scale_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
         _wait_for_world(launcher, plan, seen_count, report_progress)
 
 
-def _is_training_on(events: Sequence[Event], nodes: int) -> bool:
+def _is_training_on_node_count(events: Sequence[Event], nodes: int) -> bool:
     boundary_events = [event for event in events if event.kind in (protocol.EVENT_WORLD_FORMED, protocol.EVENT_OUTCOME)]
     return (
         bool(boundary_events) and boundary_events[-1].kind == protocol.EVENT_WORLD_FORMED and boundary_events[-1].data.get("nodes") == nodes
@@ -230,7 +230,7 @@ def stop_run(launcher: Launcher, run: str) -> None:
     with show_progress(
         f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for the remaining ranks"
     ) as report_progress:
-        launcher.stop(run, report_progress)
+        launcher.stop_run(run, report_progress)
         history_store.record_operation(run, "stop")
 
 
@@ -239,5 +239,5 @@ def remove_run(launcher: Launcher, run: str) -> None:
     with show_progress(
         f"taking {run} down on {launcher.location}", interrupt_hint=f"swarmtrain down {run} again removes what is left"
     ) as report_progress:
-        launcher.tear_down(run, report_progress)
+        launcher.tear_down_run(run, report_progress)
         history_store.record_operation(run, "down")

@@ -34,7 +34,7 @@ class ManagedVenv:
         self.lock = lock
         self._build_folder = get_build_folder(path)
 
-    def compute_key(self, python: str, digest: str) -> str:
+    def compute_venv_key(self, python: str, digest: str) -> str:
         """Return the key of the venv whose content has the digest `digest`, built with `python`.
 
         Raises ProcessError if `python` is not a Python interpreter.
@@ -43,7 +43,7 @@ class ManagedVenv:
             f"{digest} {run_command([python, '-I', '-c', _PYTHON_IDENTITY_SCRIPT], timeout=_IDENTITY_TIMEOUT_SECONDS)}".encode()
         ).hexdigest()[:16]
 
-    def is_current(self, key: str) -> bool:
+    def is_venv_current(self, key: str) -> bool:
         """Return whether the venv in use has the key `key`.
 
         Raises FileExistsError if something that is not a managed venv is at its path.
@@ -70,7 +70,7 @@ class ManagedVenv:
         """
         venv, wheels = self._build_folder / key, self._build_folder / "wheels"
         active_key = self.path.readlink().name if self.path.is_symlink() else ""
-        self._remove_except({active_key, "lock", "wheels"} - {key})
+        self._remove_build_files_except({active_key, "lock", "wheels"} - {key})
         wheels.mkdir(exist_ok=True)
         write_atomically(wheels / "list.txt", "".join(f"{line}\n" for line in requirements))
         pip = [str(venv / "bin" / "python3"), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -84,7 +84,7 @@ class ManagedVenv:
         }
         try:
             for error, argv in steps.items():
-                code, output = _run_step(argv, wheels, is_caller_gone)
+                code, output = _run_build_step(argv, wheels, is_caller_gone)
                 if code:
                     return {"error": error, "output": output}
             link = self._build_folder / "link"
@@ -93,12 +93,12 @@ class ManagedVenv:
             active_key = key
             return {}
         finally:
-            self._remove_except({active_key, "lock"})
+            self._remove_build_files_except({active_key, "lock"})
 
     def _get_link_target(self, key: str) -> Path:
         return Path(self._build_folder.name) / key
 
-    def _remove_except(self, kept_names: set[str]) -> None:
+    def _remove_build_files_except(self, kept_names: set[str]) -> None:
         for path in self._build_folder.iterdir():
             if path.name not in kept_names:
                 path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path, ignore_errors=True)
@@ -109,7 +109,7 @@ def get_build_folder(path: Path) -> Path:
     return path.with_name(f"{path.name}.made")
 
 
-def _run_step(argv: list[str], cwd: Path, is_caller_gone: Callable[[], bool]) -> tuple[int, str]:
+def _run_build_step(argv: list[str], cwd: Path, is_caller_gone: Callable[[], bool]) -> tuple[int, str]:
     """Run one build step, and return its exit code and last output lines. If the caller is gone, all started processes are killed."""
     log = cwd / "log"
     with log.open("wb") as output:

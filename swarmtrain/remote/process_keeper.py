@@ -37,26 +37,26 @@ class ProcessKeeper:
         self.stop_requested = False
         self.restarts = 0
 
-    def run(self) -> int:
+    def run_process_with_restarts(self) -> int:
         """Run the process, with restarts. Returns when it has exited with 0, or a stop was requested."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._request_stop)
+            signal.signal(number, self._handle_stop_signal)
         while not self.stop_requested:
-            code = self._run_once()
+            code = self._run_process_once()
             if code == 0:
-                self._write_state("complete", 0)
+                self._write_process_state("complete", 0)
                 return 0
-            self._write_state("shutdown" if self.stop_requested else "failed", code)
+            self._write_process_state("shutdown" if self.stop_requested else "failed", code)
             self._wait_before_restart()
             self.restarts += 1
         return 0
 
-    def _run_once(self) -> int:
-        with self._open_output() as (out, errors):
+    def _run_process_once(self) -> int:
+        with self._open_output_files() as (out, errors):
             if self.spec.prepare_command and (code := self._prepare_process(errors)):
                 return code
             child = start_process(self.spec.argv, env=self.spec.env, cwd=self.spec.cwd, stdout=out, stderr=errors, die_with_parent=True)
-            self._write_state("running")
+            self._write_process_state("running")
             return self._wait_for_exit(child)
 
     def _wait_for_exit(self, child: subprocess.Popen[bytes]) -> int:
@@ -67,11 +67,11 @@ class ProcessKeeper:
         exit_requested = False
         while True:
             if self.stop_requested and not exit_requested:
-                exit_requested = self._request_exit(child)
+                exit_requested = self._request_process_exit(child)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=_POLL_SECONDS)
 
-    def _request_exit(self, child: subprocess.Popen[bytes]) -> bool:
+    def _request_process_exit(self, child: subprocess.Popen[bytes]) -> bool:
         if not self.spec.stop_command:
             child.terminate()
             return True
@@ -94,7 +94,7 @@ class ProcessKeeper:
         ).wait()
 
     @contextlib.contextmanager
-    def _open_output(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    def _open_output_files(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         """Yield the files for stdout and stderr of the process: one log for both, or a plain file for stdout and a log for stderr."""
         out, errors = Path(self.spec.stdout), Path(self.spec.stderr)
         with open_timestamped_log(errors) as log:
@@ -109,12 +109,12 @@ class ProcessKeeper:
         while not self.stop_requested and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _write_state(self, state: str, exit_code: int | None = None) -> None:
+    def _write_process_state(self, state: str, exit_code: int | None = None) -> None:
         write_atomically(self.state_path, json.dumps(asdict(ProcessState(os.getpid(), state, exit_code, self.restarts))))
 
-    def _request_stop(self, *_: Any) -> None:
+    def _handle_stop_signal(self, *_: Any) -> None:
         self.stop_requested = True
 
 
 if __name__ == "__main__":
-    sys.exit(ProcessKeeper(Path(sys.argv[1])).run())
+    sys.exit(ProcessKeeper(Path(sys.argv[1])).run_process_with_restarts())

@@ -122,8 +122,8 @@ class RemoteAgent:
         return {
             "path": str(folder.path),
             "marker": json.loads((folder.path / MARKER_FILE).read_text(encoding="utf-8")) if folder.exists else None,
-            "specs": {name: asdict(spec) for name in names if (spec := folder.load_spec(name))},
-            "states": {name: asdict(state) if (state := folder.load_state(name)) else None for name in names},
+            "specs": {name: asdict(spec) for name in names if (spec := folder.load_process_spec(name))},
+            "states": {name: asdict(state) if (state := folder.load_process_state(name)) else None for name in names},
             "alive": alive,
         }
 
@@ -149,7 +149,7 @@ class RemoteAgent:
     def start_processes(self, run: str, specs: list[dict[str, Any]]) -> None:
         """Start a process keeper for each of `specs`."""
         for spec in specs:
-            self._get_run_folder(run).start_keeper(ProcessSpec(**spec))
+            self._get_run_folder(run).start_process_keeper(ProcessSpec(**spec))
 
     def stop_processes(self, run: str, names: list[str] | None, grace: float) -> None:
         """Stop the processes `names` of the run, by default all, with all their descendants. Their files are kept."""
@@ -207,8 +207,8 @@ class RemoteAgent:
             return {"holder": holder}
         venv = ManagedVenv(Path(path), file)
         try:
-            key = venv.compute_key(python, digest)
-            current = venv.is_current(key)
+            key = venv.compute_venv_key(python, digest)
+            current = venv.is_venv_current(key)
         except BaseException:
             file.close()
             raise

@@ -73,14 +73,14 @@ class HostRunFolder:
         names = [path.stem for path in self.path.glob("*.spec")]
         return sorted(names, key=lambda name: (not name.startswith("node"), len(name), name))
 
-    def load_spec(self, name: str) -> ProcessSpec | None:
+    def load_process_spec(self, name: str) -> ProcessSpec | None:
         """Return the spec of the process `name`; None if there is none."""
         try:
             return ProcessSpec.load(self.path / f"{name}.spec")
         except (OSError, ValueError, TypeError):
             return None
 
-    def load_state(self, name: str) -> ProcessState | None:
+    def load_process_state(self, name: str) -> ProcessState | None:
         """Return the state of the process `name`; None if there is none.
 
         A process keeper that died without a stop request counts as failed.
@@ -89,16 +89,16 @@ class HostRunFolder:
             state = ProcessState(**json.loads((self.path / f"{name}.state").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
-        if state.state in ("running", "failed") and not self._is_keeper(state.keeper_pid, name):
+        if state.state in ("running", "failed") and not self._is_keeper_process(state.keeper_pid, name):
             return ProcessState(state.keeper_pid, "failed", state.exit_code, state.restarts)
         return state
 
     def is_alive(self, name: str) -> bool:
         """Return whether the process keeper of `name` is running."""
-        state = self.load_state(name)
-        return state is not None and self._is_keeper(state.keeper_pid, name)
+        state = self.load_process_state(name)
+        return state is not None and self._is_keeper_process(state.keeper_pid, name)
 
-    def start_keeper(self, spec: ProcessSpec) -> None:
+    def start_process_keeper(self, spec: ProcessSpec) -> None:
         """Start a process keeper for `spec`. Raises ProcessError if it cannot be started."""
         path = self.path / f"{spec.name}.spec"
         spec.save(path)
@@ -109,27 +109,33 @@ class HostRunFolder:
             write_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))))
             # A new program has no command line for a moment, and a concurrent stop of the run would not recognize it.
             deadline = time.monotonic() + _KEEPER_START_TIMEOUT_SECONDS
-            while keeper.poll() is None and not self._is_keeper(keeper.pid, spec.name) and time.monotonic() < deadline:
+            while keeper.poll() is None and not self._is_keeper_process(keeper.pid, spec.name) and time.monotonic() < deadline:
                 time.sleep(0.001)
         keeper.returncode = 0  # it is meant to outlive us: its state file, not this handle, reports how it ends
 
     def stop_processes(self, names: list[str], grace: float) -> None:
         """Stop the process keepers of `names` and all their descendants: SIGTERM, then SIGKILL a few seconds after `grace` seconds."""
-        keepers = {name: state.keeper_pid for name in names if (state := self.load_state(name)) and self._is_keeper(state.keeper_pid, name)}
+        keepers = {
+            name: state.keeper_pid
+            for name in names
+            if (state := self.load_process_state(name)) and self._is_keeper_process(state.keeper_pid, name)
+        }
         for pid in keepers.values():
             _send_signal(pid, signal.SIGTERM)
-        specs_with_cleanup = [spec for name in names if (spec := self.load_spec(name)) and spec.cleanup_command]
+        specs_with_cleanup = [spec for name in names if (spec := self.load_process_spec(name)) and spec.cleanup_command]
         if specs_with_cleanup and not grace:
             for spec in specs_with_cleanup:
                 run_cleanup_command(spec)
         # A keeper that is just creating a container finishes that first, so that no container is left afterwards.
-        self._wait_for_keepers(keepers, grace + _EXIT_GRACE_SECONDS if grace else _PREPARE_TIMEOUT_SECONDS if specs_with_cleanup else 0.0)
-        remaining = {name: pid for name, pid in keepers.items() if self._is_keeper(pid, name)}
-        process_trees = [pid for keeper in remaining.values() for pid in [keeper, *_list_descendants(keeper)]]
+        self._wait_for_keepers_to_exit(
+            keepers, grace + _EXIT_GRACE_SECONDS if grace else _PREPARE_TIMEOUT_SECONDS if specs_with_cleanup else 0.0
+        )
+        remaining = {name: pid for name, pid in keepers.items() if self._is_keeper_process(pid, name)}
+        process_trees = [pid for keeper in remaining.values() for pid in [keeper, *_list_descendant_processes(keeper)]]
         # A process that died during its own start may have left children that have not noticed yet.
         for pid in {*process_trees, *_list_session_processes(keepers.values())}:
             _send_signal(pid, signal.SIGKILL)
-        self._wait_for_keepers(remaining, _KILL_TIMEOUT_SECONDS)
+        self._wait_for_keepers_to_exit(remaining, _KILL_TIMEOUT_SECONDS)
         deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
         while _list_session_processes(keepers.values()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -162,12 +168,12 @@ class HostRunFolder:
         """
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _wait_for_keepers(self, keepers: dict[str, int], seconds: float) -> None:
+    def _wait_for_keepers_to_exit(self, keepers: dict[str, int], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(self._is_keeper(pid, name) for name, pid in keepers.items()):
+        while time.monotonic() < deadline and any(self._is_keeper_process(pid, name) for name, pid in keepers.items()):
             time.sleep(_POLL_SECONDS)
 
-    def _is_keeper(self, pid: int, name: str) -> bool:
+    def _is_keeper_process(self, pid: int, name: str) -> bool:
         """Return whether the process `pid` is the process keeper of `name`. The pid alone may have been reused."""
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -194,13 +200,13 @@ def _list_session_processes(leaders: Collection[int]) -> list[int]:
     return pids
 
 
-def _list_descendants(pid: int) -> list[int]:
+def _list_descendant_processes(pid: int) -> list[int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     children = [child for child, parent in parents.items() if parent == pid]
-    return [descendant for child in children for descendant in [child, *_list_descendants(child)]]
+    return [descendant for child in children for descendant in [child, *_list_descendant_processes(child)]]
 
 
 def _send_signal(pid: int, number: int) -> None:

@@ -28,25 +28,25 @@ def open_timestamped_log(path: Path) -> Iterator[IO[bytes]]:
     Descendants left behind may keep printing: on exit their output is awaited for 1 s, and appended as long as this process lives.
     """
     read_fd, write_fd = os.pipe()
-    reader = threading.Thread(target=_append_lines, args=(read_fd, path), daemon=True)
+    reader = threading.Thread(target=_copy_pipe_to_log, args=(read_fd, path), daemon=True)
     with os.fdopen(write_fd, "wb", buffering=0) as pipe:
         reader.start()
         yield pipe
     reader.join(_DRAIN_TIMEOUT_SECONDS)
 
 
-def _append_lines(read_fd: int, path: Path) -> None:
+def _copy_pipe_to_log(read_fd: int, path: Path) -> None:
     with os.fdopen(read_fd, "rb", buffering=0) as pipe, path.open("ab", buffering=0) as log:
         partial_line = b""
         while chunk := pipe.read(_MAX_READ_BYTES):
             *lines, partial_line = (partial_line + chunk).split(b"\n")
             if len(partial_line) > _MAX_LINE_BYTES:
                 lines, partial_line = [*lines, partial_line], b""
-            _write_lines(log, lines)
-        _write_lines(log, [partial_line] if partial_line else [])
+            _write_timestamped_lines(log, lines)
+        _write_timestamped_lines(log, [partial_line] if partial_line else [])
 
 
-def _write_lines(log: IO[bytes], lines: list[bytes]) -> None:
+def _write_timestamped_lines(log: IO[bytes], lines: list[bytes]) -> None:
     prefix = format_timestamp_prefix(time.time()).encode()
     # A full disk is not a reason to stop the process, which would block forever on a full pipe.
     with contextlib.suppress(OSError):

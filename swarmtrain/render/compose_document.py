@@ -23,7 +23,8 @@ def render_compose(plan: Plan) -> Stack:
     nodes = {node.name: node for node in plan.nodes}
     secrets = json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True)
     services = {
-        name: _convert_service(plan, name, service, nodes.get(name), secrets) for name, service in stack.document["services"].items()
+        name: _convert_service_to_compose(plan, name, service, nodes.get(name), secrets)
+        for name, service in stack.document["services"].items()
     }
     network: dict[str, Any] = {"name": f"{plan.run}_{NETWORK_NAME}", "driver": "bridge", "labels": {LABEL_RUN: plan.run}}
     if plan.config.runner.swarm.internal:
@@ -33,7 +34,7 @@ def render_compose(plan: Plan) -> Stack:
     return Stack(plan.run, document, stack.files, "docker compose -f {file} up")
 
 
-def _convert_service(plan: Plan, name: str, service: dict[str, Any], node: PlannedNode | None, secrets: str) -> dict[str, Any]:
+def _convert_service_to_compose(plan: Plan, name: str, service: dict[str, Any], node: PlannedNode | None, secrets: str) -> dict[str, Any]:
     deploy = service["deploy"]
     converted = {key: value for key, value in service.items() if key != "deploy"}
     converted |= {
@@ -44,7 +45,7 @@ def _convert_service(plan: Plan, name: str, service: dict[str, Any], node: Plann
         "restart": "on-failure",
     }
     if "volumes" in service:
-        converted["volumes"] = [{key: _unescape_value(value) for key, value in mount.items()} for mount in service["volumes"]]
+        converted["volumes"] = [{key: _unescape_go_template_value(value) for key, value in mount.items()} for mount in service["volumes"]]
     limits = deploy.get("resources", {}).get("limits", {})
     converted |= {
         compose_key: limits[deploy_key] for compose_key, deploy_key in (("cpus", "cpus"), ("mem_limit", "memory")) if deploy_key in limits
@@ -69,5 +70,5 @@ def _select_gpus(plan: Plan, node: PlannedNode) -> Any:
     return [{"driver": "nvidia", "device_ids": device_ids}] if device_ids else "all"
 
 
-def _unescape_value(value: Any) -> Any:
+def _unescape_go_template_value(value: Any) -> Any:
     return unescape_go_template(value) if isinstance(value, str) else value

@@ -33,19 +33,19 @@ def build_volumes(docker: DockerConfig) -> Mapping[str, dict[str, Any]]:
     return {_build_volume_name(docker, name): _build_volume(docker, name) for name in names}
 
 
-def find_save_mount(config: Config) -> tuple[str, str] | None:
+def find_save_dir_mount(config: Config) -> tuple[str, str] | None:
     """Return source and target of the mount that contains save_dir; None if save_dir is not in a mount."""
-    path = _resolve_save_path(config)
+    path = _resolve_save_dir_path(config)
     containing_mounts = [pair for pair in config.runner.docker_config.docker_mounts if path is not None and path.is_relative_to(pair[1])]
     return max(containing_mounts, key=lambda pair: len(pair[1]), default=None)
 
 
-def list_save_source_folders(config: Config) -> tuple[PurePosixPath, ...]:
+def list_save_dir_host_folders(config: Config) -> tuple[PurePosixPath, ...]:
     """Return the folder on the node that corresponds to save_dir, then its parents up to the source of its mount.
 
     Empty if save_dir is not in a folder that is mounted from the node.
     """
-    path, mount = _resolve_save_path(config), find_save_mount(config)
+    path, mount = _resolve_save_dir_path(config), find_save_dir_mount(config)
     if path is None or mount is None or not mount[0].startswith("/"):
         return ()
     source = PurePosixPath(mount[0])
@@ -63,7 +63,7 @@ def unescape_go_template(value: str) -> str:
     return value.replace('{{"{{"}}', "{{")
 
 
-def _resolve_save_path(config: Config) -> PurePosixPath | None:
+def _resolve_save_dir_path(config: Config) -> PurePosixPath | None:
     save_dir = config.trainer.save_dir
     return None if save_dir is None else WORKSPACE / PurePosixPath(save_dir)
 

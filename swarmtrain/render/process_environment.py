@@ -92,6 +92,6 @@ def build_coordinator_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
         store_port=layout.store_port,
         bind=layout.bind_address,
         max_restarts=plan.config.runner.max_restarts,
-        max_restarts_per_hour=plan.config.runner.restarts_per_hour,
+        max_restarts_per_hour=plan.config.runner.effective_max_restarts_per_hour,
         min_nodes=plan.min_nodes,
     ).to_env()

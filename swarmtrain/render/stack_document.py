@@ -91,14 +91,14 @@ def _iterate_yaml_sections(document: dict[str, Any]) -> Iterator[str]:
     """Yield the YAML of the stack document by sections, one per service: a YAML dumper remembers all objects, and slows down with them."""
     for key, value in document.items():
         if key != "services":
-            yield _dump_section({key: value})
+            yield _dump_yaml_section({key: value})
             continue
         yield f"{key}:\n"
         for name, service in value.items():
-            yield _dump_section({key: {name: service}}).removeprefix(f"{key}:\n")
+            yield _dump_yaml_section({key: {name: service}}).removeprefix(f"{key}:\n")
 
 
-def _dump_section(section: dict[str, Any]) -> str:
+def _dump_yaml_section(section: dict[str, Any]) -> str:
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return str(yaml.dump(_escape_dollars(section), Dumper=dumper, sort_keys=False, width=140, allow_unicode=True))
 
@@ -138,13 +138,13 @@ class _SwarmObjects:
         config_file = RunFile.from_content("config.json", plan.config.to_node_config().to_json().encode())
         self.config_digest = config_file.digest
         self._max_stem_length = _MAX_NAME_LENGTH - len(f"{plan.run}_-{config_file.digest}")
-        self._add_object(config_file, CONFIG_PATH, self.configs, self.config_mounts, "config, with all defaults")
+        self._add_config_or_secret(config_file, CONFIG_PATH, self.configs, self.config_mounts, "config, with all defaults")
         for item in plan.cargo.code:
-            self._add_object(item, str(WORKSPACE / item.name), self.configs, self.config_mounts, f"file {item.name}")
+            self._add_config_or_secret(item, str(WORKSPACE / item.name), self.configs, self.config_mounts, f"file {item.name}")
         for item in plan.cargo.secrets:
-            self._add_object(item, item.name, self.secrets, self.secret_mounts, f"config runner.secrets.{item.name}")
+            self._add_config_or_secret(item, item.name, self.secrets, self.secret_mounts, f"config runner.secrets.{item.name}")
 
-    def _add_object(
+    def _add_config_or_secret(
         self, item: RunFile, target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
     ) -> None:
         limit = _MAX_SECRET_BYTES if files_by_key is self.secrets else _MAX_CONFIG_BYTES
@@ -176,7 +176,7 @@ def _build_node_service(plan: Plan, node: PlannedNode, objects: _SwarmObjects) -
     environment.setdefault("NVIDIA_VISIBLE_DEVICES", _format_visible_devices(plan, node))
     if runner.swarm.rdma:
         environment.setdefault("NVIDIA_MOFED", "enabled")
-    service = _build_service(plan, plan.role, environment)
+    service = _build_common_service(plan, plan.role, environment)
     if runner.docker_config.user:
         service["user"] = runner.docker_config.user
     service["configs"] = objects.config_mounts
@@ -195,7 +195,7 @@ def _build_node_service(plan: Plan, node: PlannedNode, objects: _SwarmObjects) -
 
 
 def _build_rendezvous_service(plan: Plan, objects: _SwarmObjects) -> dict[str, Any]:
-    service = _build_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)))
+    service = _build_common_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)))
     service["deploy"] = _build_deploy_section(
         plan, objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
     )
@@ -235,7 +235,7 @@ def _build_node_layout(plan: Plan) -> NodeLayout:
     )
 
 
-def _build_service(plan: Plan, role: str, environment: dict[str, str]) -> dict[str, Any]:
+def _build_common_service(plan: Plan, role: str, environment: dict[str, str]) -> dict[str, Any]:
     return {
         "image": plan.config.runner.docker_config.docker_container,
         "entrypoint": ["python3", "-m", ENTRYPOINT_MODULE],

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
         results = run_benchmark(runtime, model, Optimizer(model, config), data, steps=args.steps, warmup=args.warmup)
         if runtime.is_rank_zero:
-            sys.stdout.write(f"{json.dumps(results) if args.json else _format_table(results, is_synthetic=is_synthetic)}\n")
+            sys.stdout.write(f"{json.dumps(results) if args.json else _format_results_table(results, is_synthetic=is_synthetic)}\n")
     return 0
 
 
@@ -82,7 +82,7 @@ def run_benchmark(
     """
     config, step_seconds, phase_seconds, tokens = runtime.config, [], [], 0
     with StopFlag() as stop, StepInstruments(runtime, model, optimizer, CollectiveTimeout(model.mesh.process_groups)) as instruments:
-        timer = instruments.start(data, 0)
+        timer = instruments.start_step_timer(data, 0)
         for number in range(1, warmup + steps + 1):
             position = (number - 1) * config.topology.samples_per_step
             start_time = time.perf_counter()
@@ -155,7 +155,7 @@ def _write_random_tokens(prefix: Path, config: Config) -> None:
     memory_map.write_token_files(prefix, documents, "uint16" if architecture.vocab_size <= np.iinfo(np.uint16).max else "uint32")
 
 
-def _format_table(results: Mapping[str, Any], *, is_synthetic: bool) -> str:
+def _format_results_table(results: Mapping[str, Any], *, is_synthetic: bool) -> str:
     step, device = results["step_seconds"], f" on {results['device']}" if "device" in results else ""
     mfu_text = f", MFU {results['mfu']:.1%}" if "mfu" in results else ""
     rows = [

@@ -51,14 +51,14 @@ def run_forward_backward(
             rows,
             scale_loss,
             lambda index, stage: forward(first_micro_batch + index, stage),
-            lambda index, stage: timer.phase(BACKWARD, first_micro_batch + index, stage),
+            lambda index, stage: timer.time_phase(BACKWARD, first_micro_batch + index, stage),
             vector_loss.vector_gradients if vector_loss else None,
         )
-        return _get_loss_and_correct(model, vector_loss, loss)
+        return _get_loss_and_correct_count(model, vector_loss, loss)
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
     padded = _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step)
     for index, (micro_batch, ids) in enumerate(padded):
-        with model.wrapped_model.accumulating_gradients(is_last=index == len(padded) - 1):
+        with model.wrapped_model.accumulate_micro_batch_gradients(is_last=index == len(padded) - 1):
             timer.start_phase(DATA)
             rows = _load_micro_batch(runtime, data, ids)
             with forward(micro_batch):
@@ -67,10 +67,10 @@ def run_forward_backward(
             timer.start_phase(BACKWARD, micro_batch)
             torch.autograd.backward(scale_loss(loss))
         loss_sum += loss.detach()
-    return _get_loss_and_correct(model, vector_loss, loss_sum)
+    return _get_loss_and_correct_count(model, vector_loss, loss_sum)
 
 
-def _get_loss_and_correct(model: ParallelModel, vector_loss: VectorLoss | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
+def _get_loss_and_correct_count(model: ParallelModel, vector_loss: VectorLoss | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss sum, and the number of loss units that were correct.
 
     `loss_sum`: sum of the model's outputs, which is the loss unless the objective compares vectors.
@@ -127,19 +127,21 @@ def run_validation_forward(
 ) -> tuple[Tensor, Tensor]:
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
     if isinstance(model.local_model.objective, VectorObjective):
-        vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, lambda *_: autocast(runtime))
-        return _get_loss_and_correct(model, vector_loss, loss_sum)
+        vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, lambda *_: build_autocast_context(runtime))
+        return _get_loss_and_correct_count(model, vector_loss, loss_sum)
     if isinstance(model.wrapped_model, PipelineModel):
-        return _get_loss_and_correct(
+        return _get_loss_and_correct_count(
             model,
             None,
-            model.wrapped_model.evaluate_loss(_load_all_micro_batches(runtime, data, micro_batches), lambda *_: autocast(runtime)),
+            model.wrapped_model.evaluate_loss(
+                _load_all_micro_batches(runtime, data, micro_batches), lambda *_: build_autocast_context(runtime)
+            ),
         )
     for _, ids in _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step):
         rows = _load_micro_batch(runtime, data, ids)
-        with autocast(runtime):
+        with build_autocast_context(runtime):
             loss_sum += model.local_model(*rows)
-    return _get_loss_and_correct(model, None, loss_sum)
+    return _get_loss_and_correct_count(model, None, loss_sum)
 
 
 def _pad_micro_batches(micro_batches: MicroBatches, count: int) -> Sequence[tuple[int, Ids | None]]:
@@ -148,14 +150,16 @@ def _pad_micro_batches(micro_batches: MicroBatches, count: int) -> Sequence[tupl
 
 
 def _load_all_micro_batches(runtime: Runtime, data: TokenDataset, micro_batches: MicroBatches) -> TokenBatch:
-    return _copy_to_device(runtime, data.load(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in micro_batches)])))
+    return _copy_batch_to_device(
+        runtime, data.load_samples(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in micro_batches)]))
+    )
 
 
 def _load_micro_batch(runtime: Runtime, data: TokenDataset, ids: Ids | None) -> TokenBatch:
-    return _copy_to_device(runtime, data.build_empty_sample() if ids is None else data.load(ids))
+    return _copy_batch_to_device(runtime, data.build_empty_sample() if ids is None else data.load_samples(ids))
 
 
-def _copy_to_device(runtime: Runtime, rows: TokenBatch) -> TokenBatch:
+def _copy_batch_to_device(runtime: Runtime, rows: TokenBatch) -> TokenBatch:
     """Return a copy of `rows` on the device.
 
     On CUDA the source is pinned memory: a copy from pageable memory waits for all queued work.
@@ -171,9 +175,9 @@ def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batc
     `stage`: index of the pipeline stage, with pipeline parallelism only.
     """
     with (
-        timer.phase(FORWARD, micro_batch, *stage),
-        autocast(runtime),
-        dropout.seeded_dropout(
+        timer.time_phase(FORWARD, micro_batch, *stage),
+        build_autocast_context(runtime),
+        dropout.seed_dropout(
             derive_seed(runtime.config.trainer.seed, number),
             micro_batch * runtime.config.topology.samples_per_micro_batch * runtime.config.data.rows_per_sample,
         ),
@@ -182,7 +186,7 @@ def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batc
         yield
 
 
-def autocast(runtime: Runtime) -> AbstractContextManager[object]:
+def build_autocast_context(runtime: Runtime) -> AbstractContextManager[object]:
     """Return the autocast context manager for a forward pass in the config's precision."""
     dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision)
     return torch.autocast(runtime.device.type, dtype or torch.bfloat16, enabled=dtype is not None)

@@ -52,7 +52,7 @@ class StepInstruments:
         self._gc_controller.__exit__(kind, error, trace)
         self._watchdog.__exit__(kind, error, trace)
 
-    def start(self, data: TokenDataset, step: int) -> StepTimer:
+    def start_step_timer(self, data: TokenDataset, step: int) -> StepTimer:
         """Start measuring after `step`. Return the step timer, to which the code of a step reports its phases.
 
         Called by all ranks together.
@@ -64,12 +64,12 @@ class StepInstruments:
         self._timeline = TimelineRecorder(self._runtime, self._model.mesh, self._timer)
         return self._timer
 
-    def after_backward(self) -> None:
+    def record_tensor_statistics(self) -> None:
         """Record tensor statistics of the step. Call it after forward and backward, when gradients are summed over replicas.
 
         Called by all ranks together.
         """
-        self._tensor_stats.after_backward()
+        self._tensor_stats.record_gradients()
 
     def gather_rank_timings(self) -> list[RankTiming] | None:
         """Return the timings of all ranks, in rank order, if a comparison is due after this step, else None.
@@ -81,21 +81,21 @@ class StepInstruments:
     @contextmanager
     def instrument_step(self, number: int) -> Iterator[None]:
         """Context manager that instruments step `number`, which runs in the body. Called by all ranks together."""
-        self._profiler.before_step()
-        self._tensor_stats.before_step(number)
+        self._profiler.start_trace_if_due()
+        self._tensor_stats.start_recording_if_due(number)
         start_time, place = time.monotonic(), f"step {number} on rank {self._runtime.rank}"
         with (
             self._watchdog.watch_step(number),
-            gradient_checks.explaining_torch_errors(number),
-            out_of_memory.explaining_out_of_memory(place, self._group_tensors_by_purpose),
+            gradient_checks.explain_torch_errors(number),
+            out_of_memory.explain_out_of_memory_error(place, self._group_tensors_by_purpose),
             self._rank_timer.measure_step(),
         ):
             yield
-        self._collective_timeout.record_step(time.monotonic() - start_time)
-        self._gc_controller.after_step(number)
-        self._profiler.after_step()
+        self._collective_timeout.record_step_time(time.monotonic() - start_time)
+        self._gc_controller.collect_garbage_if_due(number)
+        self._profiler.write_trace_if_due()
         self.phase_seconds = self._timer.end_step()
-        self._timeline.after_step(number)
+        self._timeline.record_step_end(number)
 
     def _group_tensors_by_purpose(self) -> dict[str, list[Tensor | None]]:
         parameters = list(self._model.parameters.values())

@@ -65,7 +65,7 @@ def train(
         StopFlag(trial.should_preempt) as stop,
         StepInstruments(runtime, model, optimizer, collective_timeout) as instruments,
     ):
-        _check_same_data(runtime, data, validation_data)
+        _check_same_data_on_all_ranks(runtime, data, validation_data)
         training_state = TrainingState(model, optimizer, trainable_only=not config.save_frozen_parameters)
         checkpoint_manager = CheckpointManager(runtime, training_state, data.fingerprint, reporter.report_warning)
         progress, resumed_from = restore_training_state(
@@ -78,26 +78,26 @@ def train(
             checkpoint_manager, SaveInterval(config, len(data), runtime.config.topology.samples_per_step), collective_timeout, reporter
         )
         non_finite_policy, sampling = NonFinitePolicy(runtime), TrainingSampler(runtime, model)
-        timer = instruments.start(data, progress.step)
+        timer = instruments.start_step_timer(data, progress.step)
         audit_log = AuditLog(runtime.config.logger.audit_dir, checkpoint_manager.generation, runtime.rank)
         result: StepResult | None = None
         validation_loss = None
-        with just_in_time.saving_on_peer_failure(
+        with just_in_time.save_checkpoint_on_peer_failure(
             runtime,
             model,
             optimizer,
             checkpoint_manager,
             get_progress=lambda: progress,
-            on_saved=lambda step: reporter.write_missing_step(step, result),
+            on_saved=lambda step: reporter.write_missing_step_metrics(step, result),
         ):
             if is_stop_requested(stop):
                 checkpoint_scheduler.save_and_exit(progress)
             while True:
                 is_done = progress.step >= last_step
                 if validation_data and (
-                    is_done or progress.initial_validation_loss is None or _is_due(progress.step, config.eval_interval)
+                    is_done or progress.initial_validation_loss is None or _is_step_due(progress.step, config.eval_interval)
                 ):
-                    with timer.phase(VALIDATION):
+                    with timer.time_phase(VALIDATION):
                         validation = evaluate_model(runtime, model, validation_data, None if is_done else stop)
                     if validation is None:
                         checkpoint_scheduler.save_and_exit(progress)
@@ -107,7 +107,7 @@ def train(
                 reporter.report_samples(progress.step, sampling.generate_samples(progress.step, timer, is_last=is_done))
                 if is_done:
                     break
-                with timer.phase(CHECKPOINT):
+                with timer.time_phase(CHECKPOINT):
                     checkpoint_scheduler.save_if_due(progress, save_requested=result is not None and result.save_requested)
                 progress = non_finite_policy.skip_excluded_batches(progress)
                 position, number, request_save = (
@@ -126,21 +126,21 @@ def train(
                         stop=stop,
                         request_save=request_save,
                         timer=timer,
-                        after_backward=instruments.after_backward,
+                        after_backward=instruments.record_tensor_statistics,
                     )
                     non_finite_policy.apply_policy(result, position, data)
-                audit_log.write(result)  # recorded before surviving ranks can save this step
-                progress = progress.advance_to(number, position + runtime.config.topology.samples_per_step)
-                with timer.phase(LOGGING):
+                audit_log.write_step_record(result)  # recorded before surviving ranks can save this step
+                progress = progress.advance_to_step(number, position + runtime.config.topology.samples_per_step)
+                with timer.time_phase(LOGGING):
                     reporter.report_step(result, instruments.phase_seconds)
                 reporter.report_rank_timings(instruments.gather_rank_timings())
-                checkpoint_scheduler.report_saved()
-                if _is_due(number, config.check_replicas_interval):
+                checkpoint_scheduler.report_saved_checkpoints()
+                if _is_step_due(number, config.check_replicas_interval):
                     replica_check.check_replicas_match(runtime, model, optimizer, number)
                 if result.stop_requested and number < last_step:
                     checkpoint_scheduler.save_and_exit(progress)
             checkpoint_scheduler.save_and_wait(progress)
-        reporter.report_finished(
+        reporter.report_training_finished(
             progress.step,
             {"initial_validation_loss": progress.initial_validation_loss, "final_validation_loss": validation_loss, **extra_metrics},
         )
@@ -158,11 +158,11 @@ def _check_vocabulary_and_report_start(
     report_start()
 
 
-def _is_due(step: int, interval: int | None) -> bool:
+def _is_step_due(step: int, interval: int | None) -> bool:
     return step > 0 and interval is not None and step % interval == 0
 
 
-def _check_same_data(runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None) -> None:
+def _check_same_data_on_all_ranks(runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None) -> None:
     """Raise TrainingError if any rank has other training or validation data than rank 0."""
     fingerprints = collectives.all_gather_objects((data.fingerprint, validation_data.fingerprint if validation_data else "", runtime.node))
     for rank, (*rank_fingerprints, node) in enumerate(fingerprints):

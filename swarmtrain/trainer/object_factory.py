@@ -30,7 +30,7 @@ def instantiate(values: Mapping[str, Any], /, *arguments: Any, **kwargs: Any) ->
             place=f"instantiate {dict(values)}",
             hint=f"{TARGET_KEY} must be the dotted path of a class or a function",
         )
-    config_kwargs = {name: _instantiate_nested(value) for name, value in values.items() if name != TARGET_KEY}
+    config_kwargs = {name: _instantiate_nested_values(value) for name, value in values.items() if name != TARGET_KEY}
     target = _import_target(path)
     try:
         return target(*arguments, **config_kwargs, **kwargs)
@@ -38,10 +38,10 @@ def instantiate(values: Mapping[str, Any], /, *arguments: Any, **kwargs: Any) ->
         raise TrainingError(f"does not accept its arguments: {error}", place=f"instantiate {path}") from error
 
 
-def _instantiate_nested(value: Any) -> Any:
+def _instantiate_nested_values(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return instantiate(value) if TARGET_KEY in value else {name: _instantiate_nested(item) for name, item in value.items()}
-    return [_instantiate_nested(item) for item in value] if isinstance(value, list | tuple) else value
+        return instantiate(value) if TARGET_KEY in value else {name: _instantiate_nested_values(item) for name, item in value.items()}
+    return [_instantiate_nested_values(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _import_target(path: str) -> Any:

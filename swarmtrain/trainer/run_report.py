@@ -56,7 +56,7 @@ class RankPlacement:
     data_rank: int
 
 
-def gather_report(runtime: Runtime, generation: int, model: ParallelModel) -> ReportFields:
+def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -> ReportFields:
     """Gather the placement of all ranks, and return the report of the world with this `generation`. Called by all ranks together."""
     placements = collectives.all_gather_objects(_collect_rank_placement(runtime, model))
     config = runtime.config.model_dump(mode="json")
@@ -74,7 +74,7 @@ def gather_report(runtime: Runtime, generation: int, model: ParallelModel) -> Re
     }
 
 
-def write_report(report: ReportFields, folder: Path) -> None:
+def write_run_report(report: ReportFields, folder: Path) -> None:
     """Write `report` to report.json in `folder`, replacing the previous report. If the folder is not writable, only log a warning."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write_report(report: ReportFields, folder: Path) -> None:
         LOG.warning("%s: cannot be written: %s", folder / FILE_NAME, describe_os_error(error))
 
 
-def format_log_lines(report: ReportFields) -> Iterator[str]:
+def format_report_summary(report: ReportFields) -> Iterator[str]:
     """Yield the lines of the report's summary for the log."""
     versions, environment = report["versions"], report["communication"]["environment"]
     interface = environment.get("NCCL_SOCKET_IFNAME", environment.get("GLOO_SOCKET_IFNAME", "")).lstrip("=")
@@ -103,7 +103,7 @@ def summarize_nodes(report: ReportFields) -> Iterator[tuple[str, ReportFields]]:
         devices = [placement["device"] for placement in placements]
         node_fields = {
             "host": placements[0]["host"],
-            "ranks": _format_ranges([placement["rank"] for placement in placements]),
+            "ranks": _format_number_ranges([placement["rank"] for placement in placements]),
             "devices": ", ".join(f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)),
             "uuids": [placement["uuid"] for placement in placements if placement["uuid"]],
         }
@@ -154,7 +154,7 @@ def _read_driver_version() -> str:
     return ""
 
 
-def _format_ranges(numbers: Sequence[int]) -> str:
+def _format_number_ranges(numbers: Sequence[int]) -> str:
     """Format ascending `numbers` as ranges, such as "0-3, 8"."""
     ranges: list[list[int]] = []
     for number in numbers:

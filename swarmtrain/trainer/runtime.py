@@ -161,7 +161,7 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
     if config.transformer_architecture.float8_layers:
         collectives.run_on_all_ranks(lambda: float8.check_float8_support(config.transformer_architecture, device))
     try:
-        with out_of_memory.explaining_out_of_memory(f"rank {runtime.rank}"):
+        with out_of_memory.explain_out_of_memory_error(f"rank {runtime.rank}"):
             yield runtime
     except SystemExit:
         _destroy_process_group(already_initialized)

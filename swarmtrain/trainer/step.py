@@ -100,7 +100,7 @@ def train_step(
         timer=timer,
     )
     if after_backward:
-        with timer.phase(LOGGING):
+        with timer.time_phase(LOGGING):
             after_backward()
     timer.start_phase(OPTIMIZER)
     update = optimizer.prepare_step(number, *local_sums)
@@ -108,13 +108,13 @@ def train_step(
     # before it leaves the previous step intact.
     timer.start_phase(COMMUNICATION)
     loss_sum, correct = update.extra_scalars
-    replica_means = _build_replica_means(model, data, local_micro_batches, loss_sum)
-    (loss_sum, correct, *replica_means), (stop_requested, save_requested) = _reduce_over_ranks(
+    replica_means = _build_replica_loss_means(model, data, local_micro_batches, loss_sum)
+    (loss_sum, correct, *replica_means), (stop_requested, save_requested) = _reduce_values_over_ranks(
         model, [loss_sum, correct, *replica_means], stop.is_set, request_save
     )
     loss_mean = loss_sum / loss_token_count
     timer.start_phase(OPTIMIZER)
-    non_finite_reason = "" if update.skipped else _describe_non_finite(loss_mean, update)
+    non_finite_reason = "" if update.skipped else _describe_non_finite_values(loss_mean, update)
     if non_finite_reason:
         update = optimizer.skip_step()
     timer.start_phase(OPTIMIZER)
@@ -154,7 +154,7 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
             batch.select_micro_batches(mesh.micro_batches_per_replica, mesh.data_rank, topology.samples_per_micro_batch),
         )
         model.local_model.train()
-        (loss_sum, batch_correct), (stop_requested,) = _reduce_over_ranks(
+        (loss_sum, batch_correct), (stop_requested,) = _reduce_values_over_ranks(
             model, [float(each) for each in local_sums], stop is not None and stop.is_set
         )
         if stop_requested:
@@ -173,24 +173,24 @@ def _get_accuracy(model: ParallelModel, correct_fraction: float) -> float | None
     return correct_fraction if model.local_model.objective.has_accuracy else None
 
 
-def _describe_non_finite(loss: float, update: OptimizerUpdate) -> str:
+def _describe_non_finite_values(loss: float, update: OptimizerUpdate) -> str:
     """Return a description of what is NaN/Inf in this step, loss or gradients; empty if both are finite.
 
     Called by all ranks together.
     """
     if math.isfinite(loss) and math.isfinite(update.gradient_norm):
         return ""
-    return f"the loss is {loss:.4f}; {gradient_checks.describe_non_finite(update.non_finite_counts)}"
+    return f"the loss is {loss:.4f}; {gradient_checks.describe_non_finite_gradients(update.non_finite_counts)}"
 
 
-def _reduce_over_ranks(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
+def _reduce_values_over_ranks(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
     """Return the sums of `values` over replicas, and for each of `flags` whether it is set on any rank."""
     has_loss = model.mesh.has_loss  # tensor-parallel ranks have the same loss, and only the last pipeline stage has one
     sums = collectives.all_reduce_sum([*(value * has_loss for value in values), *flags])
     return sums[: len(values)], [flag > 0 for flag in sums[len(values) :]]
 
 
-def _build_replica_means(model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches, loss_sum: float) -> list[float]:
+def _build_replica_loss_means(model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches, loss_sum: float) -> list[float]:
     """Return the mean loss of this rank's replica as a list with one entry per replica.
 
     The entry of this rank's replica is computed from `loss_sum`; all other entries are 0, so that a sum over ranks gives all means.

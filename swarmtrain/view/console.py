@@ -75,16 +75,16 @@ def ask_confirmation(question: str) -> bool | None:
 def show_error(error: SwarmtrainError) -> None:
     """Print `error: …` and `hint: …` for the error; for a ConfigError, a pair of lines for each problem."""
     for text, hint in error.messages_with_hints:
-        _print_labeled(text, hint)
+        _print_labeled_text(text, hint)
 
 
 def show_finding(finding: Finding) -> None:
     """Print a finding of a launcher's check of the plan."""
     text = f"{finding.place}: {finding.message}"
-    _print_labeled(text, finding.hint, label="error" if finding.fatal else "warning")
+    _print_labeled_text(text, finding.hint, label="error" if finding.fatal else "warning")
 
 
-def _print_labeled(text: str, hint: str | None, *, label: str = "error") -> None:
+def _print_labeled_text(text: str, hint: str | None, *, label: str = "error") -> None:
     red, dim, reset = (_RED, _DIM, _RESET) if has_color_support() else ("", "", "")
     print_message(f"{red}{label}:{reset} {text}")
     if hint:

@@ -23,8 +23,9 @@ def list_differences(plan: Plan, config: Config, cargo: Cargo, tasks: Sequence[T
     `restart_count` is the number of services that a change of the config or of a file restarts; 0 if none runs.
     """
     restart_note = _describe_restart(plan, restart_count)
+    network_note = _describe_network_recreation(plan)
     changed = [
-        f"{key}: {_abbreviate(old)} → {_abbreviate(new)}{_describe_network_recreation(plan) if key in _NETWORK_KEYS else restart_note}"
+        f"{key}: {_abbreviate_value(old)} → {_abbreviate_value(new)}{network_note if key in _NETWORK_KEYS else restart_note}"
         for key, old, new in _iterate_changed_keys(plan, config)
     ]
     return [
@@ -47,31 +48,31 @@ def _describe_network_recreation(plan: Plan) -> str:
 
 def _iterate_changed_keys(plan: Plan, config: Config) -> Iterator[tuple[str, Any, Any]]:
     new_values, old_values = (
-        _flatten(plan.config.to_node_config().model_dump(mode="json")),
-        _flatten(config.to_node_config().model_dump(mode="json")),
+        _flatten_to_dotted_keys(plan.config.to_node_config().model_dump(mode="json")),
+        _flatten_to_dotted_keys(config.to_node_config().model_dump(mode="json")),
     )
     for key in [*new_values, *(key for key in old_values if key not in new_values)]:
         if new_values.get(key) != old_values.get(key):
             yield key, old_values.get(key), new_values.get(key)
 
 
-def _flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _flatten_to_dotted_keys(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by their dotted keys; a list counts as a leaf."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
-        leaves |= _flatten(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
+        leaves |= _flatten_to_dotted_keys(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
     return leaves
 
 
 def _iterate_changed_files(new: Cargo, old: Cargo) -> Iterator[str]:
     for label, new_files, old_files in (("", new.code, old.code), ("secret ", new.secrets, old.secrets)):
-        old_digests, new_digests = _map_digests(old_files), _map_digests(new_files)
+        old_digests, new_digests = _map_digests_by_file_name(old_files), _map_digests_by_file_name(new_files)
         for name in sorted({*old_digests, *new_digests}):
             if old_digests.get(name) != new_digests.get(name):
                 yield f"{label}{name}: {'new' if name not in old_digests else 'gone' if name not in new_digests else 'edited'}"
 
 
-def _map_digests(files: Sequence[RunFile]) -> dict[str, str]:
+def _map_digests_by_file_name(files: Sequence[RunFile]) -> dict[str, str]:
     return {item.name: item.digest for item in files}
 
 
@@ -86,6 +87,6 @@ def _iterate_changed_nodes(plan: Plan, tasks: Sequence[TaskState]) -> Iterator[s
         yield f"{name}: leaves {current_hosts[name]}"
 
 
-def _abbreviate(value: Any) -> str:
+def _abbreviate_value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 1]}…"

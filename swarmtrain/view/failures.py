@@ -51,7 +51,7 @@ class FailureSignature:
     signal: str = ""
     out_of_memory: bool | None = None
 
-    def matches(self, evidence: FailureEvidence, text: str) -> bool:
+    def matches_evidence(self, evidence: FailureEvidence, text: str) -> bool:
         """Return whether this failure mode matches `evidence` and its text `text`."""
         return (
             (not self.signal or self.signal == evidence.signal)
@@ -62,8 +62,8 @@ class FailureSignature:
 
 def identify_failure(evidence: FailureEvidence) -> FailureSignature | None:
     """Return the first failure mode that matches `evidence`; None if none does. The error itself takes precedence over the other output."""
-    by_error = (signature for signature in FAILURE_SIGNATURES if signature.pattern and signature.matches(evidence, evidence.error))
-    by_text = (signature for signature in FAILURE_SIGNATURES if signature.matches(evidence, evidence.searchable_text))
+    by_error = (signature for signature in FAILURE_SIGNATURES if signature.pattern and signature.matches_evidence(evidence, evidence.error))
+    by_text = (signature for signature in FAILURE_SIGNATURES if signature.matches_evidence(evidence, evidence.searchable_text))
     return next(by_error, None) or next(by_text, None)
 
 

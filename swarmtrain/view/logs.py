@@ -46,12 +46,12 @@ def print_logs(run: str | None, log_filter: LogFilter, *, follow: bool) -> None:
 
     For a run that is down, the output stored on this machine is printed.
     """
-    for line in _read_lines(run, log_filter, follow=follow):
+    for line in _read_log_lines(run, log_filter, follow=follow):
         if line in log_filter:
             print_log_line(line)
 
 
-def _read_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iterator[LogLine]:
+def _read_log_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iterator[LogLine]:
     try:
         launcher, run_name = find_run(run)
     except (RunNotFound, EngineError, StateDirectoryError) as error:
@@ -59,7 +59,7 @@ def _read_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iter
             raise
         reason = f"{run} is down" if isinstance(error, RunNotFound) else str(error)
         print_message(f"{reason}; showing its saved output from {resolve_run_directory(run)}")
-        return _read_stored_lines(run, log_filter)
+        return _read_stored_log_lines(run, log_filter)
     nodes = [task.node for task in launcher.list_tasks(run_name) if task.node != RENDEZVOUS_SERVICE]
     if log_filter.node is not None and log_filter.node not in nodes:
         raise SwarmtrainError(
@@ -70,7 +70,7 @@ def _read_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iter
     )
 
 
-def _read_stored_lines(run: str, log_filter: LogFilter) -> Iterator[LogLine]:
+def _read_stored_log_lines(run: str, log_filter: LogFilter) -> Iterator[LogLine]:
     lines = (line for line in history_store.load_log_lines(run, node=log_filter.node) if line.time >= (log_filter.since or 0.0))
     if log_filter.tail is None:
         yield from lines

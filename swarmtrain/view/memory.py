@@ -62,10 +62,10 @@ class MemoryEstimate:
         ]
         rows += [("peak of a step", *(_format_size(rank["peak"]) for rank in self.ranks))]
         rows += [("while it starts", *(_format_size(rank["startup_peak"]) for rank in self.ranks))]
-        lines = [f"memory of each rank, with a world size of {self.world_size}", *_format_table(rows)]
-        return "\n".join([*lines, *self._format_fit()])
+        lines = [f"memory of each rank, with a world size of {self.world_size}", *_format_rank_table(rows)]
+        return "\n".join([*lines, *self._format_memory_fit()])
 
-    def _format_fit(self) -> list[str]:
+    def _format_memory_fit(self) -> list[str]:
         if self.device_memory is None:
             return []
         needed_bytes, usable_bytes = int(self.worst_rank["peak"]), int(_USABLE_FRACTION * self.device_memory)
@@ -82,7 +82,7 @@ class MemoryEstimate:
             )
             for change in sorted(smaller, key=lambda change: int(change["peak"]))
         ]
-        return [*lines, "it would need", *_format_table(rows)] if rows else [*lines, "no setting that was tried needs less memory"]
+        return [*lines, "it would need", *_format_rank_table(rows)] if rows else [*lines, "no setting that was tried needs less memory"]
 
 
 def estimate_memory(config: Config, ranks: int, device_memory: int | None) -> MemoryEstimate:
@@ -112,7 +112,7 @@ def _label_rank(rank: Mapping[str, Any], rank_count: int) -> str:
     return "every rank" if rank_count == 1 else f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_rank_table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  " + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])

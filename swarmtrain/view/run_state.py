@@ -31,7 +31,7 @@ def load_live_events(launcher: Launcher, run: str) -> list[Event]:
     Raises RunNotFound if there is no such run.
     """
     reported = launcher.read_events(run)
-    return history_store.merge_events(history_store.select_since_teardown(history_store.load_events(run)), reported)
+    return history_store.merge_events(history_store.select_events_since_teardown(history_store.load_events(run)), reported)
 
 
 def show_live_status(launcher: Launcher, run: str) -> None:
@@ -91,7 +91,7 @@ def _diagnose_run(run: str | None) -> tuple[str, FailureDiagnosis | None]:
     except (RunNotFound, EngineError, StateDirectoryError):
         if run is None or not history_store.load_events(run):
             raise
-    events = history_store.merge_events(history_store.select_last_deployment(history_store.load_events(run)), ())
+    events = history_store.merge_events(history_store.select_last_deployment_events(history_store.load_events(run)), ())
     nodes = sorted({str(event.data.get("node")) for event in events if event.kind == EVENT_NODE_JOINED})
     return run, diagnose_failure(
         run, events, [TaskState(node, "", "down") for node in nodes], history_store.load_log_lines(run, newest_only=True)
@@ -115,7 +115,7 @@ def list_known_runs() -> list[history.RunSummary]:
     now = time.time()
     live_runs = {run: launcher for launcher, run in discover_runs()[1]}
     past_runs = {
-        run: history_store.select_last_deployment(history_store.load_events(run))
+        run: history_store.select_last_deployment_events(history_store.load_events(run))
         for run in history_store.list_recorded_runs()
         if run not in live_runs
     }

@@ -76,7 +76,7 @@ class RunStatus:
             ),
         ]
         lines = [self._format_title(), *(f"  {name:12}{text}" for name, text in labeled_lines if text)]
-        return "\n".join([*lines, *_format_table(self._build_rows())])
+        return "\n".join([*lines, *_format_node_table(self._build_node_rows())])
 
     def _format_title(self) -> str:
         running_time = (
@@ -115,7 +115,7 @@ class RunStatus:
             else ""
         )
 
-    def _build_rows(self) -> list[list[str]]:
+    def _build_node_rows(self) -> list[list[str]]:
         """Return the rows of the node table. Columns that are empty except for their header are dropped."""
         rows = [["NODE", "HOST", "STATE", "CPU", "MEMORY", "GPU", "GPU MEMORY", "RESTARTS", ""]]
         for task in self.tasks:
@@ -127,7 +127,7 @@ class RunStatus:
                 or (f"{restarts.reason}, {format_age(self.time, restarts.time)}" if restarts else "")
             )
             remark = "; ".join(filter(None, (remark, f"has {', '.join(task.gpus)}" if task.gpus else "")))
-            rows.append([task.node, task.host, task.state, *_format_usage(usage), str(restarts.count) if restarts else "", remark])
+            rows.append([task.node, task.host, task.state, *_format_resource_usage(usage), str(restarts.count) if restarts else "", remark])
         empty = {column for column in range(3, 8) if not any(row[column] for row in rows[1:])}
         return [[cell for column, cell in enumerate(row) if column not in empty] for row in rows]
 
@@ -140,7 +140,7 @@ def build_status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], 
     is_usage_fresh = now - usage.get("time", 0.0) < _STALE_SECONDS and not outcome
     return RunStatus(
         run=run,
-        state=_derive_state(outcome, latest, tasks),
+        state=_derive_run_state(outcome, latest, tasks),
         time=now,
         started=next((event.time for event in events if event.kind == protocol.EVENT_COORDINATOR_STARTED), None),
         ended=outcome["time"] if outcome else None,
@@ -194,7 +194,7 @@ def _collect_latest_events(events: Iterable[Event]) -> dict[str, dict[str, Any]]
     return latest
 
 
-def _format_usage(usage: Mapping[str, Any]) -> list[str]:
+def _format_resource_usage(usage: Mapping[str, Any]) -> list[str]:
     """Return the table cells CPU, MEMORY, GPU and GPU MEMORY of a node."""
     if not usage:
         return ["", "", "", ""]
@@ -206,13 +206,13 @@ def _format_usage(usage: Mapping[str, Any]) -> list[str]:
     return [f"{usage['cpu']:.1f}/{usage['cpus']:g}", format_memory_usage(usage["memory"], usage["memory_limit"]), utilization, memory]
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_node_table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     cells = [[*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]] for row in rows]
     return ["  " + "  ".join(row).rstrip() for row in cells]
 
 
-def _derive_state(outcome: Mapping[str, Any] | None, latest: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:
+def _derive_run_state(outcome: Mapping[str, Any] | None, latest: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:
     if outcome:
         return str(outcome["status"])
     nodes = [task for task in tasks if task.node != protocol.RENDEZVOUS_SERVICE]

@@ -26,7 +26,7 @@ def follow_updates(updates: Iterable[RunUpdate]) -> RunOutcome | None:
             if isinstance(update, LogLine):
                 print_log_line(update)
             elif isinstance(update, TaskState):
-                _print_task(update, printed_tasks)
+                _print_task_state(update, printed_tasks)
             else:
                 update_bar(update)
                 if update.kind == protocol.EVENT_OUTCOME:
@@ -57,14 +57,14 @@ def _print_event(event: Event) -> None:
         print_message(f"· {line}")
 
 
-def _print_task(task: TaskState, printed_tasks: dict[str, str]) -> None:
+def _print_task_state(task: TaskState, printed_tasks: dict[str, str]) -> None:
     line = f"{task.node} on {task.host or 'no host yet'}: {task.state}{f', {task.reason}' if task.reason else ''}"
     if task.reason and printed_tasks.get(task.node) != line:
         print_message(f"· {line}")
     printed_tasks[task.node] = line
 
 
-def _format_finished(data: dict[str, Any]) -> str:
+def _format_finished_event(data: dict[str, Any]) -> str:
     line = f"finished at step {data.get('step')}"
     if (before := data.get("initial_validation_loss")) is not None and (after := data.get("final_validation_loss")) is not None:
         line += f": validation loss {before:.2f} → {after:.2f}"
@@ -90,6 +90,6 @@ _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     protocol.EVENT_NODE_RELEASED: lambda data: f"{data.get('node')} is no longer quarantined: {data.get('reason')}",
     protocol.EVENT_STRAGGLER: lambda data: str(data.get("message")),
-    protocol.EVENT_TRAINING_FINISHED: _format_finished,
+    protocol.EVENT_TRAINING_FINISHED: _format_finished_event,
     protocol.EVENT_OUTCOME: lambda data: f"{data.get('status')}: {data.get('reason')}",
 }

@@ -72,12 +72,12 @@ def watch_status(load_status: Callable[[], RunStatus], *, interval: float = _REF
     refresher = StatusRefresher(load_status, interval)
     refresher.start()
     try:
-        return _watch_until_end(refresher)
+        return _watch_status_until_end(refresher)
     finally:
         refresher.close()
 
 
-def _watch_until_end(refresher: StatusRefresher) -> RunStatus | None:
+def _watch_status_until_end(refresher: StatusRefresher) -> RunStatus | None:
     refresher.changed.wait()
     if refresher.latest_status is None and (refresher.error or refresher.connection_error):
         raise refresher.error or refresher.connection_error  # type: ignore[misc]  # one of them is an error
@@ -105,20 +105,20 @@ def _open_screen() -> Iterator[ShowScreen]:
         from rich.live import Live
 
         with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="crop") as live:
-            yield lambda text, seen: live.update(_render_with_bar(text, seen), refresh=True)
+            yield lambda text, seen: live.update(_insert_progress_bar(text, seen), refresh=True)
         return
     last = ""
 
-    def print_new(text: str, _: RunStatus | None) -> None:
+    def print_changed_text(text: str, _: RunStatus | None) -> None:
         nonlocal last
         if text != last:
             print(f"{text}\n", flush=True)  # noqa: T201  # this is the place that prints
             last = text
 
-    yield print_new
+    yield print_changed_text
 
 
-def _render_with_bar(text: str, status: RunStatus | None) -> RenderableType:
+def _insert_progress_bar(text: str, status: RunStatus | None) -> RenderableType:
     """Return the text with a progress bar below its first line: completed steps and time left."""
     from rich.console import Group
     from rich.text import Text

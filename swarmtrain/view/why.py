@@ -85,7 +85,7 @@ class FailureDiagnosis:
         ]
         lines += _format_block("traceback", self.traceback.splitlines()[-_MAX_TRACEBACK_LINES:])
         lines += _format_block(f"last lines of {self.rank_label}", self.lines)
-        lines += _format_block("meanwhile", [_format_peer(other) for other in self.peers])
+        lines += _format_block("meanwhile", [_format_peer_node(other) for other in self.peers])
         return "\n".join(lines)
 
 
@@ -105,7 +105,7 @@ def find_first_failure(events: Sequence[Event]) -> Event | None:
 
 def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine]) -> FailureDiagnosis | None:
     """Return the diagnosis of `run`; None if nothing has failed. `events` and `lines` are in chronological order."""
-    first = find_first_failure(events) or _find_lost_node(events) or _find_failed_start(tasks, events)
+    first = find_first_failure(events) or _find_lost_node_failure(events) or _find_container_start_failure(tasks, events)
     if first is None:
         return None
     data = first.data
@@ -143,7 +143,7 @@ def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskStat
         else "",
         traceback=str(data.get("traceback", "")),
         lines=tuple(_drop_traceback_lines(own_lines, str(data.get("traceback", "")))[-_MAX_LINES:]),
-        peers=_collect_peers(node, first, events, tasks, recent_lines),
+        peers=_collect_peer_nodes(node, first, events, tasks, recent_lines),
     )
 
 
@@ -164,7 +164,7 @@ def _format_exit(data: dict[str, Any]) -> str:
     return f"exit code {code}{f', which is {name}' if name else ''}"
 
 
-def _find_lost_node(events: Sequence[Event]) -> Event | None:
+def _find_lost_node_failure(events: Sequence[Event]) -> Event | None:
     """Return a failure event for a run that ended without a reported failure; None if the run is still up, or done.
 
     It is the event of the last node that fell silent, else the coordinator's outcome.
@@ -185,7 +185,7 @@ def _find_lost_node(events: Sequence[Event]) -> Event | None:
     )
 
 
-def _find_failed_start(tasks: Sequence[TaskState], events: Sequence[Event]) -> Event | None:
+def _find_container_start_failure(tasks: Sequence[TaskState], events: Sequence[Event]) -> Event | None:
     """Return a failure event for a container that could not be started, or that ended before its processes could report a reason."""
     failed_tasks = [task for task in tasks if task.reason and task.state not in ("running", "complete", "stopped", "shutdown")]
     if not failed_tasks:
@@ -194,7 +194,7 @@ def _find_failed_start(tasks: Sequence[TaskState], events: Sequence[Event]) -> E
     return Event(protocol.EVENT_FAILURE, data, events[-1].time if events else 0.0)
 
 
-def _collect_peers(
+def _collect_peer_nodes(
     node: str, first: Event, events: Sequence[Event], tasks: Sequence[TaskState], recent_lines: Sequence[LogLine]
 ) -> tuple[PeerNode, ...]:
     peers = []
@@ -216,7 +216,7 @@ def _collect_peers(
     return tuple(peers)
 
 
-def _format_peer(peer: PeerNode) -> str:
+def _format_peer_node(peer: PeerNode) -> str:
     return f"{peer.node} ({peer.state}): {'; '.join(part for part in (peer.last, peer.failure) if part) or 'said nothing'}"
 
 

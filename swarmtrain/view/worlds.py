@@ -47,7 +47,7 @@ def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
         if event.kind == protocol.EVENT_WORLD_FORMED:
             nodes, ranks = int(event.data.get("nodes", 0)), int(event.data.get("world_size", 0))
             members = set(event.data.get("ranks") or ())
-            cause = explain_new_world(events_between) or _describe_new_members(previous_members, members) if formed_worlds else ""
+            cause = explain_new_world(events_between) or _describe_new_nodes(previous_members, members) if formed_worlds else ""
             formed_worlds.append(WorldInfo(len(formed_worlds) + 1, event.time, nodes, ranks, cause))
             events_between, previous_members = [], members
         elif event.kind in _CAUSE_KINDS:
@@ -57,11 +57,11 @@ def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
 
 def explain_new_world(events_between: Sequence[Event]) -> str:
     """Return the reason for a new world, from the events since the previous world; empty if none is known."""
-    ranked = sorted(events_between, key=_rank_cause)
-    return next((text for event in ranked if (text := describe_cause(event))), "")
+    ranked = sorted(events_between, key=_get_cause_priority)
+    return next((text for event in ranked if (text := describe_restart_cause(event))), "")
 
 
-def describe_cause(event: Event) -> str:
+def describe_restart_cause(event: Event) -> str:
     """Return the reason for restarting ranks that an event gives; empty if it gives none."""
     node = str(event.data.get("node", "a node"))
     if event.kind == protocol.EVENT_FAILURE:
@@ -118,7 +118,7 @@ def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode
     return quarantined
 
 
-def _describe_new_members(previous_members: set[str], members: set[str]) -> str:
+def _describe_new_nodes(previous_members: set[str], members: set[str]) -> str:
     """Return a text that names the new nodes of a world. A node may have joined before the previous world, but too late for it."""
     new = ", ".join(sorted(members - previous_members)) if previous_members else ""
     return f"{new} came" if new else ""
@@ -133,7 +133,7 @@ _CAUSE_KINDS = {
 }
 
 
-def _rank_cause(event: Event) -> int:
+def _get_cause_priority(event: Event) -> int:
     """Return the priority of an event among the possible causes of a new world; the lowest number wins."""
     if event.kind == protocol.EVENT_FAILURE:
         return 3 if is_collateral_failure(event.data) else 0

@@ -150,15 +150,15 @@ class LabTarget(LaunchTarget):
     def __init__(self, folder: Path, lab: Lab) -> None:
         super().__init__(folder)
         self.lab = lab
-        self.env |= lab.build_environment()
+        self.env |= lab.build_client_environment()
 
     def kill_machine(self, node: str) -> None:
-        self.lab.power_off(node, report_progress=print)
+        self.lab.power_off_node(node, report_progress=print)
 
     def restart_machines(self) -> None:
         for node in self.lab.get_status():
             if node.state == "dead":
-                self.lab.power_on(node.node, report_progress=print)
+                self.lab.power_on_node(node.node, report_progress=print)
 
     def run_docker(self, node: str, *argv: str) -> list[str]:
         """Run docker with the node's own engine, and return its output lines."""

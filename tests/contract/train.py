@@ -35,6 +35,6 @@ while True:
     time.sleep(0.02)
     step += 1
     if dist.get_rank() == 0 and step % 5 == 0:
-        CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post(Event("progress", {"step": step}))
+        CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post_event(Event("progress", {"step": step}))
 dist.barrier()
 dist.destroy_process_group()

@@ -17,7 +17,7 @@ from swarm_builders import (
 )
 
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.doctor.capacity_checks import needs_to_wait
+from swarmtrain.doctor.capacity_checks import needs_to_wait_for_gpus
 from swarmtrain.doctor.cluster_checks import CHECKS, ClusterSnapshot
 from swarmtrain.images import PinnedImage
 from swarmtrain.launchers.base import Finding
@@ -443,4 +443,4 @@ def test_a_probe_that_would_have_to_wait_for_gpus_is_known(holder: str, mode: Gp
     """GPUs of the plan's own run count too: the probe runs at the same time."""
     tasks = (build_task(holder, "node0", "id1", assigned_gpus=build_named_resources("GPU-a")),) if holder else ()
     snapshot = build_swarm(build_node(1, Resources=GPUS), services=OTHER_SERVICES, tasks=tasks, plan=plan_hosts("gpu-1 slots=2", gpu=mode))
-    assert needs_to_wait(snapshot) is waits
+    assert needs_to_wait_for_gpus(snapshot) is waits

@@ -50,17 +50,19 @@ class CoordinatorHarness:
     def post_world(self, name: str, *nodes: str) -> None:
         for index, node in enumerate(nodes):
             facts = {"world": name, "world_size": 2 * len(nodes), "nodes": len(nodes), "ranks": {node: [2 * index, 2 * index + 1]}}
-            self.coordinator.post(Event(EVENT_WORLD_FORMED, facts))
+            self.coordinator.handle_event(Event(EVENT_WORLD_FORMED, facts))
 
     def post_failure(self, world: str, node: str = "node0", rank: int = 0, error: str = "boom", **facts: Any) -> None:
-        self.coordinator.post(Event(EVENT_FAILURE, {"world": world, "node": node, "rank": rank, "error": error, "exit_code": 1, **facts}))
+        self.coordinator.handle_event(
+            Event(EVENT_FAILURE, {"world": world, "node": node, "rank": rank, "error": error, "exit_code": 1, **facts})
+        )
 
     def post_step(self, step: int) -> None:
-        self.coordinator.post(Event(EVENT_PROGRESS, {"step": step}))
+        self.coordinator.handle_event(Event(EVENT_PROGRESS, {"step": step}))
 
     def advance_time(self, seconds: float) -> None:
         self.time += seconds
-        self.coordinator.tick()
+        self.coordinator.advance_timers()
 
 
 @pytest.fixture
@@ -80,7 +82,9 @@ def test_nodes_that_close_the_same_round_start_one_new_round(harness: Coordinato
 
 
 def test_a_world_is_published_once_all_its_nodes_are_in_it(harness: CoordinatorHarness) -> None:
-    harness.coordinator.post(Event(EVENT_WORLD_FORMED, {"world": "b-1/x:1", "world_size": 4, "nodes": 2, "ranks": {"node1": [0, 1]}}))
+    harness.coordinator.handle_event(
+        Event(EVENT_WORLD_FORMED, {"world": "b-1/x:1", "world_size": 4, "nodes": 2, "ranks": {"node1": [0, 1]}})
+    )
     assert not harness.list_events(EVENT_WORLD_FORMED)
     harness.post_world("b-1/x:2", "node1", "node0")
     assert [data["ranks"] for data in harness.list_events(EVENT_WORLD_FORMED)] == [{"node1": [0, 1], "node0": [2, 3]}]
@@ -353,7 +357,7 @@ def test_the_cause_is_named_even_when_its_consequence_is_reported_first() -> Non
     board.post_world("w", "node0", "node1")
     board.post_failure("w", "node0", 0, PEER)
     assert board.outcome is None
-    board.coordinator.post(
+    board.coordinator.handle_event(
         Event(EVENT_FAILURE, {"world": "w", "node": "node1", "rank": 3, "signal": "SIGKILL", "error": "killed by SIGKILL"})
     )
     assert board.outcome is not None
@@ -391,7 +395,7 @@ def test_peers_that_stumble_over_a_coming_or_going_node_cost_nothing() -> None:
 
 def test_an_agent_that_fails_belongs_to_the_world_of_its_round(harness: CoordinatorHarness) -> None:
     harness.post_world("b-1/x:1", "node0", "node1")
-    harness.coordinator.post(
+    harness.coordinator.handle_event(
         Event(EVENT_FAILURE, {"round": "b-1", "node": "node1", "signal": "SIGKILL", "error": "this node's agent was killed"})
     )
     harness.post_failure("b-1/x:1", error=PEER)
@@ -401,13 +405,13 @@ def test_an_agent_that_fails_belongs_to_the_world_of_its_round(harness: Coordina
 
 
 def test_a_permanent_failure_is_an_outcome_at_once(harness: CoordinatorHarness) -> None:
-    harness.coordinator.post(Event(EVENT_FAILURE, {"node": "node1", "error": "no torch", "exit_code": 1, "permanent": True}))
+    harness.coordinator.handle_event(Event(EVENT_FAILURE, {"node": "node1", "error": "no torch", "exit_code": 1, "permanent": True}))
     assert harness.outcome == RunOutcome("failed", "node1: no torch; retrying would not help", 1)
 
 
 def test_the_trainer_reports_when_it_is_done(harness: CoordinatorHarness) -> None:
     harness.post_world("w", "node0", "node1")
-    harness.coordinator.post(Event(EVENT_TRAINING_FINISHED, {"step": 40}))
+    harness.coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 40}))
     harness.post_failure("w", error="teardown")
     assert harness.outcome == RunOutcome("done", "the last step, 40, is done", 0)
 
@@ -424,7 +428,7 @@ def test_a_script_that_reports_nothing_is_done_when_its_world_has_exited(harness
 def test_while_others_finish_no_new_round_is_started_for_a_spare(harness: CoordinatorHarness) -> None:
     harness.coordinator.register_node("spare")
     harness.post_world("b-1/x:1", "node0", "node1")
-    harness.coordinator.post(Event(EVENT_SCRIPT_RETURNED, {"node": "node0", "world": "b-1/x:1"}))
+    harness.coordinator.handle_event(Event(EVENT_SCRIPT_RETURNED, {"node": "node0", "world": "b-1/x:1"}))
     assert harness.coordinator.close_round("spare", "b-1").round == "b-1"
     assert harness.outcome is None
 
@@ -463,13 +467,13 @@ def test_after_one_node_finished_the_others_must(harness: CoordinatorHarness, ac
 
 def test_a_rank_may_fail_next_to_a_finished_rank_of_its_own_node(harness: CoordinatorHarness) -> None:
     harness.post_world("w", "node0", "node1")
-    harness.coordinator.post(Event(EVENT_SCRIPT_RETURNED, {"node": "node0", "world": "w"}))
+    harness.coordinator.handle_event(Event(EVENT_SCRIPT_RETURNED, {"node": "node0", "world": "w"}))
     harness.post_failure("w", "node0", 1)
     assert harness.outcome is None
 
 
 def test_the_coordinator_stays_until_every_node_has_received_the_outcome(harness: CoordinatorHarness) -> None:
-    harness.coordinator.post(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
+    harness.coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
     harness.coordinator.record_node_exit("node0", 0)
     harness.advance_time(LINGER_SECONDS + 1)
     assert not harness.coordinator.is_finished
@@ -478,7 +482,7 @@ def test_the_coordinator_stays_until_every_node_has_received_the_outcome(harness
 
 
 def test_the_coordinator_does_not_wait_for_a_silent_node(harness: CoordinatorHarness) -> None:
-    harness.coordinator.post(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
+    harness.coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
     harness.advance_time(NODE_LOST_SECONDS - 1)
     assert not harness.coordinator.is_finished
     harness.advance_time(2)
@@ -488,7 +492,7 @@ def test_the_coordinator_does_not_wait_for_a_silent_node(harness: CoordinatorHar
 
 def test_only_the_coordinator_writes_an_outcome(harness: CoordinatorHarness) -> None:
     with pytest.raises(ValueError, match="outcome"):
-        harness.coordinator.post(Event(EVENT_OUTCOME, {"status": "done", "reason": "I say so", "exit_code": 0}))
+        harness.coordinator.handle_event(Event(EVENT_OUTCOME, {"status": "done", "reason": "I say so", "exit_code": 0}))
     assert harness.outcome is None
 
 
@@ -511,7 +515,7 @@ def test_what_is_permanent_before_the_first_step_ends_a_run_without_steps(harnes
 
 def test_a_rank_is_answered_whether_its_reason_is_known(harness: CoordinatorHarness) -> None:
     def post(world: str, rank: int, error: str) -> Receipt:
-        return harness.coordinator.post(
+        return harness.coordinator.handle_event(
             Event(EVENT_FAILURE, {"world": world, "node": "node0", "rank": rank, "error": error, "exit_code": 1})
         )
 
@@ -531,7 +535,7 @@ def test_of_a_run_that_has_failed_no_more_failures_are_published(harness: Coordi
     harness.post_failure("w1", permanent=True)
     harness.post_failure("w1", rank=1)
     assert len(harness.list_events(EVENT_FAILURE)) == 1
-    assert harness.coordinator.post(Event(EVENT_FAILURE, {"world": "w1", "node": "node1", "rank": 2, "error": "late"})).run_failed
+    assert harness.coordinator.handle_event(Event(EVENT_FAILURE, {"world": "w1", "node": "node1", "rank": 2, "error": "late"})).run_failed
 
 
 def test_progress_is_printed_at_once_then_more_and_more_seldom_and_never_after_what_followed_it(harness: CoordinatorHarness) -> None:
@@ -541,7 +545,7 @@ def test_progress_is_printed_at_once_then_more_and_more_seldom_and_never_after_w
     harness.advance_time(0.5)
     assert [data["step"] for data in harness.list_events(EVENT_PROGRESS)] == [0, 2]
     harness.post_step(3)
-    harness.coordinator.post(Event(EVENT_CHECKPOINT, {"step": 3}))
+    harness.coordinator.handle_event(Event(EVENT_CHECKPOINT, {"step": 3}))
     assert [event.kind for event in harness.events[-2:]] == [EVENT_PROGRESS, EVENT_CHECKPOINT]
     harness.advance_time(10_000)
     before = len(harness.list_events(EVENT_PROGRESS))
@@ -553,7 +557,9 @@ def test_progress_is_printed_at_once_then_more_and_more_seldom_and_never_after_w
 
 def test_what_nodes_use_is_one_line_and_takes_less_than_half_of_the_log_in_a_month(harness: CoordinatorHarness) -> None:
     def use(node: str, memory: int) -> None:
-        harness.coordinator.post(Event(EVENT_USAGE, {"node": node, "cpu": 1.5, "cpus": 2.0, "memory": memory, "memory_limit": 2**40}))
+        harness.coordinator.handle_event(
+            Event(EVENT_USAGE, {"node": node, "cpu": 1.5, "cpus": 2.0, "memory": memory, "memory_limit": 2**40})
+        )
 
     use("node0", 1)
     use("node1", 2)

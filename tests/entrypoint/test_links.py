@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from swarmtrain.entrypoint.probe.link_probe import Link, LinkProber, schedule_pairs
+from swarmtrain.entrypoint.probe.link_probe import Link, LinkProber, schedule_node_pairs
 
 MTU = 1450
 
@@ -25,7 +25,7 @@ def measure_links(names: list[str], port: int) -> list[Link]:
         prober = LinkProber(name, port, MTU, bind=name)
         peers = [peer for peer in names if peer != name]
         assert all(seconds is not None and seconds < 10 for seconds in prober.wait_for_peers(peers, 10).values())
-        pairs = [pair for pairs in schedule_pairs(names) for pair in pairs if name in pair]
+        pairs = [pair for pairs in schedule_node_pairs(names) for pair in pairs if name in pair]
         links = [prober.measure_link(a, b, partner_timeout=10) for a, b in pairs]
         return [link for link in links if link.a == name]
 
@@ -36,7 +36,7 @@ def measure_links(names: list[str], port: int) -> list[Link]:
 @pytest.mark.parametrize("count", range(1, 10))
 def test_every_pair_meets_once_in_as_few_rounds_as_there_can_be(count: int) -> None:
     names = [f"node{index}" for index in range(count)]
-    made = schedule_pairs(names)
+    made = schedule_node_pairs(names)
     assert sorted(pair for pairs in made for pair in pairs) == sorted(itertools.combinations(names, 2))
     assert len(made) <= (count - 1 if count % 2 == 0 else count)
     for pairs in made:

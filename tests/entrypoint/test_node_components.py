@@ -16,7 +16,13 @@ import pytest
 
 from swarmtrain import process
 from swarmtrain.coordinator_client import CoordinatorClient
-from swarmtrain.entrypoint.network_interface import Route, choose_published_address, choose_route, find_route_by_interface, find_route_to
+from swarmtrain.entrypoint.network_interface import (
+    Route,
+    choose_published_address,
+    choose_route,
+    find_route_by_interface,
+    find_route_to_host,
+)
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.supervisor import forking, node_supervisor
 from swarmtrain.entrypoint.supervisor.elastic_agent import DeathReporter, compute_shutdown_timeout
@@ -52,14 +58,14 @@ def build_node_env(folder: Path, **changes: Any) -> NodeEnv:
 
 
 def test_the_route_to_loopback_is_lo() -> None:
-    route = find_route_to("127.0.0.1", 9)
+    route = find_route_to_host("127.0.0.1", 9)
     assert route == Route("127.0.0.1", "lo")
     assert choose_published_address(route) == "127.0.0.1"
 
 
 def test_the_route_to_elsewhere_is_the_interface_that_the_kernel_would_use() -> None:
     try:
-        route = find_route_to("192.0.2.1", 9)
+        route = find_route_to_host("192.0.2.1", 9)
     except OSError:
         pytest.skip("this machine has no route off itself")
     shown = subprocess.run(["ip", "-o", "route", "get", "192.0.2.1"], capture_output=True, text=True, check=False).stdout.split()
@@ -69,9 +75,9 @@ def test_the_route_to_elsewhere_is_the_interface_that_the_kernel_would_use() -> 
 
 
 def test_an_interface_is_named_exactly_and_the_users_own_choice_stands() -> None:
-    wanted = Route("10.0.1.4", "eth1").build_environment({"GLOO_SOCKET_IFNAME": "mine"})
+    wanted = Route("10.0.1.4", "eth1").build_interface_environment({"GLOO_SOCKET_IFNAME": "mine"})
     assert wanted == {"NCCL_SOCKET_IFNAME": "=eth1", "TP_SOCKET_IFNAME": "eth1"}
-    assert Route("10.0.1.4", "").build_environment({}) == {}
+    assert Route("10.0.1.4", "").build_interface_environment({}) == {}
 
 
 def test_a_sound_node_has_no_problems(tmp_path: Path) -> None:
@@ -192,10 +198,10 @@ def test_an_agent_has_ranks_whatever_their_titles() -> None:
     leader = multiprocessing.get_context("fork").Process(target=agent, name="agent")
     leader.start()
     pid = rank.recv()
-    assert forking.has_ranks(leader)
+    assert forking.has_rank_processes(leader)
     os.kill(pid, signal.SIGKILL)
     end = time.monotonic() + 10
-    while forking.has_ranks(leader):
+    while forking.has_rank_processes(leader):
         assert time.monotonic() < end
         time.sleep(0.05)
     leader.kill()

@@ -29,7 +29,7 @@ def barrier(clock: FakeClock) -> RendezvousBarrier:
 
 def test_who_has_announced_itself_is_waited_for(barrier: RendezvousBarrier, clock: FakeClock) -> None:
     for name in ("node0", "node1"):
-        barrier.announce_node(name)
+        barrier.expect_node(name)
     assert not barrier.register_arrival("b-1", "node0", {"node0"})
     clock.time += 5
     assert barrier.register_arrival("b-1", "node1", {"node0", "node1"})
@@ -45,27 +45,27 @@ def test_who_was_in_the_last_round_and_lives_is_waited_for_a_while(barrier: Rend
 
 
 def test_a_node_that_is_dead_or_has_exited_is_not_waited_for(barrier: RendezvousBarrier) -> None:
-    barrier.announce_node("node1")
+    barrier.expect_node("node1")
     barrier.forget_node("node1")
     assert barrier.register_arrival("b-1", "node0", {"node0"})
 
 
 def test_who_has_come_once_and_is_not_to_come_again_is_not_waited_for(barrier: RendezvousBarrier) -> None:
     """For example, a quarantined node."""
-    barrier.announce_node("node1")
+    barrier.expect_node("node1")
     barrier.register_arrival("b-1", "node1", {"node0", "node1"})
     assert barrier.register_arrival("b-2", "node0", {"node0"})
 
 
 def test_an_announcement_expires(barrier: RendezvousBarrier, clock: FakeClock) -> None:
-    barrier.announce_node("node1")
+    barrier.expect_node("node1")
     clock.time += BARRIER_TIMEOUT_SECONDS + 1
     assert barrier.register_arrival("b-1", "node0", {"node0"})
 
 
 def test_a_round_that_has_begun_takes_who_comes_late(barrier: RendezvousBarrier) -> None:
     assert barrier.register_arrival("b-1", "node0", {"node0"})
-    barrier.announce_node("node1")
+    barrier.expect_node("node1")
     assert barrier.register_arrival("b-1", "node1", {"node0", "node1"})
 
 

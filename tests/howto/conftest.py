@@ -92,7 +92,7 @@ def create_lab(environment: dict[str, str]) -> Iterator[Callable[[str], Lab]]:
         lab = Lab(name)
         try:
             lab.check_prerequisites()
-            if network.get_namespace(name, "bridge") in network.list_namespaces():
+            if network.get_namespace_name(name, "bridge") in network.list_namespaces():
                 raise LabError("it is already running, and is not the tests' to touch", place=f"lab {name}", hint="swarmtrain lab down")
         except LabError as error:
             if os.environ.get("CI") == "true":

@@ -96,7 +96,7 @@ def clean_swarm(swarm: Machines) -> Iterator[None]:
     yield
     launcher = SwarmLauncher(swarm.lab.get_docker_host("node0"))
     for run in launcher.list_runs():
-        launcher.tear_down(run, print)
+        launcher.tear_down_run(run, print)
 
 
 def test_own_machines(swarm: Machines) -> None:

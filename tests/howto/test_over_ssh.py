@@ -18,7 +18,7 @@ def test_over_ssh(installed_environment: dict[str, str], open_shell: OpenShell, 
     with start_hosts() as hosts:
         env = {
             **installed_environment,
-            **hosts.lab.build_environment(installed_environment),
+            **hosts.lab.build_client_environment(installed_environment),
             "PYTHONPATH": str(page.ROOT),
             "OMP_NUM_THREADS": "1",
         }

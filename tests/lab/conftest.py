@@ -100,7 +100,7 @@ def launcher(lab: Lab) -> Iterator[SwarmLauncher]:
     launcher = SwarmLauncher(lab.get_docker_host("node0"))
     yield launcher
     if not cluster_state.read_stack_state(launcher._engine, RUN).is_empty:
-        launcher.tear_down(RUN, print_line)
+        launcher.tear_down_run(RUN, print_line)
 
 
 @pytest.fixture

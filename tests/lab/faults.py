@@ -60,9 +60,9 @@ def _kill_coordinator(scene: ChaosRun) -> None:
 
 def _power_off(node: str, seconds: float) -> Callable[[ChaosRun], None]:
     def inject(scene: ChaosRun) -> None:
-        scene.lab.power_off(node, report_progress=_DISCARD)
+        scene.lab.power_off_node(node, report_progress=_DISCARD)
         time.sleep(seconds)
-        scene.lab.power_on(node, report_progress=_DISCARD)
+        scene.lab.power_on_node(node, report_progress=_DISCARD)
 
     return inject
 
@@ -73,26 +73,26 @@ def _stop_rank(scene: ChaosRun) -> None:
 
 def _partition_node(seconds: float) -> Callable[[ChaosRun], None]:
     def inject(scene: ChaosRun) -> None:
-        scene.lab.cut_network("node2", report_progress=_DISCARD)
+        scene.lab.partition_node("node2", report_progress=_DISCARD)
         time.sleep(seconds)
-        scene.lab.restore_network("node2", report_progress=_DISCARD)
+        scene.lab.reconnect_node("node2", report_progress=_DISCARD)
 
     return inject
 
 
 def _cut_incoming_link(scene: ChaosRun) -> None:
     """Drop packets to node2 but not from it: a token bucket queue whose bucket is smaller than any packet."""
-    part = network.get_namespace(scene.lab.name, "bridge")
+    part = network.get_namespace_name(scene.lab.name, "bridge")
     drop = ["tbf", "rate", "8kbit", "burst", "10", "limit", "10"]
     subprocess.run(["tc", "-n", part, "qdisc", "replace", "dev", "node2", "root", *drop], check=True)
     time.sleep(20)
-    scene.lab.restore_network("node2", report_progress=_DISCARD)
+    scene.lab.reconnect_node("node2", report_progress=_DISCARD)
 
 
 def _slow_link(scene: ChaosRun) -> None:
-    scene.lab.limit_network("node2", "10mbit", report_progress=_DISCARD)
+    scene.lab.limit_node_bandwidth("node2", "10mbit", report_progress=_DISCARD)
     scene.wait_for_step(scene.step + 20)
-    scene.lab.restore_network("node2", report_progress=_DISCARD)
+    scene.lab.reconnect_node("node2", report_progress=_DISCARD)
 
 
 def _fill_disk(scene: ChaosRun) -> None:

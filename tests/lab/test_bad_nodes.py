@@ -36,7 +36,7 @@ def test_a_host_that_takes_nothing(error_case: ErrorCase, lab: Lab) -> None:
     error_case("swarmtrain deploy config.yml")
     error_case("swarmtrain deploy config.yml -o runner.hosts=null -o runner.nodes=3")
     run_docker(lab, "node", "update", "--availability", "active", "node2")
-    lab.power_off("node2", report_progress=print_line)
+    lab.power_off_node("node2", report_progress=print_line)
     try:
         end = time.monotonic() + 60
         while run_docker(lab, "node", "ls", "--filter", "name=node2", "--format", "{{.Status}}").strip() != "Down":
@@ -45,7 +45,7 @@ def test_a_host_that_takes_nothing(error_case: ErrorCase, lab: Lab) -> None:
         error_case.add_paragraph("The same node, powered off:")
         error_case("swarmtrain deploy config.yml")
     finally:
-        lab.power_on("node2", report_progress=print_line)
+        lab.power_on_node("node2", report_progress=print_line)
 
 
 def test_labels(error_case: ErrorCase) -> None:

@@ -52,7 +52,7 @@ def test_engines_without_a_usable_swarm(error_case: ErrorCase, create_lab: Calla
     error_case.add_paragraph("The second machine is a copy of the first, and has the same host name.")
     error_case("swarmtrain deploy config.yml")
 
-    bare.power_off("node1", report_progress=print_line)
+    bare.power_off_node("node1", report_progress=print_line)
     end = time.monotonic() + 60
     while subprocess.run(["docker", "-H", bare.get_docker_host("node0"), "node", "ls"], capture_output=True, check=False).returncode == 0:
         assert time.monotonic() < end

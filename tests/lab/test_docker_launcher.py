@@ -72,7 +72,7 @@ class DockerUser:
         self.data = lab.shared_disk / RUN
         self.data.mkdir(mode=0o777)
         self.data.chmod(0o777)
-        self.env = {**os.environ, **lab.build_environment(), "DOCKER_HOST": lab.get_docker_host(NODE)}
+        self.env = {**os.environ, **lab.build_client_environment(), "DOCKER_HOST": lab.get_docker_host(NODE)}
         (folder / "training_code.py").write_text(TRAIN)
         (folder / "token").write_text(SECRET)
         runner = {

@@ -100,7 +100,7 @@ def test_a_firewall_between_two_nodes(run_doctor: RunDoctor, lab: Lab) -> None:
 @pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")
 def test_packets_that_get_lost(run_doctor: RunDoctor, lab: Lab) -> None:
     """A link on the way has a smaller MTU than the machines' interfaces."""
-    wire = ["ip", "-n", network.get_namespace(lab.name, "bridge"), "link", "set", "node2", "mtu"]
+    wire = ["ip", "-n", network.get_namespace_name(lab.name, "bridge"), "link", "set", "node2", "mtu"]
     process.run_command([*wire, "1400"])
     try:
         answers = run_doctor(expect_healthy=False)
@@ -118,11 +118,11 @@ def test_packets_that_get_lost(run_doctor: RunDoctor, lab: Lab) -> None:
 
 @pytest.mark.test_all_only("each waits for a probe of a broken network or disk; tests/doctor has each finding")
 def test_a_slow_link(run_doctor: RunDoctor, lab: Lab) -> None:
-    lab.limit_network("node2", "20mbit", report_progress=print)
+    lab.limit_node_bandwidth("node2", "20mbit", report_progress=print)
     try:
         answers = run_doctor(expect_healthy=True)
     finally:
-        lab.restore_network("node2", report_progress=print)
+        lab.reconnect_node("node2", report_progress=print)
     slow = map_findings(answers)["bandwidth"]
     assert slow
     assert all("node2" in line for line in slow)

@@ -38,7 +38,7 @@ def launcher(gpu_lab: Lab) -> Iterator[SwarmLauncher]:
     yield launcher
     for run in {*launcher.list_runs(), *launcher.list_terminating_runs()}:
         with contextlib.suppress(RunNotFound):  # a deploy that was still waiting is gone
-            launcher.tear_down(run, print_line)
+            launcher.tear_down_run(run, print_line)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ class DeployThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            SwarmLauncher(self._lab.get_docker_host("node0")).deploy(self._plan, self.messages.append)
+            SwarmLauncher(self._lab.get_docker_host("node0")).deploy_run(self._plan, self.messages.append)
         except Exception as error:  # noqa: BLE001  # any error; the test checks it
             self.error = error
 
@@ -101,10 +101,10 @@ def list_held_gpus(launcher: SwarmLauncher, run: str) -> list[tuple[str, ...]]:
 def test_runs_that_want_the_same_gpus_wait_as_a_whole_and_in_order(
     gpu_lab: Lab, launcher: SwarmLauncher, plan_gpu_run: Callable[..., Plan]
 ) -> None:
-    launcher.deploy(plan_gpu_run("first", 1), print_line)
+    launcher.deploy_run(plan_gpu_run("first", 1), print_line)
     assert list_held_gpus(launcher, "first")[0][0] in ("GPU-node0-1", "GPU-node0-2")
     with pytest.raises(StackError, match="not all of its NVIDIA-GPU are free: node0 has 2, 2 wanted, first has 1"):
-        launcher.deploy(replace(plan_gpu_run("probe", 2), is_probe=True), print_line)
+        launcher.deploy_run(replace(plan_gpu_run("probe", 2), is_probe=True), print_line)
     # One GPU is free, and is not taken while the other is in use.
     second = DeployThread(gpu_lab, plan_gpu_run("second", 2))
     assert second.has_reported_waiting("node0 has 2, 2 wanted, first has 1")
@@ -119,15 +119,15 @@ def test_runs_that_want_the_same_gpus_wait_as_a_whole_and_in_order(
     assert wait_until(lambda: "137" in str([task.reason for task in cluster_state.list_tasks(launcher._engine, "first")]))
     assert wait_until(lambda: len(list_held_gpus(launcher, "first")[0]) == 1, 20)
     assert launcher.list_runs() == ["first"]
-    launcher.stop("first", print_line)
+    launcher.stop_run("first", print_line)
     assert second.wait_for_success()
     assert [len(ids) for ids in list_held_gpus(launcher, "second")] == [2]
     # The first run is stopped and holds no GPU. It gets one again when it is its turn: the third gives up its place in the queue.
     again = DeployThread(gpu_lab, plan_gpu_run("first", 1))
     assert again.has_reported_waiting("second has 2, run third waits for 1")
-    launcher.tear_down("third", print_line)
+    launcher.tear_down_run("third", print_line)
     assert not third.wait_for_success()
-    launcher.tear_down("second", print_line)
+    launcher.tear_down_run("second", print_line)
     assert again.wait_for_success()
     assert [len(ids) for ids in list_held_gpus(launcher, "first")] == [1]
     assert run_docker(gpu_lab, "config", "ls", "--filter", "label=swarmtrain.queue.run", "-q") == ""

@@ -165,10 +165,10 @@ def test_a_run_on_an_image_that_no_registry_has(
 
     content = engine.client.inspect_image(tag)["Id"]
     assert images.pin_image(engine, tag).reference == images.pin_image(engine, content).reference == content
-    launcher.deploy(plan_run(image=tag), print_line)
+    launcher.deploy_run(plan_run(image=tag), print_line)
     assert {task.state for task in launcher.list_tasks(RUN)} == {"running"}
     assert run_docker(lab, "ps", "--format", "{{.Image}}", node="node1").split()[0] in content
-    launcher.tear_down(RUN, print_line)
+    launcher.tear_down_run(RUN, print_line)
 
 
 def test_a_tag_of_spread_that_was_moved_is_refused(engine: DockerEngine, stub_image: str, base_image: str) -> None:

@@ -90,7 +90,7 @@ def measure_send_seconds(lab: Lab, source: str, target: str, size: int) -> float
 
 def read_registry_mac(lab: Lab) -> str:
     """Return the MAC address of the bridge, on which the registry listens."""
-    argv = ["ip", "-n", network.get_namespace(lab.name, "bridge"), "-j", "link", "show", "type", "bridge"]
+    argv = ["ip", "-n", network.get_namespace_name(lab.name, "bridge"), "-j", "link", "show", "type", "bridge"]
     return str(json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)[0]["address"])
 
 
@@ -218,27 +218,27 @@ def test_a_killed_node_is_gone_and_comes_back_with_its_data(lab: Lab, engine: Do
     assert listener.stdout.readline() == "connected\n"
 
     bridge = read_registry_mac(lab)
-    lab.power_off("node2", report_progress=print_line)
+    lab.power_off_node("node2", report_progress=print_line)
     assert read_registry_mac(lab) == bridge, "the others reach the registry without asking anew where it is"
     assert [process for process in before if is_process_alive(process)] == []
     assert listener.communicate()[0] == "silence\n", "a machine without power tells no peer that it is gone"
     assert [(node.state, node.pid) for node in lab.get_status()][2] == ("dead", None)
     wait_until("node2 is down", lambda: list_node_states(engine)["node2"] == "down", 40)
     with pytest.raises(LabError, match="dead"):
-        lab.power_off("node2", report_progress=print_line)
+        lab.power_off_node("node2", report_progress=print_line)
 
-    lab.power_on("node2", report_progress=print_line)
+    lab.power_on_node("node2", report_progress=print_line)
     assert list_node_states(engine)["node2"] == "ready"
     assert [volume["Name"] for volume in own.get("/volumes")["Volumes"]] == ["kept"]
     own.delete("/volumes/kept")
     with pytest.raises(LabError, match="is already running"):
-        lab.power_on("node2", report_progress=print_line)
+        lab.power_on_node("node2", report_progress=print_line)
 
 
 @pytest.mark.test_all_only("waits for a swarm to notice, or for labs of its own; every other lab test uses what it shows")
 def test_a_swarm_survives_the_loss_of_its_manager(lab: Lab, engine: DockerEngine) -> None:
-    lab.power_off("node0", report_progress=print_line)
-    lab.power_on("node0", report_progress=print_line)
+    lab.power_off_node("node0", report_progress=print_line)
+    lab.power_on_node("node0", report_progress=print_line)
     wait_until("all are ready again", lambda: set(list_node_states(engine).values()) == {"ready"}, 40)
 
 
@@ -247,7 +247,7 @@ def test_a_cut_node_lives_alone(lab: Lab, engine: DockerEngine, start_server: Ca
     start_server("node1")
     before = list_process_tree(read_machine_pid(lab.name, "node1"))
     assert measure_send_seconds(lab, "node0", "node1", 1) < 2
-    lab.cut_network("node1", report_progress=print_line)
+    lab.partition_node("node1", report_progress=print_line)
     try:
         with pytest.raises(subprocess.CalledProcessError):
             measure_send_seconds(lab, "node0", "node1", 1)
@@ -255,7 +255,7 @@ def test_a_cut_node_lives_alone(lab: Lab, engine: DockerEngine, start_server: Ca
         wait_until("node1 is down", lambda: list_node_states(engine)["node1"] == "down", 40)
         assert [process for process in before if not is_process_alive(process)] == []
     finally:
-        lab.restore_network("node1", report_progress=print_line)
+        lab.reconnect_node("node1", report_progress=print_line)
     assert measure_send_seconds(lab, "node0", "node1", 1) < 2
     wait_until("node1 is ready again", lambda: list_node_states(engine)["node1"] == "ready", 40)
 
@@ -266,12 +266,12 @@ def test_a_slow_node_is_slow_in_both_directions(lab: Lab, start_server: Callable
     start_server(target)
     size = 5_000_000
     fast = measure_send_seconds(lab, source, target, size)
-    lab.limit_network("node1", "20mbit", report_progress=print_line)
+    lab.limit_node_bandwidth("node1", "20mbit", report_progress=print_line)
     try:
         assert lab.get_status()[1].link == "20mbit"
         slow = measure_send_seconds(lab, source, target, size)
     finally:
-        lab.restore_network("node1", report_progress=print_line)
+        lab.reconnect_node("node1", report_progress=print_line)
     assert 1.5 < slow < 6, "40 Mbit at 20 Mbit/s take 2 s"
     assert fast < slow / 4
     assert measure_send_seconds(lab, source, target, size) < slow / 4
@@ -279,11 +279,11 @@ def test_a_slow_node_is_slow_in_both_directions(lab: Lab, start_server: Callable
 
 
 def test_an_unknown_node_is_refused_with_the_known_ones(lab: Lab) -> None:
-    for fault in (lab.power_off, lab.power_on, lab.cut_network, lab.restore_network):
+    for fault in (lab.power_off_node, lab.power_on_node, lab.partition_node, lab.reconnect_node):
         with pytest.raises(LabError, match="node0, node1, node2"):
             fault("node7", report_progress=print_line)
     with pytest.raises(LabError, match="'fast' is not a valid rate"):
-        lab.limit_network("node1", "fast", report_progress=print_line)
+        lab.limit_node_bandwidth("node1", "fast", report_progress=print_line)
 
 
 def test_up_next_to_a_live_lab_leaves_it_alone(lab: Lab) -> None:
@@ -329,8 +329,8 @@ def test_a_bare_lab_is_machines_that_nobody_has_set_up(create_lab: Callable[[str
     first, second = (DockerEngine(lab.get_docker_host(node)) for node in ("node0", "node1"))
     assert [engine.get("/info")["Swarm"]["LocalNodeState"] for engine in (first, second)] == ["inactive"] * 2
     assert "registry.lab:5000" not in first.get("/info")["RegistryConfig"]["IndexConfigs"]
-    lab.power_off("node1", report_progress=print_line)
-    lab.power_on("node1", report_progress=print_line)
+    lab.power_off_node("node1", report_progress=print_line)
+    lab.power_on_node("node1", report_progress=print_line)
     assert [node.state for node in lab.get_status()] == ["up", "up"]
     with pytest.raises(LabError, match="up already, and bare"):
         lab.bring_up(2, report_progress=print_line)
@@ -343,8 +343,8 @@ def test_a_bare_lab_is_machines_that_nobody_has_set_up(create_lab: Callable[[str
     token = typed("node0", "docker", "swarm", "join-token", "--quiet", "worker").strip()
     typed("node1", "docker", "swarm", "join", "--advertise-addr", "eth0", "--token", token, "node0:2377")
     assert list_node_states(first) == {"node0": "ready", "node1": "ready"}
-    lab.power_off("node1", report_progress=print_line)
-    lab.power_on("node1", report_progress=print_line)
+    lab.power_off_node("node1", report_progress=print_line)
+    lab.power_on_node("node1", report_progress=print_line)
     wait_until("node1 is back in the swarm that was made by hand", lambda: list_node_states(first)["node1"] == "ready", 40)
     lab.tear_down(report_progress=print_line)
 
@@ -372,15 +372,15 @@ def test_a_lab_behind_ssh_and_with_a_slurm(create_lab: Callable[..., Lab]) -> No
         assert typed("pdsh -N -w 'node[0-1]' hostname") == ["node0", "node1"]
     assert typed("ssh node1 'touch /mnt/own/mine; ls /mnt/own'; ssh node0 ls /mnt/own") == ["mine"]
     for node in ("node1", "node0"):
-        lab.power_off(node, report_progress=print_line)
+        lab.power_off_node(node, report_progress=print_line)
         with pytest.raises(AssertionError, match=r"timed out|refused|No route"):
             typed(f"ssh -o ConnectTimeout=1 {node} hostname")
-        lab.power_on(node, report_progress=print_line)
+        lab.power_on_node(node, report_progress=print_line)
         assert both() == ["node0", "node1", "node1", "node1"]
-    lab.cut_network("node1", report_progress=print_line)
+    lab.partition_node("node1", report_progress=print_line)
     with pytest.raises(AssertionError, match=r"timed out|No route"):
         typed("ssh -o ConnectTimeout=1 node1 hostname")
-    lab.restore_network("node1", report_progress=print_line)
+    lab.reconnect_node("node1", report_progress=print_line)
     assert typed("ssh node1 ls /mnt/own") == ["mine"]
     with pytest.raises(LabError, match="up already, and its machines have ssh, slurm"):
         lab.bring_up(2, report_progress=print_line)

@@ -24,13 +24,13 @@ SPECIAL_CHARACTERS = "$HOME ${RUN} $$ {{.Node.ID}} {{ a=b 'c' \"d\" %"
 def deploy_stack(lab: Lab, plan: Plan, folder: Path, program: str) -> None:
     write_stack(render_stack(plan), folder / "generated.yml")
     run_docker(lab, "stack", "deploy", "-c", str(folder / "generated.yml"), RUN, program=program)
-    SwarmLauncher(lab.get_docker_host("node0")).deploy(plan, DISCARD)  # which only waits, since everything is deployed
+    SwarmLauncher(lab.get_docker_host("node0")).deploy_run(plan, DISCARD)  # which only waits, since everything is deployed
 
 
 def query_run(launcher: SwarmLauncher, plan: Plan) -> dict[str, Any]:
     """Return the answers of all read-only commands about the run."""
     updates = []
-    for update in launcher.watch(RUN):
+    for update in launcher.watch_run(RUN):
         updates.append(type(update).__name__)
         if {"Event", "LogLine", "TaskState"} <= set(updates):
             break
@@ -56,20 +56,20 @@ def test_every_command_on_what_docker_stack_deploy_started(
     deploy_stack(lab, plan, tmp_path, program)
     theirs = query_run(launcher, plan)
     tasks = list_task_ids(launcher._engine)
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     assert list_task_ids(launcher._engine) == tasks
     config, cargo = launcher.load_deployment(RUN)
-    launcher.deploy(make_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN, node_count=3), print_line)
+    launcher.deploy_run(make_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN, node_count=3), print_line)
     assert list_task_ids(launcher._engine).items() >= tasks.items()
-    launcher.stop(RUN, print_line)
+    launcher.stop_run(RUN, print_line)
     assert {task.state for task in launcher.list_tasks(RUN) if task.node != protocol.RENDEZVOUS_SERVICE} == {"stopped"}
     # Restarted by plain docker, then by us.
     run_docker(lab, "stack", "deploy", "--prune", "-c", str(tmp_path / "generated.yml"), RUN, program=program)
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     assert theirs["tasks"] == query_run(launcher, plan)["tasks"]
-    launcher.tear_down(RUN, print_line)
+    launcher.tear_down_run(RUN, print_line)
     assert is_run_removed(lab, launcher._engine)
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     ours = query_run(launcher, plan)
     assert theirs == ours
     assert ours["changes"] == []
@@ -89,7 +89,7 @@ def test_what_docker_changed_by_hand_is_shown_by_plan_and_fixed_by_deploy(
     lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]
 ) -> None:
     plan = plan_run()
-    launcher.deploy(plan, DISCARD)
+    launcher.deploy_run(plan, DISCARD)
 
     def changes() -> list[str]:
         return [str(step) for step in launcher.plan_changes(plan)]
@@ -104,7 +104,7 @@ def test_what_docker_changed_by_hand_is_shown_by_plan_and_fixed_by_deploy(
         "update service demo_node1: Env.SWARMTRAIN_SLOTS nothing → 1, Env.MORE 1 → nothing (restarts it)",
         "create service demo_rendezvous: does not exist",
     ]
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     wait_until_all_running(launcher)
     assert changes() == []
     # Without the services, nothing references the configs and secrets.
@@ -117,7 +117,7 @@ def test_what_docker_changed_by_hand_is_shown_by_plan_and_fixed_by_deploy(
         f"create config {next(name for name in configs if 'training_code' in name)}",
         f"create secret demo_TOKEN-{plan.cargo.secrets[0].digest}",
     ]
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     wait_until_all_running(launcher)
 
 
@@ -142,9 +142,9 @@ def test_what_looks_like_a_variable_or_a_template_arrives_as_it_is(
         mounts=((f"/mnt/shared/{source}", target),),
         swarm=labelled,
     )
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     ours = read_container_environment(lab)
-    launcher.tear_down(RUN, print_line)
+    launcher.tear_down_run(RUN, print_line)
     deploy_stack(lab, plan, tmp_path, find_docker_programs()[-1])
     theirs = read_container_environment(lab)
     for found in (ours, theirs):

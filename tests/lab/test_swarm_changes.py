@@ -61,9 +61,9 @@ def create_launcher(lab: Lab, launcher: SwarmLauncher) -> Callable[[], SwarmLaun
 def test_two_deploys_at_once_end_in_the_last_one(
     lab: Lab, create_launcher: Callable[[], SwarmLauncher], plan_run: Callable[..., Plan], launcher: SwarmLauncher
 ) -> None:
-    first = CommandThread(lambda say: create_launcher().deploy(plan_run(), say))
+    first = CommandThread(lambda say: create_launcher().deploy_run(plan_run(), say))
     first.wait_for_message("create service demo_rendezvous")
-    second = CommandThread(lambda say: create_launcher().deploy(plan_run(nodes=3), say))
+    second = CommandThread(lambda say: create_launcher().deploy_run(plan_run(nodes=3), say))
     told, fine = first.wait_for_end(), second.wait_for_end()
     assert fine is None, second.messages
     assert isinstance(told, StackError)
@@ -93,9 +93,9 @@ def test_an_interrupted_deploy_leaves_alone_what_another_has_taken_over(
             go_on.wait(60)
             raise StackError("as if interrupted")
 
-    first = CommandThread(lambda _: create_launcher().deploy(plan_run(), interrupt))
+    first = CommandThread(lambda _: create_launcher().deploy_run(plan_run(), interrupt))
     assert reached.wait(60)
-    create_launcher().deploy(plan_run(), print_line)
+    create_launcher().deploy_run(plan_run(), print_line)
     go_on.set()
     assert str(first.wait_for_end()) == "as if interrupted"
     assert {task.state for task in launcher.list_tasks(RUN)} == {"running"}
@@ -108,10 +108,10 @@ def test_a_deploy_that_hangs_is_canceled_by_down(
     """It waits for a node that does not exist."""
     plan = plan_run()
     plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], constraint="node.labels.colour==green")))
-    waits = CommandThread(lambda say: create_launcher().deploy(plan, say))
+    waits = CommandThread(lambda say: create_launcher().deploy_run(plan, say))
     waits.wait_for_message("no suitable node")
-    again = CommandThread(lambda say: create_launcher().tear_down(RUN, say))
-    create_launcher().tear_down(RUN, print_line)
+    again = CommandThread(lambda say: create_launcher().tear_down_run(RUN, say))
+    create_launcher().tear_down_run(RUN, print_line)
     error = waits.wait_for_end()
     assert isinstance(error, StackError)
     assert "meanwhile" in error.message
@@ -123,22 +123,25 @@ def test_a_deploy_that_hangs_is_canceled_by_down(
 def test_a_deploy_over_a_run_that_is_going_down(
     lab: Lab, create_launcher: Callable[[], SwarmLauncher], plan_run: Callable[..., Plan], launcher: SwarmLauncher
 ) -> None:
-    launcher.deploy(plan_run(), DISCARD)
-    going = CommandThread(lambda say: create_launcher().tear_down(RUN, say))
+    launcher.deploy_run(plan_run(), DISCARD)
+    going = CommandThread(lambda say: create_launcher().tear_down_run(RUN, say))
     going.wait_for_message("removing demo_node0")
     # Commands that only read answer at once; commands that change something wait.
     end = time.monotonic() + 10
     while {task.state for task in launcher.list_tasks(RUN) if task.node != "rendezvous"} - {"stopping"}:
         assert time.monotonic() < end
         time.sleep(0.1)
-    over = CommandThread(lambda say: create_launcher().deploy(plan_run(nodes=1), say))
+    over = CommandThread(lambda say: create_launcher().deploy_run(plan_run(nodes=1), say))
     over.wait_for_message("is removing it, since")
     assert going.wait_for_end() is None
     assert over.wait_for_end() is None, over.messages
     assert [(task.node, task.state) for task in launcher.list_tasks(RUN)] == [("node0", "running"), ("rendezvous", "running")]
-    going = CommandThread(lambda say: create_launcher().tear_down(RUN, say))
+    going = CommandThread(lambda say: create_launcher().tear_down_run(RUN, say))
     going.wait_for_message("removing demo_node0")
-    others = [CommandThread(lambda say: create_launcher().tear_down(RUN, say)), CommandThread(lambda say: create_launcher().stop(RUN, say))]
+    others = [
+        CommandThread(lambda say: create_launcher().tear_down_run(RUN, say)),
+        CommandThread(lambda say: create_launcher().stop_run(RUN, say)),
+    ]
     for other in others:
         other.wait_for_message("is removing it, since")
     assert going.wait_for_end() is None
@@ -151,32 +154,32 @@ def test_a_deploy_over_a_run_that_is_going_down(
 def test_what_docker_stack_rm_leaves_is_waited_for(
     lab: Lab, create_launcher: Callable[[], SwarmLauncher], plan_run: Callable[..., Plan], launcher: SwarmLauncher
 ) -> None:
-    launcher.deploy(plan_run(), DISCARD)
+    launcher.deploy_run(plan_run(), DISCARD)
     run_docker(lab, "stack", "rm", RUN)
     assert launcher.list_runs() == []
     assert launcher.list_terminating_runs() == [RUN]
-    for refused in (launcher.list_tasks, launcher.read_events, launcher.watch, launcher.load_deployment):
+    for refused in (launcher.list_tasks, launcher.read_events, launcher.watch_run, launcher.load_deployment):
         with pytest.raises(RunNotFound, match="is being removed"):
             refused(RUN)
-    for refused in (lambda: launcher.stream_logs(RUN, follow=False), lambda: launcher.stop(RUN, print_line)):
+    for refused in (lambda: launcher.stream_logs(RUN, follow=False), lambda: launcher.stop_run(RUN, print_line)):
         with pytest.raises(RunNotFound, match="is being removed"):
             refused()
     said: list[str] = []
-    launcher.deploy(plan_run(), said.append)
+    launcher.deploy_run(plan_run(), said.append)
     assert {task.state for task in launcher.list_tasks(RUN)} == {"running"}
     run_docker(lab, "stack", "rm", RUN)
-    launcher.tear_down(RUN, print_line)
+    launcher.tear_down_run(RUN, print_line)
     assert is_run_removed(lab, launcher._engine)
     assert launcher.list_terminating_runs() == []
     # While docker is still removing the stack, not afterwards.
-    launcher.deploy(plan_run(), DISCARD)
+    launcher.deploy_run(plan_run(), DISCARD)
     removal = subprocess.Popen(["docker", "-H", lab.get_docker_host("node0"), "stack", "rm", RUN], stdout=subprocess.PIPE)
     assert removal.stdout
     removal.stdout.readline()
-    create_launcher().deploy(plan_run(), print_line)
+    create_launcher().deploy_run(plan_run(), print_line)
     removal.communicate()
     with contextlib.suppress(StackError):
-        create_launcher().deploy(plan_run(), print_line)
+        create_launcher().deploy_run(plan_run(), print_line)
     assert len(cluster_state.list_services(launcher._engine, RUN)) == 3
     assert {task.state for task in launcher.list_tasks(RUN)} == {"running"}
 
@@ -185,7 +188,7 @@ def test_what_docker_stack_rm_leaves_is_waited_for(
 def stale_lock(launcher: SwarmLauncher) -> Iterator[str]:
     """The lock of a command that was killed while it held it."""
     stale_lock = run_lock.RunLock(launcher._engine, RUN, "is deploying it")
-    stale_lock._wait_until_ours(DISCARD)
+    stale_lock._wait_and_acquire_lock(DISCARD)
     yield stale_lock._name
     launcher._engine.delete(f"/configs/{stale_lock._name}")
 
@@ -196,10 +199,10 @@ def test_the_lock_of_a_killed_command_is_taken_over(launcher: SwarmLauncher, eng
     def change(name: str) -> Callable[[Callable[[str], None]], None]:
         def do(report_progress: Callable[[str], None]) -> None:
             lock = run_lock.RunLock(engine, RUN, f"is {name}", SwarmTimeouts(stale_lock_polls=4))
-            with lock.holding(report_progress):
+            with lock.hold_lock(report_progress):
                 order.append(f"{name} begins")
                 time.sleep(1)
-                lock.check_held()
+                lock.check_lock_held()
                 order.append(f"{name} ends")
 
         return do
@@ -216,16 +219,16 @@ def test_the_lock_of_a_killed_command_is_taken_over(launcher: SwarmLauncher, eng
 def test_a_command_that_stalled_too_long_changes_nothing_more(engine: DockerEngine) -> None:
     asleep = run_lock.RunLock(engine, RUN, "sleeps", SwarmTimeouts(lock_renew_seconds=1000.0))
     other = run_lock.RunLock(engine, RUN, "takes over", SwarmTimeouts(lock_renew_seconds=1000.0, stale_lock_polls=1))
-    with asleep.holding(DISCARD):
-        with other.holding(DISCARD):
-            assert not asleep.is_ours()
-            assert not asleep.reacquire()
+    with asleep.hold_lock(DISCARD):
+        with other.hold_lock(DISCARD):
+            assert not asleep.is_held_by_this_command()
+            assert not asleep.reacquire_lock()
             with pytest.raises(StackError, match="has lost the lock"):
-                asleep.check_held()
-            assert "takes over meanwhile" in asleep.build_preempted_error().message
-        assert not asleep.is_ours()
+                asleep.check_lock_held()
+            assert "takes over meanwhile" in asleep.build_preemption_error().message
+        assert not asleep.is_held_by_this_command()
     alone = run_lock.RunLock(engine, RUN, "waits", SwarmTimeouts(lock_valid_seconds=0.0))
-    with alone.holding(DISCARD), pytest.raises(StackError, match="has lost the lock"):
-        alone.check_held()
+    with alone.hold_lock(DISCARD), pytest.raises(StackError, match="has lost the lock"):
+        alone.check_lock_held()
     with pytest.raises(StackError, match="another command has changed or removed it meanwhile"):
         asleep.allow_preemption()

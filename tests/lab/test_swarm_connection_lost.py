@@ -75,8 +75,8 @@ def match_step_after(watch: WatchThread, node: str, steps: int) -> Callable[[Run
 def test_a_manager_that_is_lost_and_reconnected_loses_no_line_and_no_event(
     launcher: SwarmLauncher, plan_run: Callable[..., Plan], proxy: EngineProxy
 ) -> None:
-    launcher.deploy(plan_run(), print_line)
-    watch = WatchThread(SwarmLauncher(proxy.address, SwarmTimeouts(manager_seconds=15.0)).watch(RUN))
+    launcher.deploy_run(plan_run(), print_line)
+    watch = WatchThread(SwarmLauncher(proxy.address, SwarmTimeouts(manager_seconds=15.0)).watch_run(RUN))
     watch.wait_for_update(match_step_after(watch, "node0", 3))
     for _ in range(5):
         proxy.disconnect()
@@ -107,14 +107,14 @@ def test_a_manager_that_is_lost_and_reconnected_loses_no_line_and_no_event(
 
 def test_a_reboot_of_the_manager_loses_no_line_of_the_others(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
     """The coordinator runs on the manager, so it is restarted too."""
-    launcher.deploy(plan_run(), print_line)
-    watch = WatchThread(launcher.watch(RUN))
+    launcher.deploy_run(plan_run(), print_line)
+    watch = WatchThread(launcher.watch_run(RUN))
     watch.wait_for_update(match_step_after(watch, "node1", 3))
-    lab.power_off("node0", report_progress=print_line)
+    lab.power_off_node("node0", report_progress=print_line)
     try:
         watch.wait_for_update(lambda update: isinstance(update, Event) and update.kind == EVENT_NOTE)
     finally:
-        lab.power_on("node0", report_progress=print_line)
+        lab.power_on_node("node0", report_progress=print_line)
     watch.wait_for_update(
         lambda update: isinstance(update, Event) and update.kind == EVENT_COORDINATOR_STARTED and watch.list_notes()[-1] == "answers again",
         120,
@@ -163,9 +163,9 @@ def test_a_change_that_is_interrupted_anywhere_is_completed_by_the_same_command(
     lab: Lab, engine: DockerEngine, plan_unschedulable_run: Callable[[int], Plan], proxy: EngineProxy
 ) -> None:
     commands: dict[str, Callable[[SwarmLauncher], None]] = {
-        "up": lambda place: place.deploy(plan_unschedulable_run(1), DISCARD),
-        "scale": lambda place: place.deploy(plan_unschedulable_run(2), DISCARD),
-        "down": lambda place: place.tear_down(RUN, DISCARD),
+        "up": lambda place: place.deploy_run(plan_unschedulable_run(1), DISCARD),
+        "scale": lambda place: place.deploy_run(plan_unschedulable_run(2), DISCARD),
+        "down": lambda place: place.tear_down_run(RUN, DISCARD),
     }
     unfinished = set(commands)
     number = 0
@@ -186,10 +186,10 @@ def test_a_node_that_has_just_died_does_not_delay_the_lines_of_the_others(
     lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]
 ) -> None:
     """The manager waits for more than a minute for that node's part of the log."""
-    launcher.deploy(plan_run(), print_line)
-    watch = WatchThread(launcher.watch(RUN))
+    launcher.deploy_run(plan_run(), print_line)
+    watch = WatchThread(launcher.watch_run(RUN))
     watch.wait_for_update(match_step_after(watch, "node0", 3))
-    lab.power_off("node1", report_progress=print_line)
+    lab.power_off_node("node1", report_progress=print_line)
     try:
         for follow in (False, True):
             begun = time.monotonic()
@@ -197,4 +197,4 @@ def test_a_node_that_has_just_died_does_not_delay_the_lines_of_the_others(
             assert next(line.node for line in shown if line.text.startswith("step ")) == "node0"
             assert time.monotonic() - begun < 30
     finally:
-        lab.power_on("node1", report_progress=print_line)
+        lab.power_on_node("node1", report_progress=print_line)

@@ -74,16 +74,16 @@ def test_the_same_specs_as_docker_stack_deploy(lab: Lab, launcher: SwarmLauncher
         },
     )
     write_stack(render_stack(plan), tmp_path / "generated.yml")
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     ours = snapshot_stack(engine)
     assert len(ours["services"]) == 3
     assert len(ours["configs"]) == 2
-    launcher.tear_down(RUN, print_line)
+    launcher.tear_down_run(RUN, print_line)
     for program in find_docker_programs():
         run_docker(lab, "stack", "deploy", "-c", str(tmp_path / "generated.yml"), RUN, program=program)
         assert snapshot_stack(engine) == ours, program
         assert launcher.plan_changes(plan) == [], program
-        launcher.tear_down(RUN, DISCARD)
+        launcher.tear_down_run(RUN, DISCARD)
 
 
 def test_the_host_network_and_rdma_are_the_same_by_docker_stack_deploy(
@@ -95,13 +95,13 @@ def test_the_host_network_and_rdma_are_the_same_by_docker_stack_deploy(
     for program in find_docker_programs():
         run_docker(lab, "stack", "deploy", "-c", str(tmp_path / "generated.yml"), RUN, program=program)
         assert launcher.plan_changes(plan) == [], program
-        launcher.tear_down(RUN, DISCARD)
+        launcher.tear_down_run(RUN, DISCARD)
 
 
 @pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan], tmp_path: Path) -> None:
     engine = launcher._engine
-    launcher.deploy(plan_run(), print_line)
+    launcher.deploy_run(plan_run(), print_line)
     first = list_task_ids(engine)
     assert {name: len(ids) for name, ids in first.items()} == {"demo_node0": 1, "demo_node1": 1, "demo_rendezvous": 1}
 
@@ -119,7 +119,7 @@ def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher,
     assert [event.kind for event in later.read_events(RUN)] == [protocol.EVENT_COORDINATOR_STARTED]
 
     # Deploying the same again changes nothing, with either client.
-    later.deploy(plan_run(), print_line)
+    later.deploy_run(plan_run(), print_line)
     write_stack(render_stack(plan_run()), tmp_path / "generated.yml")
     run_docker(lab, "stack", "deploy", "-c", str(tmp_path / "generated.yml"), RUN)
     assert list_task_ids(engine) == first
@@ -128,36 +128,36 @@ def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher,
     config, cargo = later.load_deployment(RUN)
     assert cargo.code == plan_run().cargo.code
     three = make_plan(config, later.read_inventory(config.runner), cargo, run=RUN, node_count=3)
-    later.deploy(three, print_line)
+    later.deploy_run(three, print_line)
     assert list_task_ids(engine) == {**first, "demo_node2": list_task_ids(engine)["demo_node2"]}
-    later.deploy(plan_run(), print_line)
+    later.deploy_run(plan_run(), print_line)
     assert {name: ids for name, ids in list_task_ids(engine).items() if name != "removed"} == first
 
     # An edited script restarts the nodes but not the coordinator.
-    later.deploy(plan_run(script=b"train_better()\n"), print_line)
+    later.deploy_run(plan_run(script=b"train_better()\n"), print_line)
     after = list_task_ids(engine)
     assert after["demo_rendezvous"] == first["demo_rendezvous"]
     assert len(after["demo_node0"] - first["demo_node0"]) == 1
     assert len(cluster_state.read_stack_state(engine, RUN).configs) == 2
 
     with pytest.raises(StackError, match="Swarm cannot change a network in place"):
-        later.deploy(plan_run(swarm={"mtu": 1400}), print_line)
+        later.deploy_run(plan_run(swarm={"mtu": 1400}), print_line)
 
     # Docker's own removal, then at once ours on top of what it left, and at once a new deploy.
     subprocess.run(["docker", "-H", lab.get_docker_host("node0"), "stack", "rm", RUN], check=False, capture_output=True)
     if not cluster_state.read_stack_state(engine, RUN).is_empty:
-        launcher.tear_down(RUN, print_line)
-    launcher.deploy(plan_run(), print_line)
-    launcher.tear_down(RUN, print_line)
+        launcher.tear_down_run(RUN, print_line)
+    launcher.deploy_run(plan_run(), print_line)
+    launcher.tear_down_run(RUN, print_line)
     assert is_run_removed(lab, engine)
     with pytest.raises(RunNotFound):
-        launcher.tear_down(RUN, print_line)
+        launcher.tear_down_run(RUN, print_line)
 
 
 @pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_stopped_containers_exit_gracefully_and_come_back(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
-    launcher.deploy(plan_run(), print_line)
-    launcher.stop(RUN, print_line)
+    launcher.deploy_run(plan_run(), print_line)
+    launcher.stop_run(RUN, print_line)
     assert [(task.node, task.state) for task in launcher.list_tasks(RUN)] == [
         ("node0", "stopped"),
         ("node1", "stopped"),
@@ -170,23 +170,25 @@ def test_stopped_containers_exit_gracefully_and_come_back(lab: Lab, launcher: Sw
     assert "node" not in "".join(names)
     # The coordinator keeps its state, following the run ends without an outcome, and a second stop changes nothing.
     assert [event.kind for event in launcher.read_events(RUN)] == [protocol.EVENT_COORDINATOR_STARTED]
-    assert [update for update in launcher.watch(RUN) if isinstance(update, protocol.Event) and update.kind == protocol.EVENT_OUTCOME] == []
+    assert [
+        update for update in launcher.watch_run(RUN) if isinstance(update, protocol.Event) and update.kind == protocol.EVENT_OUTCOME
+    ] == []
     board = list_task_ids(launcher._engine)["demo_rendezvous"]
-    launcher.stop(RUN, print_line)
+    launcher.stop_run(RUN, print_line)
     # Swarm drops the logs together with the tasks; the last lines are kept in the run directory.
     assert [(resolve_run_directory(RUN) / f"node{number}.log").read_text().splitlines()[-1].partition(" ")[2] for number in (0, 1)] == [
         "[rank 0] saved"
     ] * 2
     assert {str(step).partition(": ")[2] for step in launcher.plan_changes(plan_run())} == {"Replicas 0 → 1"}
-    launcher.deploy(plan_run(), print_line)
+    launcher.deploy_run(plan_run(), print_line)
     assert {task.state for task in launcher.list_tasks(RUN)} == {"running"}
     assert list_task_ids(launcher._engine)["demo_rendezvous"] == board
 
 
 @pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_run_is_followed_to_its_outcome(launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
-    launcher.deploy(plan_run(max_restarts=77), print_line)
-    updates = list(launcher.watch(RUN))
+    launcher.deploy_run(plan_run(max_restarts=77), print_line)
+    updates = list(launcher.watch_run(RUN))
     lines = [update for update in updates if isinstance(update, LogLine)]
     assert {(line.node, line.rank) for line in lines} == {("node0", 0), ("node1", 0)}
     assert {len(line.text) for line in lines if line.text.startswith("step 1 of node1")} == {40_000 + len("step 1 of node1")}
@@ -198,23 +200,23 @@ def test_a_run_is_followed_to_its_outcome(launcher: SwarmLauncher, plan_run: Cal
     assert (resolve_run_directory(RUN) / "events.jsonl").read_text().count("outcome") == 1
     # A finished run is not restarted.
     before = list_task_ids(launcher._engine)
-    launcher.deploy(plan_run(max_restarts=77), print_line)
+    launcher.deploy_run(plan_run(max_restarts=77), print_line)
     assert list_task_ids(launcher._engine)["demo_rendezvous"] == before["demo_rendezvous"]
-    assert [update for update in launcher.watch(RUN) if isinstance(update, protocol.Event)][-1].kind == protocol.EVENT_OUTCOME
+    assert [update for update in launcher.watch_run(RUN) if isinstance(update, protocol.Event)][-1].kind == protocol.EVENT_OUTCOME
 
 
 @pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_failed_run_restarts_without_its_old_outcome(launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
     plan = plan_run(max_restarts=78)
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     assert [
         update.data["reason"]
-        for update in launcher.watch(RUN)
+        for update in launcher.watch_run(RUN)
         if isinstance(update, protocol.Event) and update.kind == protocol.EVENT_OUTCOME
     ] == ["no luck"]
     steps = launcher.plan_changes(plan)
     assert {str(step).partition(": ")[2] for step in steps} == {"the run had failed (no luck) and is restarted"}
-    launcher.deploy(plan, print_line)
+    launcher.deploy_run(plan, print_line)
     kinds = [event.kind for event in launcher.read_events(RUN)]
     assert kinds.count(protocol.EVENT_COORDINATOR_STARTED) == 2
     assert kinds.count(protocol.EVENT_OUTCOME) <= 1
@@ -222,13 +224,13 @@ def test_a_failed_run_restarts_without_its_old_outcome(launcher: SwarmLauncher, 
 
 @pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_following_ends_when_the_run_is_taken_down(launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
-    launcher.deploy(plan_run(), print_line)
+    launcher.deploy_run(plan_run(), print_line)
     updates = []
-    watcher = threading.Thread(target=lambda: updates.extend(launcher.watch(RUN)), daemon=True)
+    watcher = threading.Thread(target=lambda: updates.extend(launcher.watch_run(RUN)), daemon=True)
     watcher.start()
     time.sleep(1)
-    launcher.deploy(plan_run(nodes=3), print_line)
-    launcher.tear_down(RUN, print_line)
+    launcher.deploy_run(plan_run(nodes=3), print_line)
+    launcher.tear_down_run(RUN, print_line)
     watcher.join(20)
     assert not watcher.is_alive()
     assert {line.node for line in updates if isinstance(line, LogLine)} == {"node0", "node1", "node2"}
@@ -237,7 +239,7 @@ def test_following_ends_when_the_run_is_taken_down(launcher: SwarmLauncher, plan
 
 @pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_logs_are_one_stream_in_the_order_of_time(launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
-    launcher.deploy(plan_run(), print_line)
+    launcher.deploy_run(plan_run(), print_line)
     end = time.monotonic() + 60
     lines: list[LogLine] = []
     while {line.node for line in lines} != {"node0", "node1"}:
@@ -259,7 +261,7 @@ def test_what_was_followed_is_there_when_the_run_is_down(
     launcher: SwarmLauncher, plan_run: Callable[..., Plan], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", launcher._engine.address)
-    launcher.deploy(plan_run(), print_line)
+    launcher.deploy_run(plan_run(), print_line)
     seen = list(islice(launcher.stream_logs(RUN, follow=True), 40))
     remove_run(launcher, RUN)
     capsys.readouterr()
@@ -283,7 +285,7 @@ def test_what_was_followed_is_there_when_the_run_is_down(
 
 def expect_refusal(launcher: SwarmLauncher, plan: Plan, error_type: type[Exception], match: str) -> Exception:
     with pytest.raises(error_type, match=match) as raised:
-        launcher.deploy(plan, print_line)
+        launcher.deploy_run(plan, print_line)
     return raised.value
 
 
@@ -308,19 +310,19 @@ def test_an_interrupted_first_deploy_leaves_nothing(lab: Lab, launcher: SwarmLau
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launcher.deploy(plan_run(), interrupt)
+        launcher.deploy_run(plan_run(), interrupt)
     assert is_run_removed(lab, launcher._engine)
 
 
 @pytest.mark.test_all_only("the contract has this step in the life of a run")
 def test_a_second_deploy_that_fails_keeps_what_runs(launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
-    launcher.deploy(plan_run(), print_line)
+    launcher.deploy_run(plan_run(), print_line)
     first = list_task_ids(launcher._engine)
     plan = plan_run(nodes=3)
     broken = replace(plan, config=plan_run(nodes=3, mounts=(("/nowhere", "/data"),)).config)
     expect_refusal(launcher, broken, StackError, "bind source path does not exist")
     assert launcher.list_runs() == [RUN]
-    launcher.deploy(plan_run(), print_line)
+    launcher.deploy_run(plan_run(), print_line)
     assert list_task_ids(launcher._engine)["demo_rendezvous"] == first["demo_rendezvous"]
     assert {task.state for task in launcher.list_tasks(RUN)} == {"running"}
 
@@ -329,7 +331,7 @@ def test_a_node_that_nobody_can_be_is_shown_with_swarms_reason(lab: Lab, launche
     plan = plan_run()
     plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], constraint="node.labels.colour==green")))
     said: list[str] = []
-    SwarmLauncher(lab.get_docker_host("node0"), SwarmTimeouts(pending_seconds=2.0)).deploy(plan, said.append)
+    SwarmLauncher(lab.get_docker_host("node0"), SwarmTimeouts(pending_seconds=2.0)).deploy_run(plan, said.append)
     reason = "no suitable node (scheduling constraints not satisfied on 3 nodes)"
     assert said[-1] == f"no longer waiting for: node1 on node1: pending, {reason}"
     assert launcher.list_tasks(RUN)[1] == TaskState("node1", "node1", "pending", reason)
@@ -349,7 +351,7 @@ def test_a_stack_of_somebody_else_is_never_touched(
         ]
         expect_refusal(launcher, plan_run(), StackError, "not a swarmtrain run")
         with pytest.raises(RunNotFound):
-            launcher.tear_down(RUN, print_line)
+            launcher.tear_down_run(RUN, print_line)
         assert "demo_web" in run_docker(lab, "stack", "services", RUN)
     finally:
         from swarmtrain.launchers.swarm import teardown

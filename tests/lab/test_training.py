@@ -56,7 +56,7 @@ def launcher(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLaunche
     launcher = SwarmLauncher()
     yield launcher
     for run in launcher.list_runs():
-        launcher.tear_down(run, lambda line: None)
+        launcher.tear_down_run(run, lambda line: None)
 
 
 def build_options(image: str, run: str, *extra_settings: str) -> list[str]:

@@ -62,7 +62,7 @@ class Hosts:
 
     def list_pids(self, name: str) -> list[int]:
         """Return the pids of all processes on a host."""
-        return [int(pid) for pid in process.run_command(["ip", "netns", "pids", network.get_namespace(self.lab.name, name)]).split()]
+        return [int(pid) for pid in process.run_command(["ip", "netns", "pids", network.get_namespace_name(self.lab.name, name)]).split()]
 
     def list_programs(self, name: str) -> list[str]:
         """Return the command lines of the processes on a host, without sshd and its sessions."""
@@ -75,19 +75,19 @@ class Hosts:
 
     def power_off_host(self, name: str) -> None:
         """Power off a host."""
-        self.lab.power_off(name, report_progress=print)
+        self.lab.power_off_node(name, report_progress=print)
 
     def partition_host(self, name: str) -> None:
         """Partition a host: cut it off from the network."""
-        self.lab.cut_network(name, report_progress=print)
+        self.lab.partition_node(name, report_progress=print)
 
     def restore_hosts(self) -> None:
         """Power on the hosts that are dead, and reconnect the network of the others."""
         for node in self.lab.get_status():
             if node.state == "dead":
-                self.lab.power_on(node.node, report_progress=print)
+                self.lab.power_on_node(node.node, report_progress=print)
             else:
-                self.lab.restore_network(node.node, report_progress=print)
+                self.lab.reconnect_node(node.node, report_progress=print)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import pytest
 from ssh_hosts import HOST_NAMES, NODE_LOCAL_FOLDER, Hosts, start_hosts
 
 from swarmtrain import __version__
-from swarmtrain.launchers.ssh.python_environment import freeze_installed, read_requirements
+from swarmtrain.launchers.ssh.python_environment import freeze_installed_packages, read_requirements
 
 pytestmark = pytest.mark.test_all_only("installs Python environments on hosts over SSH")
 
@@ -207,7 +207,7 @@ def test_what_is_there_is_verified_for_real_and_nothing_is_installed(user: EnvUs
 
 
 def test_what_is_installed_here_is_a_list_of_pins(tmp_path: Path) -> None:
-    lines = freeze_installed()
+    lines = freeze_installed_packages()
     assert {"swarmtrain", "torch", "pydantic"} <= {line.partition("==")[0] for line in lines}
     assert f"swarmtrain=={__version__}" in lines
     (tmp_path / "list.txt").write_text("\n".join(lines))

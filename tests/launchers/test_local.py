@@ -71,7 +71,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalL
         for pid in list_run_pids(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        launcher.tear_down(run, print)
+        launcher.tear_down_run(run, print)
 
 
 def plan_run(
@@ -109,7 +109,7 @@ def wait_for_event(
 
 
 def follow_to_outcome(launcher: LocalLauncher) -> tuple[str, list[LogLine], list[TaskState]]:
-    updates = list(launcher.watch("demo"))
+    updates = list(launcher.watch_run("demo"))
     outcome = [update for update in updates if isinstance(update, Event) and update.kind == EVENT_OUTCOME][-1]
     lines = [update for update in updates if isinstance(update, LogLine)]
     return f"{outcome.data['status']}: {outcome.data['reason']}", lines, [update for update in updates if isinstance(update, TaskState)]
@@ -120,7 +120,7 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     plan = plan_run(launcher, 10)
     assert not [finding for finding in launcher.check_plan(plan) if finding.fatal]
     assert [str(change).partition(":")[0] for change in launcher.plan_changes(plan)] == ["start rendezvous", "start node0", "start node1"]
-    launcher.deploy(plan, print)
+    launcher.deploy_run(plan, print)
     assert launcher.plan_changes(plan) == []
     assert "start node1: has changed, or has ended" in map(str, launcher.plan_changes(plan_run(launcher, 11)))
     assert "end node1: is not in the plan" in map(str, launcher.plan_changes(plan_run(launcher, 10, nodes=1, max_nodes=2)))
@@ -133,7 +133,7 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     assert launcher.load_deployment("demo") == (plan.config, plan.cargo)
     assert launcher.list_runs() == ["demo"]
     assert list(launcher.stream_logs("demo", follow=False, since=time.time())) == []
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert launcher.list_runs() == []
     printed = [line for line in history_store.load_log_lines("demo") if line.time > begun]
     assert sorted(line.rank for line in printed if line.text == "start at 0 of world 2, hush" and line.rank is not None) == [0, 1]
@@ -151,7 +151,7 @@ def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: 
         seen = look(folder, plan)
         with monkeypatch.context() as before:
             before.setattr(local, "_compare_with_plan", look)
-            LocalLauncher().deploy(plan, print)
+            LocalLauncher().deploy_run(plan, print)
         return seen
 
     with monkeypatch.context() as patched:
@@ -162,23 +162,27 @@ def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: 
 
 def test_a_run_of_another_version_is_left_alone(launcher: LocalLauncher, tmp_path: Path) -> None:
     plan = plan_run(launcher, 10_000)
-    launcher.deploy(plan, print)
+    launcher.deploy_run(plan, print)
     path = LocalRunFolder("demo").path / "local.json"
     record = path.read_text()
     pids = list_run_pids(tmp_path)
     path.write_text(record.replace('"coordinator_port"', '"board_port"'))
-    for command in (lambda: launcher.list_tasks("demo"), lambda: launcher.deploy(plan, print), lambda: launcher.stop("demo", print)):
+    for command in (
+        lambda: launcher.list_tasks("demo"),
+        lambda: launcher.deploy_run(plan, print),
+        lambda: launcher.stop_run("demo", print),
+    ):
         with pytest.raises(StackError, match="its record was written by another version of swarmtrain"):
             command()
     assert set(pids) <= set(list_run_pids(tmp_path))
     path.write_text(record)
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
 
 
 def test_stop_saves_and_up_resumes_where_it_was(launcher: LocalLauncher, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(launcher, 10_000), print)
+    launcher.deploy_run(plan_run(launcher, 10_000), print)
     wait_for_event(launcher, "progress")
-    launcher.stop("demo", print)
+    launcher.stop_run("demo", print)
     assert {task.node: task.state for task in launcher.list_tasks("demo")} == {
         "node0": "shutdown",
         "node1": "shutdown",
@@ -188,14 +192,14 @@ def test_stop_saves_and_up_resumes_where_it_was(launcher: LocalLauncher, tmp_pat
     saved = (tmp_path / "state").read_text()
     assert 0 < int(saved) < 10_000
     (tmp_path / "enough").touch()
-    launcher.deploy(plan_run(launcher, 10_000), print)
+    launcher.deploy_run(plan_run(launcher, 10_000), print)
     outcome, lines, _ = follow_to_outcome(launcher)
     assert outcome.startswith("done")
     assert [line.text for line in lines if line.text.startswith("start at")] == [f"start at {saved} of world 2, hush"] * 2
 
 
 def test_a_killed_supervisor_is_restarted_and_a_killed_coordinator_too(launcher: LocalLauncher, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(launcher, 10_000), print)
+    launcher.deploy_run(plan_run(launcher, 10_000), print)
     wait_for_event(launcher, "progress")
     before = {name: find_supervisor(tmp_path, name) for name in ("node", "rendezvous")}
     os.kill(before["node"], signal.SIGKILL)
@@ -210,33 +214,33 @@ def test_a_killed_supervisor_is_restarted_and_a_killed_coordinator_too(launcher:
 
 
 def test_scaling_up_leaves_the_others_alone_and_down_again(launcher: LocalLauncher, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(launcher, 10_000, nodes=1, max_nodes=3), print)
+    launcher.deploy_run(plan_run(launcher, 10_000, nodes=1, max_nodes=3), print)
     wait_for_event(launcher, "progress")
     board, first = find_supervisor(tmp_path, "rendezvous"), find_supervisor(tmp_path, "node")
-    launcher.deploy(plan_scaled_run(launcher, "demo", 2), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", 2), print)
     wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 2)
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", "node1", RENDEZVOUS_SERVICE]
     assert (board, first) == (find_supervisor(tmp_path, "rendezvous"), find_supervisor(tmp_path, "node"))
-    launcher.deploy(plan_scaled_run(launcher, "demo", 1), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", 1), print)
     wait_for_event(launcher, "world", lambda event: len([1 for each in launcher.read_events("demo") if each.kind == "world"]) == 3)
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", RENDEZVOUS_SERVICE]
     assert not [event for event in launcher.read_events("demo") if event.kind == "failure"]
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert list_run_pids(tmp_path) == []
 
 
 def test_down_ends_ranks_that_ignore_sigterm(launcher: LocalLauncher, tmp_path: Path) -> None:
     script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(300)\n"
-    launcher.deploy(plan_run(launcher, 1, script=script, nodes=1, max_nodes=1, stop_grace=5.0), print)
+    launcher.deploy_run(plan_run(launcher, 1, script=script, nodes=1, max_nodes=1, stop_grace=5.0), print)
     wait_for_event(launcher, "world")
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert list_run_pids(tmp_path) == []
 
 
 def test_a_new_script_restarts_the_nodes_and_a_failure_is_the_outcome(launcher: LocalLauncher) -> None:
-    launcher.deploy(plan_run(launcher, 10_000, nodes=1, max_nodes=1), print)
+    launcher.deploy_run(plan_run(launcher, 10_000, nodes=1, max_nodes=1), print)
     wait_for_event(launcher, "progress")
-    launcher.deploy(plan_run(launcher, 10_000, script="raise ValueError('no such thing')\n", nodes=1, max_nodes=1), print)
+    launcher.deploy_run(plan_run(launcher, 10_000, script="raise ValueError('no such thing')\n", nodes=1, max_nodes=1), print)
     outcome, _, _ = follow_to_outcome(launcher)
     assert outcome.startswith("failed: node0 rank 0: ValueError: no such thing, in training_code.py line 1; failed 2 times in a row")
 

@@ -74,7 +74,7 @@ def lab() -> Iterator[Lab]:
 def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmLauncher]:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    for name, value in lab.build_environment().items():
+    for name, value in lab.build_client_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -83,7 +83,7 @@ def launcher(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield launcher
     subprocess.run(["scancel", "--user=root"], check=False)
     for name in launcher.list_runs():
-        launcher.tear_down(name, print)
+        launcher.tear_down_run(name, print)
     for pid in list_run_pids(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -132,7 +132,7 @@ def wait_for_world(launcher: SlurmLauncher, name: str, number: int) -> None:
 
 
 def follow_to_outcome(launcher: SlurmLauncher, name: str) -> tuple[str, int, list[LogLine]]:
-    updates = list(launcher.watch(name))
+    updates = list(launcher.watch_run(name))
     outcome = [update for update in updates if isinstance(update, Event) and update.kind == EVENT_OUTCOME][-1]
     return (
         f"{outcome.data['status']}: {outcome.data['reason']}",
@@ -174,7 +174,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     plan = plan_run()
     assert launcher.check_plan(plan) == []
     assert [str(change) for change in launcher.plan_changes(plan)] == ["submit a job: does not exist"]
-    launcher.deploy(plan, print)
+    launcher.deploy_run(plan, print)
     assert launcher.plan_changes(plan) == []
     assert launcher.load_deployment("demo") == (plan.config, plan.cargo)
     first = read_job_id(launcher, "demo")
@@ -191,7 +191,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     release_job(first)
     wait_for_world(launcher, "demo", 2)
     assert read_job_id(launcher, "demo") == first
-    launcher.deploy(plan_scaled_run(launcher, "demo", 3), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", 3), print)
     wait_for_world(launcher, "demo", 3)
     assert list_starts(launcher, "demo")[-1].endswith("of world 3, hush")
     assert not slurm_cli.read_job_state(first).is_active
@@ -206,9 +206,9 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome, code) == ("done: all 3 nodes have finished", 0)
     last = read_job_id(launcher, "demo")
-    assert slurm_cli.wait_until_gone(last, 10)
+    assert slurm_cli.wait_until_job_gone(last, 10)
     assert slurm_cli.read_job_state(last).state == "COMPLETED"
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert launcher.list_runs() == []
     assert not list(tmp_path.rglob("TOKEN"))
     assert list_run_pids(tmp_path) == []
@@ -217,7 +217,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
 
 
 def test_near_its_time_limit_a_job_saves_and_requeues_itself(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(), print)
+    launcher.deploy_run(plan_run(), print)
     number = read_job_id(launcher, "demo")
     wait_for_world(launcher, "demo", 1)
     run_command(["scontrol", "update", f"JobId={number}", "TimeLimit=3"])  # the signal comes 180 s before; Slurm checks every 30 s
@@ -230,13 +230,13 @@ def test_near_its_time_limit_a_job_saves_and_requeues_itself(launcher: SlurmLaun
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome, code) == ("done: all 2 nodes have finished", 0)
-    assert slurm_cli.wait_until_gone(number, 10)
+    assert slurm_cli.wait_until_job_gone(number, 10)
     assert slurm_cli.read_job_state(number).state == "COMPLETED"
     assert "Restarts=1 " in run_command(["scontrol", "show", "job", number])
 
 
 def test_a_preempted_job_saves_within_its_grace_time_and_is_requeued(launcher: SlurmLauncher, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(), print)
+    launcher.deploy_run(plan_run(), print)
     number = read_job_id(launcher, "demo")
     wait_for_world(launcher, "demo", 1)
     run_command(["sbatch", "--partition=urgent", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=sleep 1"])
@@ -246,28 +246,28 @@ def test_a_preempted_job_saves_within_its_grace_time_and_is_requeued(launcher: S
     wait_for_starts(launcher, "demo", [f"start at {saved} of world 2, hush"] * 2, first=2)
     assert not [event for event in launcher.read_events("demo") if event.kind in ("failure", EVENT_OUTCOME)]
     # A cancelled job is asked to exit in the same way, and is not requeued.
-    slurm_cli.signal_or_cancel(number)
-    assert slurm_cli.wait_until_gone(number, 30)
+    slurm_cli.signal_or_cancel_job(number)
+    assert slurm_cli.wait_until_job_gone(number, 30)
     assert slurm_cli.read_job_state(number).state == "CANCELLED"
 
 
 def test_two_runs_on_the_same_nodes_and_the_code_of_the_one_that_fails(launcher: SlurmLauncher, tmp_path: Path) -> None:
     """One run by `deploy`, the other by hand from the output of `generate`. Their ports must not collide."""
-    launcher.deploy(plan_run("one", nodes=3), print)
+    launcher.deploy_run(plan_run("one", nodes=3), print)
     script = tmp_path / "other.sbatch"
     failing = "import sys, os\nsys.exit(7)\n"
     SlurmLauncher.write_deployment_file(plan_run("other", nodes=3, script=failing), script)
     other = slurm_cli.submit_job(script)
     wait_for_world(launcher, "one", 1)
-    assert slurm_cli.wait_until_gone(other, 60)
+    assert slurm_cli.wait_until_job_gone(other, 60)
     outcome, code, _ = follow_to_outcome(launcher, "other")
     assert code == 7
     assert outcome.startswith("failed: ")
     assert "ExitCode=7:0" in run_command(["scontrol", "show", "job", other])
     assert launcher.list_runs() == ["one", "other"]
     assert not [event for event in launcher.read_events("one") if event.kind in (EVENT_OUTCOME, "failure")]
-    launcher.tear_down("one", print)
-    launcher.tear_down("other", print)
+    launcher.tear_down_run("one", print)
+    launcher.tear_down_run("other", print)
     assert run_command(["squeue", "--noheader"]) == ""
     assert list_run_pids(tmp_path) == []
 
@@ -284,18 +284,18 @@ def test_inside_an_allocation_srun_takes_its_nodes(launcher: SlurmLauncher, tmp_
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert launcher.check_plan(plan_run(nodes=3))[0].fatal
     assert launcher.check_plan(plan_run()) == []
-    launcher.deploy(plan_run(), print)
+    launcher.deploy_run(plan_run(), print)
     wait_for_world(launcher, "demo", 1)
     assert launcher.plan_changes(plan_run()) == []
-    launcher.stop("demo", print)
-    assert slurm_cli.list_steps(number, "demo") == []
+    launcher.stop_run("demo", print)
+    assert slurm_cli.list_job_steps(number, "demo") == []
     assert slurm_cli.read_job_state(number).state == "RUNNING"
     assert build_status("demo", launcher.read_events("demo"), launcher.list_tasks("demo"), time.time()).state == "stopped"
     saved = (tmp_path / "demo.state").read_text()
-    launcher.deploy(plan_run(), print)
+    launcher.deploy_run(plan_run(), print)
     wait_for_world(launcher, "demo", 2)
     wait_for_starts(launcher, "demo", [f"start at {saved} of world 2, hush"])
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert list_run_pids(tmp_path) == []
     assert slurm_cli.read_job_state(number).state == "RUNNING"
 
@@ -337,9 +337,9 @@ def wait_until_down(name: str) -> None:
 
 
 def test_a_job_whose_first_node_dies_is_requeued_by_the_others(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(nodes=2, min_nodes=1, exclude="n01"), print)  # the node of slurmctld
+    launcher.deploy_run(plan_run(nodes=2, min_nodes=1, exclude="n01"), print)  # the node of slurmctld
     wait_for_world(launcher, "demo", 1)
-    lab.power_off("n02", report_progress=print)
+    lab.power_off_node("n02", report_progress=print)
     wait_until_down("n02")
     release_job(read_job_id(launcher, "demo"))
     saved = int((tmp_path / "demo.state").read_text())
@@ -349,13 +349,13 @@ def test_a_job_whose_first_node_dies_is_requeued_by_the_others(launcher: SlurmLa
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
-    lab.power_on("n02", report_progress=print)
+    lab.power_on_node("n02", report_progress=print)
 
 
 def test_a_run_continues_with_the_surviving_nodes(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(nodes=2, min_nodes=1), print)
+    launcher.deploy_run(plan_run(nodes=2, min_nodes=1), print)
     wait_for_world(launcher, "demo", 1)
-    lab.power_off("n02", report_progress=print)
+    lab.power_off_node("n02", report_progress=print)
     wait_for_world(launcher, "demo", 2)
     end = time.monotonic() + 60
     while not list_starts(launcher, "demo")[-1].endswith("of world 1, hush"):  # the log line may arrive after the coordinator's event
@@ -373,4 +373,4 @@ def test_a_run_continues_with_the_surviving_nodes(launcher: SlurmLauncher, lab: 
     (tmp_path / "demo.enough").touch()
     outcome, code, _ = follow_to_outcome(launcher, "demo")
     assert (outcome.partition(":")[0], code) == ("done", 0)
-    lab.power_on("n02", report_progress=print)
+    lab.power_on_node("n02", report_progress=print)

@@ -23,7 +23,6 @@ from stub_docker import SLOW_SECONDS
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import HostError, RunNotFound, StackError
-from swarmtrain.launchers import ssh
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.planning import plan_scaled_run
@@ -88,7 +87,7 @@ def launcher(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     (tmp_path / "enough").touch()
     hosts.restore_hosts()
     for run in (*launcher.list_runs(), *launcher.list_terminating_runs()):
-        launcher.tear_down(run, print)
+        launcher.tear_down_run(run, print)
     assert {name: hosts.list_programs(name) for name in HOST_NAMES} == {name: [] for name in HOST_NAMES}
 
 
@@ -116,7 +115,7 @@ def build_config(folder: Path, *, nodes: int, min_nodes: int | None = None, scri
 def plan_run(config: Config, run: str = "demo") -> Plan:
     code = tuple(RunFile.from_content(name, Path(name).read_bytes()) for name in ("training_code.py", "beside.py"))
     return make_plan(
-        config, ssh.read_host_inventory(config.runner), Cargo(code, (RunFile.from_content("TOKEN", SECRET.encode()),)), run=run
+        config, SshLauncher().read_inventory(config.runner), Cargo(code, (RunFile.from_content("TOKEN", SECRET.encode()),)), run=run
     )
 
 
@@ -135,7 +134,7 @@ def wait_for_event(launcher: SshLauncher, kind: str, condition: Callable[[Event]
 
 
 def follow_to_outcome(launcher: SshLauncher, run: str = "demo") -> tuple[str, list[LogLine], list[TaskState]]:
-    updates = list(launcher.watch(run))
+    updates = list(launcher.watch_run(run))
     outcome = [update for update in updates if isinstance(update, Event) and update.kind == EVENT_OUTCOME][-1]
     lines = [update for update in updates if isinstance(update, LogLine)]
     return f"{outcome.data['status']}: {outcome.data['reason']}", lines, [update for update in updates if isinstance(update, TaskState)]
@@ -151,7 +150,7 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
         "start node0 on gpu-0: does not exist",
         "start node1 on gpu-1: does not exist",
     ]
-    launcher.deploy(plan, print)
+    launcher.deploy_run(plan, print)
     assert launcher.plan_changes(plan) == []
     wait_for_event(launcher, "progress")
     shown = [
@@ -162,7 +161,7 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     assert launcher.load_deployment("demo") == (plan.config, plan.cargo)
     before = [host for host in ("gpu-0", "gpu-1") for _ in hosts.list_programs(host)]
     again = SshLauncher()
-    again.deploy(plan_scaled_run(again, "demo", 3), print)
+    again.deploy_run(plan_scaled_run(again, "demo", 3), print)
     formed = wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 3)
     wait_for_event(launcher, "progress", lambda event: event.time > formed.time)
     assert len(before) <= len([host for host in ("gpu-0", "gpu-1") for _ in hosts.list_programs(host)])
@@ -172,12 +171,12 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
         "node2": ("gpu-2", "running"),
         RENDEZVOUS_SERVICE: ("gpu-0", "running"),
     }
-    launcher.deploy(plan_scaled_run(launcher, "demo", 2), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", 2), print)
     assert hosts.list_programs("gpu-2") == []
     assert not (hosts.get_state_dir("gpu-2") / "swarmtrain/.hosts/gpu-2").exists()
-    launcher.stop("demo", print)
+    launcher.stop_run("demo", print)
     saved = (tmp_path / "state").read_text()
-    launcher.deploy(plan_scaled_run(launcher, "demo", 2), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", 2), print)
     (tmp_path / "enough").touch()
     outcome, _, states = follow_to_outcome(launcher)
     assert outcome == "done: all 2 nodes have finished"
@@ -185,7 +184,7 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     lines = [line for line in launcher.stream_logs("demo", follow=True) if f"start at {saved} of world 2" in line.text]
     assert {(line.rank, line.node) for line in lines if line.rank is not None} == {(0, "node0"), (1, "node1")}
     assert lines[0].text.endswith(f"{len(SECRET)} of 0o100600, the shell")
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert (launcher.list_runs(), launcher.list_terminating_runs()) == ([], [])
     said = [(line.node, line.text) for line in history_store.load_log_lines("demo")]
     for node, text in (("node0", "start at 0 of world 2"), ("node1", "start at 0 of world 2"), ("node2", " of world 3")):
@@ -200,23 +199,23 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
 
 
 def test_the_others_continue_without_hosts_that_die_or_are_partitioned(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(build_config(tmp_path, nodes=3, min_nodes=1)), print)
+    launcher.deploy_run(plan_run(build_config(tmp_path, nodes=3, min_nodes=1)), print)
     wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 3)
     hosts.power_off_host("gpu-2")
     hosts.partition_host("gpu-1")
     wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 1)
     assert [task.node for task in launcher.list_tasks("demo") if task.state == "unreachable"] == ["node1", "node2"]
     told: list[str] = []
-    launcher.deploy(plan_scaled_run(launcher, "demo", 1), told.append)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", 1), told.append)
     assert sorted(line.partition(";")[0] for line in told) == ["gpu-1 is unreachable", "gpu-2 is unreachable"]
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", RENDEZVOUS_SERVICE]
     (tmp_path / "enough").touch()
     assert follow_to_outcome(launcher)[0].startswith("done")
     with pytest.raises(StackError, match="gpu-1"):
-        launcher.tear_down("demo", print)
+        launcher.tear_down_run("demo", print)
     assert (launcher.list_runs(), launcher.list_terminating_runs()) == ([], ["demo"])
     hosts.restore_hosts()
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert launcher.list_terminating_runs() == []
 
 
@@ -232,7 +231,7 @@ def start_swarmtrain(*argv: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 def test_a_failure_is_the_exit_code_and_stops_the_others_and_runs_do_not_meet(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
-    launcher.deploy(plan_run(build_config(tmp_path, nodes=1)), print)
+    launcher.deploy_run(plan_run(build_config(tmp_path, nodes=1)), print)
     folder = tmp_path / "bad"
     folder.mkdir()
     (folder / "training_code.py").write_text(
@@ -295,7 +294,7 @@ def test_an_interrupted_deploy_leaves_nothing(interrupt_at: str, launcher: SshLa
     assert deploy.returncode == 130, "".join(seen) + errors
     if launcher.list_runs():  # it was already up
         assert "detached" in errors or "swarmtrain down config removes it" in errors
-        launcher.tear_down("config", print)
+        launcher.tear_down_run("config", print)
     else:
         assert "no part of the run remains" in errors
     assert {name: hosts.list_programs(name) for name in HOST_NAMES} == {name: [] for name in HOST_NAMES}
@@ -312,7 +311,7 @@ def test_containers_have_names_of_their_run_and_all_are_removed(
     containers = SshDockerLauncher()
     plan = plan_run(config)
     assert [finding for finding in containers.check_plan(plan) if finding.fatal] == []
-    containers.deploy(plan, print)
+    containers.deploy_run(plan, print)
     wait_for_event(containers, "progress")
     asked = (hosts.get_state_dir("gpu-1") / "containers/commands.log").read_text()
     assert "pull --quiet registry.lab/train:1" in asked
@@ -325,10 +324,10 @@ def test_containers_have_names_of_their_run_and_all_are_removed(
     os.kill(client, signal.SIGKILL)  # its container keeps running, and must be removed before the next starts
     wait_for_event(containers, "world", lambda event: len([1 for each in containers.read_events("demo") if each.kind == "world"]) == 2)
     assert int((hosts.get_state_dir("gpu-1") / "containers/demo-node1").read_text()) != first
-    containers.stop("demo", print)
+    containers.stop_run("demo", print)
     left = {event.data["node"]: event.data["exit_code"] for event in containers.read_events("demo") if event.kind == "left"}
     assert left == {"node0": 75, "node1": 75}, "they have saved"
-    containers.tear_down("demo", print)
+    containers.tear_down_run("demo", print)
     assert not [path for name in ("gpu-0", "gpu-1") for path in (hosts.get_state_dir(name) / "containers").glob("demo-*")]
 
 
@@ -341,7 +340,7 @@ def test_containers_that_cannot_start_are_an_error_and_nothing_is_left(
     plan = plan_run(build_config(tmp_path, nodes=2, runner_type="ssh_docker", docker_config=docker, python=sys.executable))
     containers = SshDockerLauncher()
     with pytest.raises(StackError) as error:
-        containers.deploy(plan, print)
+        containers.deploy_run(plan, print)
     assert str(error.value) == "rendezvous on gpu-0: Error response from daemon: operation not permitted"
     assert (containers.list_runs(), {name: hosts.list_programs(name) for name in HOST_NAMES}) == ([], {name: [] for name in HOST_NAMES})
 
@@ -385,7 +384,7 @@ def test_what_hosts_lack_is_found_and_without_hosts_it_is_this_machine(launcher:
     assert "ssh-copy-id stranger" in found["host stranger"]
     assert "Could not resolve hostname nowhere" in found["host nowhere"]
     with pytest.raises(HostError):
-        launcher.deploy(plan, print)
+        launcher.deploy_run(plan, print)
     assert launcher.list_runs() == []
     here = resolve_external_inputs(
         Config.from_json('{"runner": {"runner_type": "ssh", "script": "training_code.py"}}'), tmp_path, os.environ
@@ -393,9 +392,9 @@ def test_what_hosts_lack_is_found_and_without_hosts_it_is_this_machine(launcher:
     Path("training_code.py").write_text("import os\nprint('alone', os.environ['WORLD_SIZE'])\n")
     plan = plan_run(here)
     assert [finding for finding in launcher.check_plan(plan) if finding.fatal] == []
-    launcher.deploy(plan, print)
+    launcher.deploy_run(plan, print)
     outcome, _, _ = follow_to_outcome(launcher)
     assert outcome.startswith("done")
     assert [line.rank for line in launcher.stream_logs("demo", follow=False, node="node0") if line.text == "alone 1"] == [0]
-    launcher.tear_down("demo", print)
+    launcher.tear_down_run("demo", print)
     assert find_run_pids(tmp_path / "home") == []

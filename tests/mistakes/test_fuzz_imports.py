@@ -72,7 +72,7 @@ class ImportFuzzer:
         path.write_bytes(content)
         hostsfile.write_bytes(hosts or b"")
         try:
-            imported = importers.import_file(path, source_format=source_format, hostsfile=None if hosts is None else hostsfile)
+            imported = importers.import_config_file(path, source_format=source_format, hostsfile=None if hosts is None else hostsfile)
         except SwarmtrainError as error:
             self.outcomes["refused"] += 1
             check_error_format(error)

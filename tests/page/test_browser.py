@@ -19,7 +19,7 @@ import sample_run
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from processes import find_run_pids
 
-from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file
+from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file_page
 from swarmtrain.view.dashboard.page_data import build_line_data, build_page_data_from_events
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def write_report(folder: Path, outcome: str) -> str:
         ),
         "written": end,
     }
-    (folder / "demo.html").write_text(render_single_file(data, [build_line_data(line) for line in sample_run.build_log_lines(end)]))
+    (folder / "demo.html").write_text(render_single_file_page(data, [build_line_data(line) for line in sample_run.build_log_lines(end)]))
     return (folder / "demo.html").as_uri()
 
 
@@ -126,7 +126,7 @@ def test_each_marker_of_those_that_are_close_to_each_other_has_its_label(browser
     data["markers"] = [
         {"step": step, "time": now, "kind": "scale", "label": label, "text": label} for step, label in zip(steps, labels, strict=True)
     ]
-    (tmp_path / "demo.html").write_text(render_single_file(data, []))
+    (tmp_path / "demo.html").write_text(render_single_file_page(data, []))
     with open_page(browser, (tmp_path / "demo.html").as_uri()) as eyes:
         shown = eyes.page.locator(".plot").first.locator(".mark span")
         assert shown.all_text_contents() == labels
@@ -147,7 +147,7 @@ def test_each_phase_of_a_step_has_a_color_of_its_own(browser: Browser, tmp_path:
     data = {**build_page_data_from_events("demo", events, sample_run.build_tasks(), (), now), "written": now}
     data["progress"]["phases"] = dict.fromkeys(PHASES, 0.1)
     data["curves"] = {f"phase.{phase}": {"steps": [1, 2], "values": [0.1, 0.1]} for phase in reversed(PHASES)}
-    (tmp_path / "demo.html").write_text(render_single_file(data, []))
+    (tmp_path / "demo.html").write_text(render_single_file_page(data, []))
     with open_page(browser, (tmp_path / "demo.html").as_uri()) as eyes:
         for place in ("#plots .key", "#step .key"):
             keys = eyes.page.locator(place)

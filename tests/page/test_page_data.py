@@ -21,7 +21,7 @@ from swarmtrain.view.dashboard import html_page, prometheus
 from swarmtrain.view.dashboard.curves import MAX_POINTS, Curve, CurveSet
 from swarmtrain.view.dashboard.data_source import open_data_source
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator, EventTimeline
-from swarmtrain.view.dashboard.page_data import PageData, build_line_data, build_page_data, build_page_data_from_events, find_markers
+from swarmtrain.view.dashboard.page_data import PageData, build_line_data, build_page_data, build_page_data_from_events, find_curve_markers
 from swarmtrain.view.history import build_history
 from swarmtrain.view.status import build_status
 
@@ -38,7 +38,7 @@ def collect_curve(events: list[Event], name: str = "loss") -> dict[int, float]:
     curves = CurveSet()
     for event in events:
         curves.add_event(event)
-    points = curves.downsample()[name]
+    points = curves.downsample_curves()[name]
     assert points["steps"] == sorted(set(points["steps"]))
     return dict(zip(points["steps"], points["values"], strict=True))
 
@@ -86,7 +86,7 @@ def _list_curve_names(events: list[Event]) -> set[str]:
     curves = CurveSet()
     for event in events:
         curves.add_event(event)
-    return set(curves.downsample())
+    return set(curves.downsample_curves())
 
 
 def test_a_long_curve_keeps_its_ends_and_every_peak_when_it_is_thinned() -> None:
@@ -95,12 +95,12 @@ def test_a_long_curve_keeps_its_ends_and_every_peak_when_it_is_thinned() -> None
         long.set_value(step, 1.0 + 0.1 * math.sin(step))
     for step, value in ((77_777, 9.0), (120_001, -9.0), (3, None)):
         long.set_value(step, value)
-    points = long.downsample()
+    points = long.downsample_points()
     assert MAX_POINTS - 2 <= len(points["steps"]) <= MAX_POINTS
     assert points["steps"] == sorted(set(points["steps"]))
     assert (points["steps"][0], points["steps"][-1]) == (0, 199_999)
     assert {9.0, -9.0} <= set(points["values"])
-    assert len(long.downsample(10)["steps"]) <= 10
+    assert len(long.downsample_points(10)["steps"]) <= 10
 
 
 def test_a_run_of_days_is_a_page_of_a_moment() -> None:
@@ -127,7 +127,7 @@ def test_the_timeline_shows_the_same_as_all_events() -> None:
 
 
 def test_marks_show_where_the_run_resumed() -> None:
-    found = find_markers(sample_run.build_events(outcome="failed"))
+    found = find_curve_markers(sample_run.build_events(outcome="failed"))
     assert [(mark["step"], mark["kind"], mark["label"]) for mark in found] == [
         (400, "restart", "restart"),
         (760, "scale", "3 → 4 nodes"),
@@ -168,7 +168,7 @@ def test_an_empty_run_has_a_page() -> None:
 
 def test_a_report_is_one_file_and_no_text_in_it_becomes_markup(tmp_path: Path) -> None:
     evil = "</script><script>document.title='taken'</script><!--"
-    html = html_page.render_single_file(build_sample_page("failed"), [build_line_data(LogLine("node0", evil))])
+    html = html_page.render_single_file_page(build_sample_page("failed"), [build_line_data(LogLine("node0", evil))])
     assert evil not in html
     assert not re.search(r"<(?:script|link|img|iframe)[^>]*\b(?:src|href)=(?!\"data:)", html)
     told = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])  # type: ignore[index]
@@ -243,6 +243,8 @@ def test_a_run_that_is_down_has_its_page_from_what_was_kept(tmp_path: Path, monk
     data = found.get_page_data()
     assert (data["state"], data["progress"]["step"], len(data["links"]), len(data["markers"])) == ("down", 1010, 6, 2)
     assert {node["health"] for node in data["nodes"]} == {"off"}
-    assert found.get_lines()[0] == [{"node": "node3", "rank": 7, "time": pytest.approx(1795374525.68, abs=0.01), "text": "out of words"}]
+    assert found.get_output_lines()[0] == [
+        {"node": "node3", "rank": 7, "time": pytest.approx(1795374525.68, abs=0.01), "text": "out of words"}
+    ]
     with pytest.raises(SwarmtrainError):
         open_data_source("never")

@@ -181,11 +181,11 @@ def test_a_manager_that_takes_its_time_holds_up_nobody_else(monkeypatch: pytest.
     assert waits.is_alive()
     assert source.get_page_data() is first
     assert waits.is_alive(), "the second request is answered while the first still waits"
-    old = source.compute_age()
+    old = source.compute_data_age()
     assert old >= 2
     launcher.slow.set()
     waits.join(60)
-    assert source.compute_age() < old
+    assert source.compute_data_age() < old
 
 
 def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: RunDataSource, tmp_path: Path) -> None:
@@ -218,10 +218,10 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: RunDataSource, 
 
 
 def test_the_report_of_a_run(demo: RunDataSource, tmp_path: Path) -> None:
-    html_page.write_report(demo, tmp_path / "demo.html")
+    html_page.write_html_report(demo, tmp_path / "demo.html")
     assert '"run":"demo"' in (tmp_path / "demo.html").read_text()
     with pytest.raises(SwarmtrainError, match="cannot be written"):
-        html_page.write_report(demo, tmp_path / "none" / "demo.html")
+        html_page.write_html_report(demo, tmp_path / "none" / "demo.html")
 
 
 def test_without_the_extra_it_prints_what_to_install(demo: RunDataSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

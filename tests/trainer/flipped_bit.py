@@ -14,7 +14,7 @@ from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
 
 
 def main() -> None:
-    original_step, original_write = Optimizer.step, TensorStorageWriter.write
+    original_step, original_write = Optimizer.step, TensorStorageWriter.write_staged_shards
 
     def step(optimizer: Optimizer, number: int) -> OptimizerUpdate:
         update = original_step(optimizer, number)
@@ -26,5 +26,5 @@ def main() -> None:
         time.sleep(1.0)
         return original_write(writer)
 
-    Optimizer.step, TensorStorageWriter.write = step, write  # type: ignore[method-assign]
+    Optimizer.step, TensorStorageWriter.write_staged_shards = step, write  # type: ignore[method-assign]
     training_code.main()

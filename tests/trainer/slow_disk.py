@@ -19,7 +19,7 @@ from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWr
 
 
 def main() -> None:
-    original_write, original_train_step = TensorStorageWriter.write, loop.train_step
+    original_write, original_train_step = TensorStorageWriter.write_staged_shards, loop.train_step
 
     def write(writer: TensorStorageWriter) -> dict[str, dict[str, Any]]:
         _write_note(f"begin {int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGESIZE')}")
@@ -36,7 +36,7 @@ def main() -> None:
         return original_train_step(*args, **options)
 
     save_interval.MIN_AUTO_INTERVAL_SECONDS = float(os.environ.get("FIRST", save_interval.MIN_AUTO_INTERVAL_SECONDS))
-    TensorStorageWriter.write = write  # type: ignore[method-assign]
+    TensorStorageWriter.write_staged_shards = write  # type: ignore[method-assign]
     loop.train_step = train_step_slowly
     training_code.main()
 

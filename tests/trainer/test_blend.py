@@ -49,7 +49,7 @@ def test_any_position_is_found_at_once(shares: list[int], position: int, count: 
 @settings(max_examples=20, deadline=None)
 def test_shares_are_the_weights(weights: list[Fraction]) -> None:
     """Exactly if the period is short enough, otherwise rounded to fractions of the period."""
-    shares = blend.compute_shares(weights)
+    shares = blend.compute_integer_weights(weights)
     assert min(shares) >= 1
     exact = [weight / sum(weights) for weight in weights]
     if sum(shares) < MAX_PERIOD - len(shares):
@@ -58,8 +58,12 @@ def test_shares_are_the_weights(weights: list[Fraction]) -> None:
 
 
 def test_decimal_weights_are_exact() -> None:
-    assert blend.compute_shares(blend.compute_weights(BlendedDatasetConfig(weights=(0.7, 0.2, 0.1)), [1, 1, 1])) == [7, 2, 1]
-    assert blend.compute_shares(blend.compute_weights(BlendedDatasetConfig(weights=(3, 1)), [1, 1])) == [3, 1]
+    assert blend.compute_integer_weights(blend.compute_dataset_weights(BlendedDatasetConfig(weights=(0.7, 0.2, 0.1)), [1, 1, 1])) == [
+        7,
+        2,
+        1,
+    ]
+    assert blend.compute_integer_weights(blend.compute_dataset_weights(BlendedDatasetConfig(weights=(3, 1)), [1, 1])) == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_decimal_weights_are_exact() -> None:
     ],
 )
 def test_weights_by_documents(config: BlendedDatasetConfig, expected: list[int]) -> None:
-    assert blend.compute_weights(config, [100, 10000]) == expected
+    assert blend.compute_dataset_weights(config, [100, 10000]) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,7 @@ def test_each_set_has_epochs_of_its_own(tmp_path_factory: pytest.TempPathFactory
     begins = [0, *accumulate(sizes)]
     for number, size in enumerate(sizes):
         own = ids[(begins[number] <= ids) & (ids < begins[number + 1])] - begins[number]
-        assert (samples.load(own + begins[number]).inputs == number).all()
+        assert (samples.load_samples(own + begins[number]).inputs == number).all()
         for epoch in range(len(own) // size):
             assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
     step = data.draw(some.integers(20, 90))

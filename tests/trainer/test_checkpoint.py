@@ -25,7 +25,7 @@ from worlds import (
 )
 
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
-from swarmtrain.trainer.checkpoint.compatibility import LOAD_EVERYTHING, LoadRules, assign_source_checkpoints, select_names_to_load
+from swarmtrain.trainer.checkpoint.compatibility import LOAD_EVERYTHING, LoadRules, assign_source_checkpoints, select_tensors_to_load
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import commit, fence
 
@@ -220,7 +220,7 @@ CHECKPOINT_SHAPES = {"model/a": (2,), "model/b": (3,), "optimizer/m/a": (2,), "o
     ],
 )
 def test_what_is_taken(rules: LoadRules, model_shapes: dict[str, tuple[int, ...]], expected: list[str]) -> None:
-    assert select_names_to_load(CHECKPOINT_SHAPES, model_shapes, "there", rules) == expected
+    assert select_tensors_to_load(CHECKPOINT_SHAPES, model_shapes, "there", rules) == expected
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_what_is_taken(rules: LoadRules, model_shapes: dict[str, tuple[int, ...]
 )
 def test_what_fits_no_rule_is_refused(rules: LoadRules, model_shapes: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(IncompatibleCheckpoint, match=message):
-        select_names_to_load(CHECKPOINT_SHAPES, model_shapes, "there", rules)
+        select_tensors_to_load(CHECKPOINT_SHAPES, model_shapes, "there", rules)
 
 
 def test_other_data_is_refused(run_copy: Path, saving_config: dict[str, Any]) -> None:

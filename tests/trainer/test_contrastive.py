@@ -96,8 +96,8 @@ def compute_loss_by_hand(
     model: Transformer, data: TokenDataset, ids: Any, *, scale: float = 20.0, one_sided: bool = False
 ) -> tuple[Tensor, float]:
     """Return the mean loss of samples in one pass, from the model's hidden states and cosines; and the fraction that finds its answer."""
-    rows, architecture = data.load(ids), model.architecture
-    hidden = model._compute_hidden(rows.inputs, architecture.sequence_length, None, None)
+    rows, architecture = data.load_samples(ids), model.architecture
+    hidden = model._compute_hidden_states(rows.inputs, architecture.sequence_length, None, None)
     counts = (rows.targets != -1) * torch.arange(1, architecture.sequence_length + 1)
     pooled = (hidden * counts[:, :, None]).sum(1) / counts.sum(1, keepdim=True)
     for number, layer in enumerate(model.head.projections if isinstance(model.head, EmbeddingHead) else ()):
@@ -237,7 +237,7 @@ def test_what_an_embedding_is_pooled_from(pooling: Pooling) -> None:
 def test_samples_are_whole_texts_with_their_positives_and_negatives(base_config: dict[str, Any]) -> None:
     data, _ = open_data(Config.from_json(json.dumps(base_config)))
     assert (len(data), data.rows_per_sample, len(data.all_token_files)) == (120, 4, 4)
-    rows = data.load(np.array([3, 7]))
+    rows = data.load_samples(np.array([3, 7]))
     query, answer = rows.inputs[4].tolist(), rows.inputs[5].tolist()
     count = query.index(0, 2) if 0 in query[2:] else len(query)
     assert query[:2] == [61, 62]
@@ -254,7 +254,7 @@ def test_samples_are_whole_texts_with_their_positives_and_negatives(base_config:
 def test_embeddings_of_texts_are_those_of_training(base_config: dict[str, Any], single_rank_run: Path) -> None:
     _, data = open_data(Config.from_json(json.dumps(base_config)))
     assert data
-    model, rows = load_trained_model(consolidated.find_checkpoint(single_rank_run / "run")), data.load(np.arange(6))
+    model, rows = load_trained_model(consolidated.find_checkpoint(single_rank_run / "run")), data.load_samples(np.arange(6))
     wanted = model(rows.inputs, rows.targets)
     lengths = [int((row != -1).nonzero().max()) + 1 for row in rows.targets]
     documents = [

@@ -48,7 +48,7 @@ def single_rank_run(focal_config: dict[str, Any], tmp_path_factory: pytest.TempP
 def test_the_loss_is_the_formula(focal_config: dict[str, Any], single_rank_run: Path) -> None:
     config = Config.from_json(json.dumps(focal_config))
     data, _ = open_data(config)
-    rows = data.load(data.build_batch(0, config.topology.samples_per_step).ids)
+    rows = data.load_samples(data.build_batch(0, config.topology.samples_per_step).ids)
     logits = Transformer(config.transformer_architecture, config.trainer.seed).init_weights()(rows.inputs)
     losses = cross_entropy(logits.flatten(0, 1), rows.targets.flatten(), reduction="none")
     expected = (1 - torch.exp(-losses)).square() * losses

@@ -49,7 +49,7 @@ def test_samples_are_windows(tmp_path: Path) -> None:
     memory_map.write_token_files(tmp_path / "b", [np.arange(20, 25)], "uint16")
     data = TokenDataset([tmp_path / "a", tmp_path / "b"], SHAPE, seed=0)
     assert len(data) == 4
-    inputs, targets, _ = data.load(np.arange(4))
+    inputs, targets, _ = data.load_samples(np.arange(4))
     assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0], [20, 21, 22, 23]]
     assert targets.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, -1, -1], [21, 22, 23, 24]]
     assert data.build_batch(0, 4).loss_tokens == 14
@@ -67,7 +67,7 @@ def test_batches_are_assigned_without_gap_or_overlap(tmp_path: Path) -> None:
 def test_token_outside_the_vocabulary(tmp_path: Path) -> None:
     memory_map.write_token_files(tmp_path / "a", [np.full(10, 40)], "uint8")
     with pytest.raises(TrainingError, match="token 40 is in the data"):
-        TokenDataset([tmp_path / "a"], SHAPE, 0).load(np.arange(1))
+        TokenDataset([tmp_path / "a"], SHAPE, 0).load_samples(np.arange(1))
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx", "meta.json"])
@@ -91,7 +91,9 @@ def test_files_that_are_read_equal_those_that_are_mapped(tmp_path: Path, dtype: 
     mapped, read = (TokenDataset([tmp_path / "a"], SHAPE, 0, use_mmap=use_mmap) for use_mmap in (True, False))
     read.prefetch_samples(np.arange(4))
     assert read.fingerprint == mapped.fingerprint
-    assert all((one == other).all() for one, other in zip(read.load(np.arange(4))[:2], mapped.load(np.arange(4))[:2], strict=True))
+    assert all(
+        (one == other).all() for one, other in zip(read.load_samples(np.arange(4))[:2], mapped.load_samples(np.arange(4))[:2], strict=True)
+    )
 
 
 def test_a_file_that_is_read_is_closed(tmp_path: Path) -> None:
@@ -118,11 +120,11 @@ def test_a_read_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setattr(token_file, "_RETRY_DELAYS_SECONDS", (0.0,))
-    assert data.load(np.arange(1)).inputs.tolist() == [[0, 1, 2, 3]]
+    assert data.load_samples(np.arange(1)).inputs.tolist() == [[0, 1, 2, 3]]
     monkeypatch.setattr(token_file, "_RETRY_DELAYS_SECONDS", ())
     stale = data.token_files[0].tokens._descriptor  # type: ignore[union-attr]
     with pytest.raises(TrainingError, match=r"[Ss]tale"):
-        data.load(np.arange(1))
+        data.load_samples(np.arange(1))
 
 
 def test_other_data_has_another_fingerprint(tmp_path: Path) -> None:

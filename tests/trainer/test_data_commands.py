@@ -93,7 +93,7 @@ def test_what_is_shown_is_what_is_loaded(
     shape = {"sequence_length": 6, "vocab_size": 256, "reset_position_ids": reset}
     config = Config.from_json(json.dumps({"transformer_architecture": shape, "data": {"data_prefixes": [str(prefix)], "packing": packing}}))
     data, _ = open_data(config)
-    rows = data.load(data.build_batch(0, len(data)).ids)
+    rows = data.load_samples(data.build_batch(0, len(data)).ids)
     for row, text in enumerate(format_samples(config, len(data))):
         inputs, targets, positions = np.zeros(6, dtype=int), np.full(6, -1), np.full(6, -1)
         for line in text.splitlines()[1:]:

@@ -22,7 +22,7 @@ from swarmtrain.trainer.huggingface.adapter_export import export_lora_adapter
 from swarmtrain.trainer.huggingface.export import export_checkpoint
 from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import select_trained_names
+from swarmtrain.trainer.parallel import select_trained_parameter_names
 
 GATED = {"norm_type": "rms", "mlp_type": "swiglu", "attention_num_kv_heads": 2, "attention_bias": True, "mlp_bias": True}
 LORA = {"rank": 4, "dropout": 0.1, "layers": ["query", "key", "value", "output", "gate", "up", "down"]}
@@ -80,7 +80,7 @@ def test_its_dropout_is_active_in_training_only(single_rank_run: Path) -> None:
     for each in (model, plain):
         each.load_state_dict({name: learned[name] for name, _ in each.named_parameters()}, strict=False)
     tokens = torch.arange(64).view(2, 32)
-    with dropout.seeded_dropout(seed=1, first_sample=0), torch.no_grad():
+    with dropout.seed_dropout(seed=1, first_sample=0), torch.no_grad():
         dropped = model(tokens)
         assert torch.equal(model(tokens), dropped)
         tuned = model.eval()(tokens)
@@ -104,7 +104,7 @@ def test_merged_it_computes_the_same(base_run: RunAndConfig, single_rank_run: Pa
     plain = architecture.model_copy(update={"lora_config": None})
     models = Transformer(architecture, 0), Transformer(plain, 0)
     models[0].initial_value = beside.load_parameter
-    models[1].initial_value = pretrained.open_parameters(
+    models[1].initial_value = pretrained.build_parameter_loader(
         tmp_path / "out", plain, {name: one.shape for name, one in models[1].named_parameters()}
     )
     tokens = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -161,7 +161,9 @@ def test_it_resumes_in_another_world(base_run: RunAndConfig, single_rank_run: Pa
 def test_what_trains_nothing_is_refused(base_run: RunAndConfig) -> None:
     def names(trainer: dict[str, Any], topology: dict[str, Any]) -> list[str]:
         config = Config.from_json(json.dumps(merge_config(base_run[1], trainer=trainer, topology=topology)))
-        return select_trained_names([name for name, _ in Transformer(config.transformer_architecture, 0).named_parameters()], config)
+        return select_trained_parameter_names(
+            [name for name, _ in Transformer(config.transformer_architecture, 0).named_parameters()], config
+        )
 
     with pytest.raises(TrainingError, match="matches no parameter"):
         names({"finetunable_parameters": ["nothing"]}, {})

@@ -56,7 +56,7 @@ def read_documents(prefix: Path, **options: object) -> list[list[int]]:
     found = []
     for use_mmap in (True, False):
         file = MemoryMap(prefix, use_mmap=use_mmap, **options)  # type: ignore[arg-type]
-        file.check_documents()
+        file.check_document_boundaries()
         file.tokens.prefetch_range(0, len(file.tokens))
         found.append([file.tokens[start : start + count].tolist() for start, count in file.documents.tolist()])
     assert found[0] == found[1]
@@ -111,7 +111,7 @@ def test_samples_are_those_of_our_own_files(tmp_path_factory: pytest.TempPathFac
     own, other = (TokenDataset([folder / name], SHAPE, 0, packing=packing) for name in ("own", "other"))
     ids = np.arange(len(own))
     assert own.fingerprint == other.fingerprint
-    assert all((one == two).all() for one, two in zip(own.load(ids), other.load(ids), strict=True))  # type: ignore[union-attr]
+    assert all((one == two).all() for one, two in zip(own.load_samples(ids), other.load_samples(ids), strict=True))  # type: ignore[union-attr]
 
 
 def test_other_document_ends_are_other_data(tmp_path: Path) -> None:
@@ -199,4 +199,4 @@ def test_documents_outside_the_tokens(tmp_path: Path, packing: Packing) -> None:
     index[2:4] = (900, -7)
     index.tofile(tmp_path / "a.idx")
     with pytest.raises(TrainingError, match="document 1 is listed with -7 tokens from 900 on"):
-        TokenDataset([tmp_path / "a"], SHAPE, 0, packing=packing).load(np.arange(4))
+        TokenDataset([tmp_path / "a"], SHAPE, 0, packing=packing).load_samples(np.arange(4))

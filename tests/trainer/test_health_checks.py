@@ -66,7 +66,7 @@ def test_anomaly_mode_names_the_operation(tmp_path: Path, config: dict[str, Any]
 
 def test_values_that_are_not_finite_are_counted() -> None:
     inf, nan = float("inf"), float("nan")
-    assert gradient_checks.count_non_finite({"a": torch.tensor([1.0, inf, -inf, nan]), "b": torch.ones(3)}) == {"a": 3}
+    assert gradient_checks.count_non_finite_values({"a": torch.tensor([1.0, inf, -inf, nan]), "b": torch.ones(3)}) == {"a": 3}
 
 
 @pytest.mark.usefixtures("reset_deterministic_mode")
@@ -74,16 +74,16 @@ def test_deterministic_mode_refuses_nondeterministic_operations() -> None:
     def put() -> None:
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
 
-    with gradient_checks.explaining_torch_errors(7):
+    with gradient_checks.explain_torch_errors(7):
         put()
     _configure_determinism(torch.device("cpu"), DeterminismMode.prefer)
     put()
     _configure_determinism(torch.device("cpu"), DeterminismMode.require)
     with (
         pytest.raises(TrainingError, match=r"step 7: .*does not have a deterministic implementation") as caught,
-        gradient_checks.explaining_torch_errors(7),
+        gradient_checks.explain_torch_errors(7),
     ):
         put()
     assert caught.value.hint
-    with pytest.raises(RuntimeError, match="another"), gradient_checks.explaining_torch_errors(7):
+    with pytest.raises(RuntimeError, match="another"), gradient_checks.explain_torch_errors(7):
         raise RuntimeError("another")

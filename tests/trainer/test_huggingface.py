@@ -131,7 +131,9 @@ def import_model(folder: Path) -> Transformer:
     read = json.loads((folder / "config.json").read_text())
     shape = huggingface_config.read_architecture(read, "config.json").model_copy(update={"sequence_length": 32})
     model = Transformer(shape, 0)
-    model.initial_value = pretrained.open_parameters(folder, shape, {name: parameter.shape for name, parameter in model.named_parameters()})
+    model.initial_value = pretrained.build_parameter_loader(
+        folder, shape, {name: parameter.shape for name, parameter in model.named_parameters()}
+    )
     return model.init_weights().eval()
 
 
@@ -232,10 +234,10 @@ def test_masks_that_were_saved_as_booleans_are_skipped(trained_runs: dict[str, t
     safetensors.torch.save_file(tensors, file)
     own = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
     sizes = {name: parameter.shape for name, parameter in Transformer(own, 0).named_parameters()}
-    value = pretrained.open_parameters(given, own, sizes)
+    value = pretrained.build_parameter_loader(given, own, sizes)
     assert torch.equal(value("embedding.weight", sizes["embedding.weight"]), tensors["gpt_neox.embed_in.weight"])
     with pytest.raises(IncompatibleCheckpoint, match=r"umup\.enable is False in the checkpoint and True here"):
-        pretrained.open_parameters(given, own.model_copy(update={"umup": own.umup.model_copy(update={"enable": True})}), sizes)
+        pretrained.build_parameter_loader(given, own.model_copy(update={"umup": own.umup.model_copy(update={"enable": True})}), sizes)
 
 
 def test_another_model_is_refused(trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
@@ -249,15 +251,15 @@ def test_another_model_is_refused(trained_runs: dict[str, tuple[Path, dict[str, 
         IncompatibleCheckpoint,
         match=r"num_layers is 2 in the checkpoint and 3 here; mlp_factor x hidden_size is 88 in the checkpoint and 96 here",
     ):
-        pretrained.open_parameters(given, wider, sizes)
+        pretrained.build_parameter_loader(given, wider, sizes)
     whole = (given / "model.safetensors").read_bytes()
     (given / "model.safetensors").write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match="is not a complete safetensors file"):
-        pretrained.open_parameters(given, own, sizes)
+        pretrained.build_parameter_loader(given, own, sizes)
     renamed = whole.replace(b"model.norm.weight", b"model.morn.weight")
     (given / "model.safetensors").write_bytes(renamed)
     with pytest.raises(IncompatibleCheckpoint, match=r"model.norm.weight is missing; model.morn.weight is unexpected"):
-        pretrained.open_parameters(given, own, sizes)
+        pretrained.build_parameter_loader(given, own, sizes)
     (given / "model.safetensors").rename(given / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickles"):
-        pretrained.open_parameters(given, own, sizes)
+        pretrained.build_parameter_loader(given, own, sizes)

@@ -21,7 +21,7 @@ from swarmtrain.errors import EXIT_ERROR, CheckpointError, TrainingError
 from swarmtrain.trainer.huggingface.export import export_checkpoint
 from swarmtrain.trainer.inference import evaluate, generate, model_source
 from swarmtrain.trainer.inference.generate import SamplingParams
-from swarmtrain.trainer.inference.kv_cache import caching_key_values
+from swarmtrain.trainer.inference.kv_cache import enable_kv_cache
 from swarmtrain.trainer.inference.text_stream import TextStream
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize.tokenizer_backends import ByteTokenizer
@@ -78,7 +78,7 @@ def test_generation_depends_on_neither_the_cache_nor_the_batch(kind: str) -> Non
 def test_the_cache_gives_the_logits() -> None:
     made, plain = build_random_model("windows, shared keys"), build_random_model("windows, shared keys")
     tokens = torch.randint(64, (2, 48), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), caching_key_values(made, 48) as seen:
+    with torch.no_grad(), enable_kv_cache(made, 48) as seen:
         for end in (7, 8, 9, 30, 31, 48):
             torch.testing.assert_close(made.compute_next_token_logits(tokens[:, :end]), plain(tokens[:, :end])[:, -1], rtol=1e-5, atol=1e-5)
             seen.cached_length = end

@@ -69,7 +69,7 @@ def test_samples_select_the_loss_tokens(
         samples = TokenDataset([folder / "a"], SHAPE, 0, packing=packing, use_mmap=use_mmap)
         batch = samples.build_batch(0, len(samples))
         samples.prefetch_samples(batch.ids)
-        rows = samples.load(batch.ids)
+        rows = samples.load_samples(batch.ids)
         there = rows.targets >= 0
         assert sorted(zip(rows.inputs[there].tolist(), rows.targets[there].tolist(), strict=True)) == wanted
         assert batch.loss_tokens == len(wanted)

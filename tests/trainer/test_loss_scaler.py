@@ -24,7 +24,7 @@ def follow_scale(steps: list[bool], **options: object) -> list[float]:
     config = LossScalerConfig.model_validate_json(json.dumps({"initial_scale": 64.0, "window": 3, "hysteresis": 1, **options}))
     loss_scale, factors = loss_scaler.build_initial_state(config), []
     for overflow in steps:
-        loss_scale = loss_scaler.advance_state(loss_scale, config, overflow=overflow)
+        loss_scale = loss_scaler.update_loss_scale_state(loss_scale, config, overflow=overflow)
         factors.append(loss_scale.factor)
     return factors
 
@@ -54,7 +54,7 @@ def test_scale(steps: list[bool], options: dict[str, Any], scales: list[float]) 
 def test_which_precisions_scale(precision: str, enable: bool | None, scaled: bool) -> None:
     sections = {"transformer_architecture": {"precision": precision}, "optimizer": {"loss_scaler": {"enable": enable}}}
     made = loss_scaler.build_loss_scaler(Config.model_validate_json(json.dumps(sections)))
-    assert (made.current if made else None) == (LossScaleState(65536, 0, 2) if scaled else None)
+    assert (made.current_state if made else None) == (LossScaleState(65536, 0, 2) if scaled else None)
 
 
 def read_scale_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.protocol import Event
 from swarmtrain.trainer.metrics.event_poster import EventPoster
-from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile, append_missing_step
+from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile, append_missing_step_metrics
 from swarmtrain.trainer.metrics.throughput import Throughput
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -87,8 +87,8 @@ def test_events_outlive_an_unreachable_coordinator(published_events: list[Event]
         port = probe.getsockname()[1]
     poster = EventPoster(f"127.0.0.1:{port}")
     for step in range(3):
-        poster.post_progress(Event(protocol.EVENT_PROGRESS, {"step": step}))
-        poster.post(Event(protocol.EVENT_CHECKPOINT, {"step": step}))
+        poster.queue_progress_event(Event(protocol.EVENT_PROGRESS, {"step": step}))
+        poster.queue_event(Event(protocol.EVENT_CHECKPOINT, {"step": step}))
         time.sleep(0.2)
     coordinator = Coordinator(
         run="test",
@@ -230,7 +230,7 @@ def test_wandb_without_a_key_is_reported(tmp_path: Path, config: dict[str, Any])
 def test_a_surviving_rank_writes_the_line_that_rank_0_died_before(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 6, "loss": 2.5}\n{"step": 7, "lo')
-    append_missing_step(tmp_path, 7, {"loss": 2.25})
-    append_missing_step(tmp_path, 7, {"loss": 2.25})
-    append_missing_step(tmp_path, 9, {"loss": 2.0})
+    append_missing_step_metrics(tmp_path, 7, {"loss": 2.25})
+    append_missing_step_metrics(tmp_path, 7, {"loss": 2.25})
+    append_missing_step_metrics(tmp_path, 9, {"loss": 2.0})
     assert MetricsFile(tmp_path, 7).path.read_text() == '{"step": 6, "loss": 2.5}\n{"step": 7, "loss": 2.25}\n'

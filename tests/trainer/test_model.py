@@ -183,12 +183,12 @@ def test_flex_attention_sees_what_a_boolean_mask_shows() -> None:
 def test_dropout_is_a_function_of_step_sample_layer_place_and_token() -> None:
     model = build_small_model(**DROPOUT)
     four = TOKENS.repeat(4, 1)
-    with dropout.seeded_dropout(seed=7, first_sample=0):
+    with dropout.seed_dropout(seed=7, first_sample=0):
         whole = model(four)
         assert torch.equal(model(four), whole), "whatever was drawn before"
-    with dropout.seeded_dropout(seed=7, first_sample=2):
+    with dropout.seed_dropout(seed=7, first_sample=2):
         assert torch.allclose(model(four[2:]), whole[2:], atol=1e-6), "however samples are divided"
-    with dropout.seeded_dropout(seed=8, first_sample=0):
+    with dropout.seed_dropout(seed=8, first_sample=0):
         assert not torch.allclose(model(four), whole, atol=1e-3)
     assert not torch.allclose(whole[0], whole[1], atol=1e-3)
     model.eval()
@@ -198,7 +198,7 @@ def test_dropout_is_a_function_of_step_sample_layer_place_and_token() -> None:
 def test_dropout_drops_its_part_everywhere_alike() -> None:
     """Within five standard deviations: over all elements, each token, each dimension, and pairs of neighbours and of dropout places."""
     first, second = (dropout.Dropout(0.3, place) for place in ("0 attention", "1 attention"))
-    with dropout.seeded_dropout(seed=3, first_sample=5):
+    with dropout.seed_dropout(seed=3, first_sample=5):
         numbers = dropout.compute_token_noise(4, torch.arange(100))
     one, other = (module(torch.ones(4, 100, 500), numbers) for module in (first, second))
     kept, too = one != 0, other != 0

@@ -40,11 +40,11 @@ def test_a_gpu_without_memory_and_numpy_are_reported_alike() -> None:
     text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB of which 1 GiB is free. Process 1 …"
     with (
         pytest.raises(TrainingError, match=r"CUDA out of memory. Tried to allocate 2.00 GiB; allocated: 4.0 MiB of parameters") as told,
-        out_of_memory.explaining_out_of_memory("step 1 on rank 0", lambda: {"parameters": [torch.zeros(2**20), None]}),
+        out_of_memory.explain_out_of_memory_error("step 1 on rank 0", lambda: {"parameters": [torch.zeros(2**20), None]}),
     ):
         raise torch.OutOfMemoryError(text)
     assert told.value.place == "step 1 on rank 0"
-    with pytest.raises(TrainingError, match=r"here: Unable to allocate 4\.00 EiB"), out_of_memory.explaining_out_of_memory("here"):
+    with pytest.raises(TrainingError, match=r"here: Unable to allocate 4\.00 EiB"), out_of_memory.explain_out_of_memory_error("here"):
         np.empty(2**59)
-    with pytest.raises(RuntimeError, match="something else"), out_of_memory.explaining_out_of_memory("here"):
+    with pytest.raises(RuntimeError, match="something else"), out_of_memory.explain_out_of_memory_error("here"):
         raise RuntimeError("something else")

@@ -14,7 +14,7 @@ from swarmtrain.config.schema.data import DataConfig, Packing
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import memory_map
-from swarmtrain.trainer.data.packed_samples import pack_best_fit
+from swarmtrain.trainer.data.packed_samples import pack_items_best_fit
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
 
 SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=32, reset_position_ids=True)
@@ -24,7 +24,7 @@ SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=32, reset_po
 @settings(max_examples=80, deadline=None)
 def test_packing_is_tight(sizes: list[int]) -> None:
     """No pack exceeds its capacity, and no two packs would fit into one; so at most one is half empty."""
-    packs = pack_best_fit(np.array(sizes, dtype=np.int64), 12)
+    packs = pack_items_best_fit(np.array(sizes, dtype=np.int64), 12)
     used = np.bincount(packs, np.array(sizes), minlength=0) if sizes else np.zeros(0)
     assert (used > 0).all(), "numbered without a gap"
     assert (used <= 12).all()
@@ -46,7 +46,7 @@ def test_every_pair_within_a_document_comes_once(tmp_path_factory: pytest.TempPa
         return
     data = TokenDataset([folder / "a"], shape, seed, packing=Packing.documents)
     batch = data.build_batch(0, len(data))
-    rows = data.load(batch.ids)
+    rows = data.load_samples(batch.ids)
     counted = rows.targets >= 0
     assert sorted(zip(rows.inputs[counted].tolist(), rows.targets[counted].tolist(), strict=True)) == pairs
     assert batch.loss_tokens == len(pairs)
@@ -62,7 +62,7 @@ def test_every_pair_within_a_document_comes_once(tmp_path_factory: pytest.TempPa
 def test_documents_that_fit_are_not_split(tmp_path: Path) -> None:
     memory_map.write_token_files(tmp_path / "a", [np.arange(3), np.arange(10, 22), np.arange(4, 7), np.arange(8, 9)], "uint8")
     data = TokenDataset([tmp_path / "a"], SHAPE, 0, packing=Packing.documents)
-    rows = data.load(np.arange(len(data)))
+    rows = data.load_samples(np.arange(len(data)))
     assert rows.inputs.tolist() == [[10, 11, 12, 13], [14, 15, 16, 17], [18, 19, 20, 0], [0, 1, 4, 5]]
     assert rows.targets.tolist() == [[11, 12, 13, 14], [15, 16, 17, 18], [19, 20, 21, -1], [1, 2, 5, 6]]
     assert rows.document_ids is not None
@@ -77,7 +77,7 @@ def test_documents_of_a_window_are_numbered_from_zero(tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("windows")
     memory_map.write_token_files(folder / "a", [np.full(length, number % 32) for number, length in enumerate(lengths)], "uint8")
     data = TokenDataset([folder / "a"], SHAPE, 0)
-    documents = data.load(np.arange(len(data))).document_ids
+    documents = data.load_samples(np.arange(len(data))).document_ids
     assert documents is not None
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     for number, numbers in enumerate(documents.tolist()):
@@ -88,7 +88,7 @@ def test_documents_of_a_window_are_numbered_from_zero(tmp_path_factory: pytest.T
 def test_documents_are_numbered_only_when_configured(tmp_path: Path) -> None:
     memory_map.write_token_files(tmp_path / "a", [np.arange(9)], "uint8")
     plain = SHAPE.model_copy(update={"reset_attention_mask": False, "reset_position_ids": False})
-    assert TokenDataset([tmp_path / "a"], plain, 0).load(np.arange(1)).document_ids is None
+    assert TokenDataset([tmp_path / "a"], plain, 0).load_samples(np.arange(1)).document_ids is None
     assert TokenDataset([tmp_path / "a"], plain, 0).build_empty_sample().document_ids is None
     numbered = TokenDataset([tmp_path / "a"], SHAPE, 0).build_empty_sample().document_ids
     assert numbered is not None
@@ -104,7 +104,7 @@ def test_a_part_is_used_for_validation(tmp_path: Path, packing: Packing) -> None
     data = DataConfig(data_prefixes=(tmp_path / "a", tmp_path / "b"), validation_fraction=0.2, packing=packing)
     training, validation = open_data(Config(transformer_architecture=shape, data=data))
     assert validation is not None
-    seen = [set(np.unique(each.load(np.arange(len(each))).targets)) - {-1} for each in (training, validation)]
+    seen = [set(np.unique(each.load_samples(np.arange(len(each))).targets)) - {-1} for each in (training, validation)]
     assert seen[0] == {*range(8), *range(100, 108)}
     assert seen[1] == {8, 9, 108, 109}
 

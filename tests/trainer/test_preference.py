@@ -95,7 +95,7 @@ def compute_loss_by_hand(
     config: Config, checkpoint: consolidated.ConsolidatedCheckpoint, data: TokenDataset, ids: Any
 ) -> tuple[float, float]:
     """Return the mean loss of pairs, and the fraction of pairs that is ranked correctly."""
-    rows = data.load(ids)
+    rows = data.load_samples(ids)
     (tuned, reference) = (
         compute_log_likelihood(load_trained_model(checkpoint, tuned=each), rows.inputs, rows.targets) for each in (True, False)
     )
@@ -182,7 +182,7 @@ def test_long_responses_are_truncated_and_pairs_stay_pairs(base_run: tuple[Path,
     memory_map.write_token_files(tmp_path / "other", [np.arange(5)], "uint8")
     architecture = Config.from_json(json.dumps(base_run[1])).transformer_architecture
     data = TokenDataset([tmp_path / "better"], architecture, 1, companion_prefixes=[[tmp_path / "worse"]])
-    rows = data.load(np.array([1, 0]))
+    rows = data.load_samples(np.array([1, 0]))
     assert (rows.targets >= 0).sum(1).tolist() == [2, 6, SEQUENCE_LENGTH, SEQUENCE_LENGTH]
     assert (data.count_loss_tokens(np.array([1, 0])), data.compute_loss_denominator(np.array([1, 0]))) == (8 + 2 * SEQUENCE_LENGTH, 2)
     with pytest.raises(TrainingError, match=r"other has 1 documents, and .*better 2"):

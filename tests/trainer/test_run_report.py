@@ -11,7 +11,7 @@ from worlds import LocalWorld, merge_config
 
 from swarmtrain import protocol
 from swarmtrain.protocol import Event
-from swarmtrain.trainer.run_report import _format_ranges
+from swarmtrain.trainer.run_report import _format_number_ranges
 
 SECRET, OWN_SECRET = "hush-4be1", "own-77c3"
 
@@ -49,4 +49,4 @@ def test_what_runs_where(tmp_path: Path, config: dict[str, Any], coordinator_add
 
 
 def test_spans() -> None:
-    assert _format_ranges([0, 1, 2, 3, 8, 10, 11]) == "0-3, 8, 10-11"
+    assert _format_number_ranges([0, 1, 2, 3, 8, 10, 11]) == "0-3, 8, 10-11"

@@ -65,7 +65,7 @@ def test_the_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
 
 def judge_all(*measurements: tuple[Straggler, ...]) -> list[StragglerReport]:
     judge = StragglerDetector()
-    return [report for each in measurements if (report := judge.update(each))]
+    return [report for each in measurements if (report := judge.add_comparison(each))]
 
 
 def test_it_is_reported_once_and_again_when_it_changes() -> None:
@@ -89,7 +89,7 @@ def test_ranks_that_are_slow_by_chance_are_not_stragglers() -> None:
     judge, chance = StragglerDetector(), np.random.default_rng(1).choice([1.0, 1.0, 1.0, 1.3], (24 * 360, len(EVEN_RANKS)))
     for factors in chance.tolist():
         works = [replace(work, block_seconds=work.block_seconds * factor) for work, factor in zip(EVEN_RANKS, factors, strict=True)]
-        assert judge.update(find_slow_ranks(works)) is None
+        assert judge.add_comparison(find_slow_ranks(works)) is None
 
 
 def _burn_cpu() -> None:

@@ -23,10 +23,10 @@ RECORDER: dict[str, Any] = {
 
 
 def compute_tensor_statistics(tensor: torch.Tensor, dtype: torch.dtype = torch.float32, chunks: int = 1) -> dict[str, Any]:
-    row, counts = tensor_stats.create_empty_columns(), torch.zeros(tensor_stats.BIN_COUNT, dtype=torch.int64)
+    row, counts = tensor_stats.create_empty_partial_statistics(), torch.zeros(tensor_stats.BIN_COUNT, dtype=torch.int64)
     for part in tensor.chunk(chunks):
         row, counts = (
-            tensor_stats.merge_columns(row, tensor_stats.compute_columns(part, dtype)),
+            tensor_stats.merge_partial_statistics(row, tensor_stats.compute_partial_statistics(part, dtype)),
             counts + tensor_stats.compute_histogram(part),
         )
     return tensor_stats.compute_statistics(row, list(Statistic), counts)

@@ -205,7 +205,7 @@ def test_stops_at_what_an_earlier_go_skipped(tmp_path: Path) -> None:
     """`stop` after an interrupted `skip`: the bad records that existing shards skipped still stop it."""
     name = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {}, *[{"text": "b"}] * 9])
     asked = PrepareOptions(str(tmp_path / "t"), "bytes", workers=1)
-    shaper, files = TextBuilder(tokenizer_backends.open_tokenizer("bytes"), "text", None), readers.find_sources([name])
+    shaper, files = TextBuilder(tokenizer_backends.open_tokenizer("bytes"), "text", None), readers.find_source_files([name])
     with pytest.raises(TrainingError, match="line 2"):
         pipeline.prepare_token_files(asked, [name], min_shard_bytes=20)
     plan = readers.plan_shards(files, ["text"], 20)
@@ -268,7 +268,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     peaks = []
     for number in (4_000, 32_000):
         name = write_lines(tmp_path / f"{number}.jsonl", [{"text": "x" * 500}] * number)
-        files = readers.find_sources([name])
+        files = readers.find_source_files([name])
         tracemalloc.start()
         plan = readers.plan_shards(files, ["text"], 1 << 30)
         stats = shards.build_shard(

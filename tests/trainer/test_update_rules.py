@@ -19,9 +19,9 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer import start_runtime
-from swarmtrain.trainer.checkpoint.compatibility import select_names_to_load
-from swarmtrain.trainer.optim.muon import Muon, assign_matrices, orthogonalize_matrix
-from swarmtrain.trainer.optim.param_groups import build_parameter_groups, choose_method
+from swarmtrain.trainer.checkpoint.compatibility import select_tensors_to_load
+from swarmtrain.trainer.optim.muon import Muon, assign_matrices_to_replicas, orthogonalize_matrix
+from swarmtrain.trainer.optim.param_groups import build_parameter_groups, choose_optimizer_method
 from swarmtrain.trainer.optim.update_rules import AdamW, Sgd, UpdateRule
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
 
@@ -196,9 +196,13 @@ def test_orthogonal_keeps_the_directions_and_evens_the_lengths() -> None:
 
 def test_matrices_are_assigned_evenly_and_alike_on_all_ranks() -> None:
     costs = {"a": 5, "b": 3, "c": 3, "d": 2, "e": 1}
-    assert assign_matrices(costs, 1) == dict.fromkeys(costs, 0)
-    assert assign_matrices(costs, 2) == assign_matrices(dict(reversed(costs.items())), 2) == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
-    assert sorted(assign_matrices(costs, 9).values()) == [0, 1, 2, 3, 4]
+    assert assign_matrices_to_replicas(costs, 1) == dict.fromkeys(costs, 0)
+    assert (
+        assign_matrices_to_replicas(costs, 2)
+        == assign_matrices_to_replicas(dict(reversed(costs.items())), 2)
+        == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
+    )
+    assert sorted(assign_matrices_to_replicas(costs, 9).values()) == [0, 1, 2, 3, 4]
 
 
 def test_muon_is_for_the_matrices_of_blocks_and_groups_may_say_otherwise() -> None:
@@ -211,7 +215,7 @@ def test_muon_is_for_the_matrices_of_blocks_and_groups_may_say_otherwise() -> No
     def chosen(groups: list[dict[str, Any]]) -> list[str]:
         parts = build_parameter_groups(list(names), Config.model_validate_json(json.dumps({"training_groups": groups})))
         owner = {name: part for part in parts for name in part.parameter_names}
-        return [choose_method(owner[name], name, dimensions, OptimizerMethod.muon) for name, dimensions in names.items()]
+        return [choose_optimizer_method(owner[name], name, dimensions, OptimizerMethod.muon) for name, dimensions in names.items()]
 
     assert chosen([]) == ["adamw", "adamw", "muon", "adamw", "adamw"]
     assert chosen(groups) == ["sgd", "sgd", "muon", "adamw", "adamw"]
@@ -227,14 +231,14 @@ def test_which_state_of_a_checkpoint_is_loaded() -> None:
     model = {"model/a": (2, 3), "model/b": (4,)}
     adam = {f"optimizer/{kind}/{name}": size for kind in ("exp_avg", "exp_avg_sq") for name, size in (("a", (2, 3)), ("b", (4,)))}
     scale = {"optimizer/loss_scale/state": (3,)}
-    assert select_names_to_load({**model, **adam}, {**model, **adam}, "here") == [*model, *adam]
-    assert select_names_to_load(model, {**model, **adam}, "here") == list(model), "there was no state to lose"
-    assert select_names_to_load({**model, **adam}, {**model, **adam, **scale}, "here") == [*model, *adam]
-    assert select_names_to_load({**model, **adam, **scale}, {**model, **adam}, "here") == [*model, *adam]
+    assert select_tensors_to_load({**model, **adam}, {**model, **adam}, "here") == [*model, *adam]
+    assert select_tensors_to_load(model, {**model, **adam}, "here") == list(model), "there was no state to lose"
+    assert select_tensors_to_load({**model, **adam}, {**model, **adam, **scale}, "here") == [*model, *adam]
+    assert select_tensors_to_load({**model, **adam, **scale}, {**model, **adam}, "here") == [*model, *adam]
     muon = {"optimizer/muon_momentum/a": (2, 3), "optimizer/exp_avg/b": (4,), "optimizer/exp_avg_sq/b": (4,)}
     for found, wanted in ((adam, muon), (muon, adam)):
         with pytest.raises(IncompatibleCheckpoint, match="has the state of a different optimizer: for a it has "):
-            select_names_to_load({**model, **found}, {**model, **wanted}, "here")
+            select_tensors_to_load({**model, **found}, {**model, **wanted}, "here")
 
 
 def test_muon_is_the_same_in_every_topology_and_over_checkpoints(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def write_lines(path: Path, records: Sequence[Any]) -> str:
 
 def read_documents(prefix: Path) -> list[list[int]]:
     file = MemoryMap(prefix)
-    file.check_documents()
+    file.check_document_boundaries()
     return [file.tokens[start : start + count].tolist() for start, count in file.documents.tolist()]
 
 

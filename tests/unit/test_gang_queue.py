@@ -8,7 +8,7 @@ import pytest
 
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, list_earlier_requests
-from swarmtrain.launchers.swarm.resources.resource_accounting import ResourceSupply, add_holders_to_reason, compute_supplies
+from swarmtrain.launchers.swarm.resources.resource_accounting import ResourceSupply, add_holders_to_reason, compute_resource_supplies
 
 KIND = "NVIDIA-GPU"
 
@@ -78,7 +78,7 @@ CLAIMS = {
 @pytest.mark.parametrize("name", CLAIMS)
 def test_what_others_have_claimed(name: str) -> None:
     services, tasks, claimed = CLAIMS[name]
-    found = compute_supplies([build_node("x"), build_node("y")], services, tasks, KIND, excluded_stack="mine")["id of x"]
+    found = compute_resource_supplies([build_node("x"), build_node("y")], services, tasks, KIND, excluded_stack="mine")["id of x"]
     assert found == ResourceSupply("x", 2, claimed)
     assert found.free_count == 2 - sum(claimed.values())
 

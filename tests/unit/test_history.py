@@ -46,7 +46,7 @@ def format_timestamp(number: int) -> str:
 def store_events(events: list[Event], *, run: str = "demo") -> None:
     keeper = HistoryWriter(run)
     for event in events:
-        keeper.append("rendezvous", format_timestamp(int(event.time * 10)), event.to_line(), event=True)
+        keeper.append_line("rendezvous", format_timestamp(int(event.time * 10)), event.to_line(), event=True)
     keeper.close()
 
 
@@ -65,12 +65,12 @@ def test_the_history_of_a_run_has_times_and_reasons() -> None:
 def test_a_run_that_is_deployed_again_after_its_removal_is_a_new_run() -> None:
     store_events(FIRST_EVENTS)
     history_store.record_operation("demo", "down")
-    assert history_store.select_last_deployment(history_store.load_events("demo")) == FIRST_EVENTS
-    assert history_store.select_since_teardown(history_store.load_events("demo")) == []
+    assert history_store.select_last_deployment_events(history_store.load_events("demo")) == FIRST_EVENTS
+    assert history_store.select_events_since_teardown(history_store.load_events("demo")) == []
     later = [Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 500.0)]
     store_events(later)
-    assert history_store.select_last_deployment(history_store.load_events("demo")) == later
-    assert history_store.merge_events(history_store.select_since_teardown(history_store.load_events("demo")), later) == later
+    assert history_store.select_last_deployment_events(history_store.load_events("demo")) == later
+    assert history_store.merge_events(history_store.select_events_since_teardown(history_store.load_events("demo")), later) == later
 
 
 def test_the_list_of_runs_has_outcome_and_duration() -> None:
@@ -89,11 +89,11 @@ def test_two_followers_of_a_run_store_each_line_once_and_files_stay_small() -> N
     first, second = HistoryWriter("demo", limit=3000), HistoryWriter("demo", limit=3000)
     for number in range(200):
         for keeper in (first, second):
-            keeper.append("node0", format_timestamp(number), f"[rank 1] line {number}")
+            keeper.append_line("node0", format_timestamp(number), f"[rank 1] line {number}")
             keeper.flush()
     first.close()
     for number in range(190, 210):
-        second.append("node0", format_timestamp(number), f"[rank 1] line {number}")
+        second.append_line("node0", format_timestamp(number), f"[rank 1] line {number}")
     second.close()
     found = list(history_store.load_log_lines("demo"))
     assert [int(line.text.split()[1]) for line in found] == list(range(210 - len(found), 210))
@@ -104,7 +104,7 @@ def test_two_followers_of_a_run_store_each_line_once_and_files_stay_small() -> N
 def test_the_output_of_a_run_that_is_down_is_what_was_stored(isolated_state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keeper = HistoryWriter("demo")
     for number in range(6):
-        keeper.append(f"node{number % 2}", format_timestamp(number), f"[rank {number % 2}] step {number}")
+        keeper.append_line(f"node{number % 2}", format_timestamp(number), f"[rank {number % 2}] step {number}")
     keeper.close()
     print_logs("demo", LogFilter(), follow=False)
     out, err = capsys.readouterr()
@@ -153,7 +153,7 @@ def test_what_is_printed_is_stored_with_its_time() -> None:
     assert [(line.rank, line.text) for line in found] == [(1, "one"), (None, "in two parts"), (None, "err"), (None, "end")]
     assert begun < found[0].time < found[1].time - 0.2
     assert found[-1].time < time.time()
-    assert NodeLogTail("node0", path).read_log_lines() == found
+    assert NodeLogTail("node0", path).read_new_log_lines() == found
 
 
 def test_the_output_of_a_processs_orphans_is_read_and_not_waited_for() -> None:

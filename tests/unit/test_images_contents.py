@@ -24,14 +24,14 @@ def project_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def image_contents(project_folder: Path) -> ImageContents:
     """The contents of an image with all of `project_folder`, read back from its label."""
-    built = contents.compute_contents(find_project(project_folder)).with_folder(
+    built = contents.compute_contents(find_project(project_folder)).copy_with_added_folder(
         "lib", folder_files.list_files(project_folder / "lib"), base_image="reg/base:1"
     )
     return contents.read_contents({"Config": {"Labels": built.to_labels()}})
 
 
 def list_changes(image_contents: ImageContents, project_folder: Path) -> tuple[list[str], list[str]]:
-    return contents.find_changes(image_contents, project_folder, {"train.py"})
+    return contents.find_changed_files_and_folders(image_contents, project_folder, {"train.py"})
 
 
 def test_nothing_has_changed_at_first(image_contents: ImageContents, project_folder: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_file_that_changed_is_named(
 
 
 def test_in_the_folder_itself_what_travels_is_distinguished_from_the_rest(project_folder: Path) -> None:
-    made = ImageContents({}).with_folder(".", folder_files.list_files(project_folder), base_image="reg/base:1")
+    made = ImageContents({}).copy_with_added_folder(".", folder_files.list_files(project_folder), base_image="reg/base:1")
     (project_folder / "train.py").write_text("new")
     assert list_changes(made, project_folder) == ([], [])
     (project_folder / "helpers.py").write_text("new")

@@ -25,7 +25,7 @@ from swarmtrain.config.loading import parse_config
 from swarmtrain.config.yaml_document import read_yaml
 from swarmtrain.errors import ConfigError, SwarmtrainError
 from swarmtrain.importers import deepspeed, migration_report
-from swarmtrain.importers.migration_report import is_secret
+from swarmtrain.importers.migration_report import is_secret_name
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "imports"
@@ -34,7 +34,7 @@ MAPPINGS = [name for name in SOURCES if name.endswith((".yml", ".json"))]
 
 
 def convert_fixture(name: str, text: str | None = None) -> importers.ImportedConfig:
-    return importers.import_text((FOLDER / name).read_text() if text is None else text, name)
+    return importers.import_config_text((FOLDER / name).read_text() if text is None else text, name)
 
 
 def format_import(result: importers.ImportedConfig) -> str:
@@ -63,13 +63,15 @@ def test_no_value_of_a_mapping_is_skipped(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(migration_report, "_MAX_VALUE_LENGTH", 10**6)
     values = read_yaml((FOLDER / name).read_text()).values
     form = convert_fixture(name).format
-    before = importers.import_text(dump_json(values), name, source_format=form).to_dict()
+    before = importers.import_config_text(dump_json(values), name, source_format=form).to_dict()
     passed_over = []
     for key, value in iterate_leaves(values):
         changed = copy.deepcopy(values)
         set_value(changed, key, change_value(value))
         try:
-            if importers.import_text(dump_json(changed), name, source_format=form).to_dict() == before and not is_secret(key[-1]):
+            if importers.import_config_text(dump_json(changed), name, source_format=form).to_dict() == before and not is_secret_name(
+                key[-1]
+            ):
                 passed_over.append(key)
         except SwarmtrainError:
             continue
@@ -80,7 +82,7 @@ def test_no_value_of_a_mapping_is_skipped(name: str, monkeypatch: pytest.MonkeyP
 def test_a_file_read_as_another_format_does_not_crash(name: str) -> None:
     for form in importers.SourceFormat:
         with contextlib.suppress(SwarmtrainError):
-            importers.import_text((FOLDER / name).read_text(), name, source_format=form)
+            importers.import_config_text((FOLDER / name).read_text(), name, source_format=form)
 
 
 @pytest.mark.parametrize("name", MAPPINGS)
@@ -91,7 +93,7 @@ def test_a_value_of_another_type_does_not_crash(name: str) -> None:
         changed = copy.deepcopy(values)
         set_value(changed, key, next(wrong))
         with contextlib.suppress(SwarmtrainError):
-            importers.import_text(dump_json(changed), name, source_format=form)
+            importers.import_config_text(dump_json(changed), name, source_format=form)
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if name not in MAPPINGS])
@@ -111,8 +113,8 @@ def test_no_line_of_a_script_or_hostfile_is_skipped(name: str) -> None:
 
 def test_a_json_and_its_hostfile() -> None:
     text = '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}'
-    result = importers.import_file(FOLDER / "hostfile").result.values["runner"]["hosts"]
-    values = importers.import_text(text, "ds.json", hosts=tuple(result)).result.values
+    result = importers.import_config_file(FOLDER / "hostfile").result.values["runner"]["hosts"]
+    values = importers.import_config_text(text, "ds.json", hosts=tuple(result)).result.values
     assert values["runner"]["hosts"] == ["gpu-1 slots=4", "gpu-2 slots=4", "node01.lab slots=2", "node02.lab slots=2", "node03.lab slots=2"]
     assert values["topology"] == {"global_batch_size": 2 * 3 * 14, "micro_batch_size": 2}
 
@@ -136,19 +138,21 @@ def test_a_json_and_its_hostfile() -> None:
 )
 def test_unrecognized_formats_are_refused(text: str, message: str) -> None:
     with pytest.raises(SwarmtrainError) as raised:
-        importers.import_text(text, "file")
+        importers.import_config_text(text, "file")
     assert message in raised.value.plain_text
 
 
 @pytest.mark.parametrize("form", [form for form in importers.SourceFormat if form is not importers.SourceFormat.sbatch])
 def test_an_empty_mapping_is_refused_in_every_format(form: importers.SourceFormat) -> None:
     with pytest.raises(SwarmtrainError, match="is empty"):
-        importers.import_text("{}", "file", source_format=form)
+        importers.import_config_text("{}", "file", source_format=form)
 
 
 def test_a_value_that_is_refused_is_reported_with_its_own_place() -> None:
     with pytest.raises(ConfigError) as raised:
-        importers.import_text('{"bf16": {"enabled": true},\n "train_batch_size": 24,\n "train_micro_batch_size_per_gpu": 5}', "ds.json")
+        importers.import_config_text(
+            '{"bf16": {"enabled": true},\n "train_batch_size": 24,\n "train_micro_batch_size_per_gpu": 5}', "ds.json"
+        )
     assert raised.value.plain_text.startswith(
         "error: ds.json: config train_batch_size, here topology.global_batch_size (line 2): 24 is not a multiple of micro_batch_size 5"
     )
@@ -248,6 +252,6 @@ def dump_json(values: Any) -> str:
 @pytest.mark.parametrize(("folder", "used"), [("", False), ("  log_dir: logs\n", True)])
 def test_scaling_writes_nothing_to_tensorboard_without_a_folder(folder: str, *, used: bool) -> None:
     text = f"version: .unknown.\nlogger:\n  use_tensorboard: true\n{folder}transformer_architecture: {{hidden_size: 64}}\n"
-    result = importers.import_text(text, "config.yml", source_format=importers.SourceFormat.scaling)
+    result = importers.import_config_text(text, "config.yml", source_format=importers.SourceFormat.scaling)
     assert parse_config(result.to_yaml()).logger.use_tensorboard == used
     assert ("set logger.log_dir; without it" in str(result.format_report())) != used

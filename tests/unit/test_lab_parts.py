@@ -31,8 +31,8 @@ def test_no_free_subnet_is_an_error() -> None:
 def test_addresses_do_not_collide() -> None:
     nodes = tuple(f"node{index}" for index in range(state.MAX_NODES))
     lab = state.LabDescription("lab", "10.77.3.0/24", nodes, "/srv/shared")
-    addresses = {lab.get_address(node) for node in nodes} | {lab.bridge_address}
-    assert lab.get_address("node0") == "10.77.3.10"
+    addresses = {lab.get_node_address(node) for node in nodes} | {lab.bridge_address}
+    assert lab.get_node_address("node0") == "10.77.3.10"
     assert len(addresses) == state.MAX_NODES + 1
     assert all(address.startswith("10.77.3.") for address in addresses)
 
@@ -46,13 +46,13 @@ def test_names_that_cannot_be_part_of_a_path_are_refused(name: str) -> None:
 @pytest.mark.parametrize("directory", ["/mnt/disk/lab", "/run/lab"])
 def test_a_directory_that_machines_cannot_see_is_refused(directory: str) -> None:
     with pytest.raises(LabError, match="have their own"):
-        state.check_directory(Path(directory))
+        state.check_lab_directory(Path(directory))
 
 
 def test_a_socket_path_that_the_kernel_would_refuse_is_refused_first() -> None:
-    state.check_directory(Path("/srv/" + "x" * 80))
+    state.check_lab_directory(Path("/srv/" + "x" * 80))
     with pytest.raises(LabError, match="107 bytes"):
-        state.check_directory(Path("/srv/" + "x" * 90))
+        state.check_lab_directory(Path("/srv/" + "x" * 90))
 
 
 def test_rates() -> None:
@@ -90,7 +90,7 @@ def test_missing_programs_are_named_with_the_way_to_get_them(monkeypatch: pytest
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match="docker-registry") as caught:
-        prerequisites.check_machine(None, ["swarm"])
+        prerequisites.check_machine_prerequisites(None, ["swarm"])
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("apt-get install -y docker.io docker-registry")
 
@@ -98,26 +98,26 @@ def test_missing_programs_are_named_with_the_way_to_get_them(monkeypatch: pytest
 def test_a_user_who_is_not_root_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match="root") as caught:
-        prerequisites.check_machine(None, ["swarm"])
+        prerequisites.check_machine_prerequisites(None, ["swarm"])
     assert "sudo" in str(caught.value.hint)
 
 
 def test_an_engine_directory_without_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(LabError, match="does not contain dockerd"):
-        prerequisites.check_machine(tmp_path, ["swarm"])
+        prerequisites.check_machine_prerequisites(tmp_path, ["swarm"])
 
 
 def test_a_lab_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
     with pytest.raises(LabError, match="no such lab; this machine has no labs"):
-        Lab("nowhere").build_environment()
+        Lab("nowhere").build_client_environment()
 
 
 def test_the_environment_of_a_command_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
     (tmp_path / "lab").mkdir()
-    state.write_description(tmp_path / "lab", state.LabDescription("lab", "10.77.3.0/24", ("node0",), "/srv/shared"))
+    state.write_lab_description(tmp_path / "lab", state.LabDescription("lab", "10.77.3.0/24", ("node0",), "/srv/shared"))
     here = {"HOME": "/root", "DOCKER_HOST": "tcp://elsewhere:2376", "DOCKER_CONTEXT": "elsewhere", "DOCKER_TLS_VERIFY": "1"}
     cores = str(len(os.sched_getaffinity(0)))
     expected = {"HOME": "/root", "DOCKER_HOST": "unix:///var/run/docker.sock", "SWARMTRAIN_CORES": cores}
@@ -131,7 +131,7 @@ def test_the_nodes_of_a_lab_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     description = state.LabDescription("lab", "10.77.3.0/24", tuple(f"node{number}" for number in range(nodes)), "/srv/shared")
     assert cpu_share.compute_cores_per_node(description) == share
-    cpu_share.write_runc(tmp_path, description)
+    cpu_share.write_runc_wrapper(tmp_path, description)
     config = tmp_path / "config.json"
     for command, expected in (("create", [f"SWARMTRAIN_CORES={share}", "PATH=/bin"]), ("delete", ["PATH=/bin"])):
         config.write_text('{"process":{"args":["sh","-c","echo \\"env\\":[\\"A\\"]"],"env":["PATH=/bin"]},"env":["HOOK=1"]}')
@@ -143,6 +143,6 @@ def test_the_nodes_of_a_lab_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_lab_of_an_older_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "lab.json").write_text('{"name": "lab", "subnet": "10.77.3.0/24", "nodes": ["node0"], "shared": "/srv/shared"}')
-    found = state.read_description(tmp_path)
+    found = state.read_lab_description(tmp_path)
     assert found is not None
     assert not found.bare

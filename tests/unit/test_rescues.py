@@ -9,7 +9,7 @@ from swarmtrain.entrypoint.coordinator.rescue import (
     RESCUE_SETTLE_SECONDS,
     SURVIVOR_LOST_SECONDS,
     RescueArbiter,
-    choose_writers,
+    choose_checkpoint_writers,
 )
 from swarmtrain.protocol import Event, RescueAssignment, SurvivorState
 
@@ -54,22 +54,22 @@ def build_survivor(step: int, *, ready: bool = False, part: int = 0, parts: int 
 def test_the_newest_complete_step_is_saved_once(
     states: dict[int, SurvivorState], *, timed_out: bool, step: int, writers: tuple[int, ...]
 ) -> None:
-    assert choose_writers(states, no_more_expected=timed_out) == (step, writers)
+    assert choose_checkpoint_writers(states, no_more_expected=timed_out) == (step, writers)
 
 
 def test_a_writer_that_falls_silent_is_replaced_until_nobody_is_left() -> None:
     clock = [100.0]
     arbiter = RescueArbiter(lambda: clock[0])
-    assert not arbiter.is_pending
+    assert not arbiter.is_rescue_pending
     assert arbiter.report_surviving_rank("world", 1, build_survivor(7)) == RescueAssignment(7, (1,), 1)
     assert arbiter.report_surviving_rank("world", 2, build_survivor(7)).writers == (1,)
-    assert arbiter.is_pending
+    assert arbiter.is_rescue_pending
     clock[0] += SURVIVOR_LOST_SECONDS + 0.1
     assert arbiter.report_surviving_rank("world", 2, build_survivor(7)) == RescueAssignment(7, (2,), 2)
     arbiter.record_rescue_finished("world", 1, 1)  # the first one was merely slow: its report no longer counts
-    assert arbiter.is_pending
+    assert arbiter.is_rescue_pending
     arbiter.record_rescue_finished("world", 2, 2)
-    assert not arbiter.is_pending
+    assert not arbiter.is_rescue_pending
     assert arbiter.report_surviving_rank("world", 1, build_survivor(7)).is_finished
 
 
@@ -82,11 +82,11 @@ def test_nodes_with_disks_of_their_own_all_save() -> None:
     clock[0] += RESCUE_SETTLE_SECONDS + 0.1
     assert arbiter.report_surviving_rank("world", 1, first) == RescueAssignment(7, (1, 2), 1)
     arbiter.record_rescue_finished("world", 1, 1)
-    assert arbiter.is_pending, "it stands on one disk"
-    arbiter.record_failure(Event("failure", {"world": "world", "rank": 2}))
+    assert arbiter.is_rescue_pending, "it stands on one disk"
+    arbiter.record_dead_rank(Event("failure", {"world": "world", "rank": 2}))
     assert arbiter.report_surviving_rank("world", 1, first) == RescueAssignment(7, (1,), 2)
     arbiter.record_rescue_finished("world", 2, 1)
-    assert not arbiter.is_pending
+    assert not arbiter.is_rescue_pending
 
 
 def test_no_rank_waits_forever() -> None:
@@ -97,18 +97,18 @@ def test_no_rank_waits_forever() -> None:
     clock[0] += RESCUE_DECISION_TIMEOUT_SECONDS + 0.1
     assert arbiter.report_surviving_rank("world", 3, half) == RescueAssignment(attempt=0, is_finished=True)
     arbiter.report_surviving_rank("another", 3, half)
-    assert arbiter.is_pending
+    assert arbiter.is_rescue_pending
     clock[0] += SURVIVOR_LOST_SECONDS + 0.1
-    assert not arbiter.is_pending, "they have died"
+    assert not arbiter.is_rescue_pending, "they have died"
 
 
 def test_the_dead_are_not_waited_for() -> None:
     arbiter = RescueArbiter(lambda: 0.0)
     for rank in (0, 1):
-        arbiter.record_failure(Event("failure", {"world": "world", "rank": rank, "signal": "SIGKILL"}))
+        arbiter.record_dead_rank(Event("failure", {"world": "world", "rank": rank, "signal": "SIGKILL"}))
     assert not arbiter.report_surviving_rank("world", 2, build_survivor(7, ready=True)).writers
     assert arbiter.report_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (2,), 1)
-    arbiter.record_failure(Event("failure", {"world": "world", "rank": 2}))
+    arbiter.record_dead_rank(Event("failure", {"world": "world", "rank": 2}))
     assert arbiter.report_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (3,), 2)
 
 

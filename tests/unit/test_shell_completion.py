@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Path:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     (tmp_path / "labs" / "lab").mkdir(parents=True)
-    state.write_description(tmp_path / "labs" / "lab", state.LabDescription("lab", "10.77.3.0/24", ("node0", "node1"), "/srv/shared"))
+    state.write_lab_description(tmp_path / "labs" / "lab", state.LabDescription("lab", "10.77.3.0/24", ("node0", "node1"), "/srv/shared"))
     return tmp_path
 
 

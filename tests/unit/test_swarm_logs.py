@@ -9,7 +9,7 @@ import pytest
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.common.container_logs import ContainerLogLine, LineDeduplicator, _join_line_parts
+from swarmtrain.launchers.common.container_logs import ContainerLogLine, LineDeduplicator, _join_log_frames
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.history_store import resolve_run_directory
 from swarmtrain.launchers.common.log_recorder import LogRecorder
@@ -24,13 +24,13 @@ def build_frame(time: str, text: str, *, task: str = "t1", stream: int = 1) -> t
 
 
 def test_a_line_knows_its_time_task_and_rank() -> None:
-    (line,) = _join_line_parts([build_frame("2026-11-21T00:25:15.500000000Z", "[rank 12]   loss 3\n")], "node1")
+    (line,) = _join_log_frames([build_frame("2026-11-21T00:25:15.500000000Z", "[rank 12]   loss 3\n")], "node1")
     assert (line.task, line.text) == ("t1", "[rank 12]   loss 3")
     assert line.to_log_line() == LogLine("node1", "  loss 3", 12, 1795220715.5)
 
 
 def test_a_line_that_no_rank_wrote_is_kept_unchanged() -> None:
-    (line,) = _join_line_parts([build_frame(TIMES[0], "[rank x] a  b\n")], "node1")
+    (line,) = _join_log_frames([build_frame(TIMES[0], "[rank x] a  b\n")], "node1")
     assert line.to_log_line().rank is None
     assert line.to_log_line().text == "[rank x] a  b"
 
@@ -43,7 +43,7 @@ def test_pieces_of_a_long_line_are_put_together_though_others_come_between() -> 
         build_frame(TIMES[3], "cc\n"),
         build_frame(TIMES[4], "end"),
     ]
-    assert [(line.time, line.text) for line in _join_line_parts(frames, "n")] == [
+    assert [(line.time, line.text) for line in _join_log_frames(frames, "n")] == [
         (TIMES[1], "err"),
         (TIMES[0], "aabbcc"),
         (TIMES[4], "end"),
@@ -51,7 +51,7 @@ def test_pieces_of_a_long_line_are_put_together_though_others_come_between() -> 
 
 
 def test_a_message_of_the_engine_in_a_log_is_a_line() -> None:
-    (line,) = _join_line_parts([(3, b"warning: incomplete log stream")], "n")
+    (line,) = _join_log_frames([(3, b"warning: incomplete log stream")], "n")
     assert line.text == "warning: incomplete log stream"
 
 
@@ -92,7 +92,7 @@ def test_what_was_received_is_written_once_even_by_a_second_watch(isolated_state
     for watched in (lines[:2], lines):
         record = LogRecorder("run")
         for line in watched:
-            record.append(line)
+            record.append_line(line)
         record.close()
     folder = resolve_run_directory("run")
     assert folder == isolated_state / "swarmtrain" / "run"
@@ -104,7 +104,7 @@ def test_a_state_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     record = LogRecorder("run")
-    record.append(ContainerLogLine("node0", TIMES[0], "t", "one"))
+    record.append_line(ContainerLogLine("node0", TIMES[0], "t", "one"))
     record.close()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == ""

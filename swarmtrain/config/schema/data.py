@@ -54,12 +54,12 @@ class BlendedDatasetConfig(Section):
     )
 
     @property
-    def enabled(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether token files are blended by weight."""
         return self.weights is not None or self.weight_by_num_documents or self.weight_examples_proportional
 
     @model_validator(mode="after")
-    def _check_weighting(self) -> BlendedDatasetConfig:
+    def _check_blend_weights(self) -> BlendedDatasetConfig:
         for position, weight in enumerate(self.weights or ()):
             if not 1e-9 <= weight <= 1e9:
                 raise build_field_error(
@@ -143,7 +143,7 @@ class DataConfig(Section):
             raise build_field_error(
                 "blended_dataset", f"has {len(weights)} weights for {len(self.data_prefixes)} data_prefixes", "give one weight per prefix"
             )
-        if self.blended_dataset.enabled and len(self.data_prefixes) > MAX_BLENDED_FILES:
+        if self.blended_dataset.is_enabled and len(self.data_prefixes) > MAX_BLENDED_FILES:
             raise build_field_error(
                 "blended_dataset", f"{len(self.data_prefixes)} data_prefixes exceed the blending limit of {MAX_BLENDED_FILES}"
             )

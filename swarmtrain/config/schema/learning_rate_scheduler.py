@@ -39,7 +39,7 @@ class LearningRateSchedulerConfig(Section):
     learning_rate_warmup_delay_steps: int = Field(0, ge=0, description="Steps at learning rate 0 before the warm-up.")
 
     @model_validator(mode="after")
-    def _check_minimum(self) -> LearningRateSchedulerConfig:
+    def _check_minimum_learning_rate(self) -> LearningRateSchedulerConfig:
         if self.learning_rate_minimum > self.learning_rate:
             raise build_field_error(
                 "learning_rate_minimum", f"{self.learning_rate_minimum:g} is above learning_rate {self.learning_rate:g}"

@@ -90,5 +90,5 @@ class LoggerConfig(Section):
     wandb_group: str | None = Field(None, description="W&B group. null: none.")
     wandb_tags: tuple[str, ...] = Field((), description="W&B tags.")
     sinks: SinkOptions = Field(
-        {}, description="Metrics sinks of other packages: a list of names, or a mapping of each name to its options."
+        {}, description="Further metrics sinks, also of other packages: a list of names, or a mapping of each name to its options."
     )

@@ -30,7 +30,7 @@ _MAX_SIZE_BYTES = 1 << 62
 _MAX_SOCKETS = 64
 
 
-def _parse_size(value: Any) -> Any:
+def _parse_byte_size(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
@@ -61,16 +61,16 @@ def _stringify_numbers(value: Any) -> Any:
     return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
 
 
-ByteSize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1, le=_MAX_SIZE_BYTES)]
+ByteSize = Annotated[int, BeforeValidator(_parse_byte_size), Field(ge=1, le=_MAX_SIZE_BYTES)]
 Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_parse_mount_pairs), AfterValidator(validators.check_mounts)]
 Volumes = Annotated[dict[str, dict[str, str]], AfterValidator(validators.check_volumes)]
 ContainerPath = Annotated[str, AfterValidator(validators.check_container_path)]
 ContainerUser = Annotated[
-    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(validators.check_user)
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(validators.check_user_id)
 ]
 ImageReference = Annotated[str, AfterValidator(validators.check_image_reference)]
 NetworkName = Annotated[str, AfterValidator(validators.check_network_name)]
-NetworkInterface = Annotated[str, AfterValidator(validators.check_interface)]
+NetworkInterface = Annotated[str, AfterValidator(validators.check_network_interface)]
 NodeLabels = Annotated[dict[str, str], AfterValidator(validators.check_node_labels)]
 HostText = Annotated[str, AfterValidator(host_entry.check_host_entry)]
 HostTexts = Annotated[tuple[HostText, ...], BeforeValidator(host_entry.expand_host_ranges)]
@@ -437,7 +437,7 @@ class RunnerConfig(Section):
         return self.swarm.is_on_host_network if network is NodeNetwork.configured else network is NodeNetwork.host
 
     @property
-    def restarts_per_hour(self) -> int:
+    def effective_max_restarts_per_hour(self) -> int:
         """Maximum number of restarts per hour: max_restarts_per_hour, or its default."""
         return max(_DEFAULT_RESTARTS_PER_HOUR, self.max_restarts) if self.max_restarts_per_hour is None else self.max_restarts_per_hour
 

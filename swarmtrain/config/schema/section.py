@@ -48,7 +48,7 @@ def format_duplicates(names: Iterable[str]) -> str:
     return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
 
 
-def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+def _check_regex_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -57,5 +57,5 @@ def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return patterns
 
 
-RegexPatterns = Annotated[tuple[str, ...], AfterValidator(_check_patterns)]
+RegexPatterns = Annotated[tuple[str, ...], AfterValidator(_check_regex_patterns)]
 """Tuple of regular expressions; validation compiles each of them."""

@@ -14,27 +14,27 @@ from swarmtrain.config.schema.section import Section
 _MAX_SIGNAL_SECONDS = 65535  # the limit of sbatch
 
 
-def _check_options(options: tuple[str, ...]) -> tuple[str, ...]:
+def _check_sbatch_options(options: tuple[str, ...]) -> tuple[str, ...]:
     for option in options:
         if not option.startswith("-"):
             raise ValueError(f"{option!r} is not an sbatch option: write it as --name=value")
-    return tuple(_check_line(option) for option in options)
+    return tuple(_check_printable_line(option) for option in options)
 
 
-def _check_line(text: str) -> str:
+def _check_printable_line(text: str) -> str:
     if not text or not text.isprintable():
         raise ValueError(f"{text!r} must be one line of printable characters")
     return text
 
 
-def _check_word(text: str) -> str:
-    if " " in _check_line(text):
+def _check_printable_word(text: str) -> str:
+    if " " in _check_printable_line(text):
         raise ValueError(f"{text!r} must not contain a space")
     return text
 
 
-SingleWord = Annotated[str, AfterValidator(_check_word)]
-SingleLine = Annotated[str, AfterValidator(_check_line)]
+SingleWord = Annotated[str, AfterValidator(_check_printable_word)]
+SingleLine = Annotated[str, AfterValidator(_check_printable_line)]
 
 
 class ApptainerConfig(Section):
@@ -83,7 +83,7 @@ class SlurmConfig(Section):
         description="Seconds before the time limit at which ranks save a checkpoint and exit. Slurm may send its signal "
         "up to a minute early.",
     )
-    options: Annotated[tuple[str, ...], AfterValidator(_check_options)] = Field(
+    options: Annotated[tuple[str, ...], AfterValidator(_check_sbatch_options)] = Field(
         (), description="Additional sbatch options, as --reservation=mine."
     )
     prelude: tuple[SingleLine, ...] = Field((), description="Shell lines that run before anything else, such as module load cuda.")

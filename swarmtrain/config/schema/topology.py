@@ -103,9 +103,9 @@ class TopologyConfig(Section):
         )
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        _check_shards(self)
-        _check_pipeline(self)
-        _check_sharded_options(self)
+        _check_shard_size(self)
+        _check_pipeline_settings(self)
+        _check_sharding_options(self)
         return self
 
     @property
@@ -124,7 +124,7 @@ class TopologyConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
-    def pipeline_stages(self) -> int:
+    def pipeline_stage_count(self) -> int:
         """Total number of pipeline stages."""
         return self.pipeline_parallel_size * self.pipe_stages_per_rank
 
@@ -158,7 +158,7 @@ class TopologyConfig(Section):
             raise ValueError(f"{replicas * context} replicas{name} are not a multiple of data_parallel_shard_size {shard}")
         return replicas
 
-    def compute_shard_size(self, replicas: int, *, zero: bool) -> int:
+    def compute_shard_group_size(self, replicas: int, *, zero: bool) -> int:
         """Return the number of ranks that shard one copy of the model state if there are `replicas` replicas.
 
         Context-parallel ranks shard it, too. `zero`: the optimizer state of ddp is sharded (optimizer.zero).
@@ -209,7 +209,7 @@ def _derive_parallel_sizes(
     return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
 
 
-def _check_pipeline(topology: TopologyConfig) -> None:
+def _check_pipeline_settings(topology: TopologyConfig) -> None:
     """Raise a validation error if the batch sizes or settings do not fit the pipeline.
 
     A global batch with fewer micro batches than the pipeline needs is an error, since no world could fill the pipeline. The micro batches
@@ -236,7 +236,7 @@ def _check_pipeline(topology: TopologyConfig) -> None:
         )
 
 
-def _check_shards(topology: TopologyConfig) -> None:
+def _check_shard_size(topology: TopologyConfig) -> None:
     kind, shard, data = topology.data_parallel_type, topology.data_parallel_shard_size, topology.data_parallel_size
     if kind is DataParallelType.hsdp and shard is None:
         raise build_field_error(
@@ -248,7 +248,7 @@ def _check_shards(topology: TopologyConfig) -> None:
         check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
 
 
-def _check_sharded_options(topology: TopologyConfig) -> None:
+def _check_sharding_options(topology: TopologyConfig) -> None:
     """Raise a validation error for sharding options that ddp or pipeline parallelism does not support."""
     is_replicated = topology.data_parallel_type is DataParallelType.ddp
     for name in ("cpu_offload", "reduce_every_micro_batch"):

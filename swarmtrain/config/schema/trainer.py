@@ -213,7 +213,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_roll_back(self) -> TrainerConfig:
+    def _check_rollback_needs_save_dir(self) -> TrainerConfig:
         if self.non_finite is NonFiniteAction.roll_back and self.save_dir is None:
             raise build_field_error(
                 "non_finite", "cannot roll back without checkpoints: save_dir is null", "set trainer.save_dir, such as runs/mine"
@@ -221,7 +221,7 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_initial_weights(self) -> TrainerConfig:
+    def _check_single_weight_source(self) -> TrainerConfig:
         if self.init_from is not None and self.load_dir:
             raise build_field_error("init_from", "load_dir already provides the weights", "remove one of the two")
         return self

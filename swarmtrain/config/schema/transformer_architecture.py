@@ -122,7 +122,7 @@ class AdapterConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_any_adapter(self) -> AdapterConfig:
+    def _check_adapter_exists(self) -> AdapterConfig:
         if self.attention_downsampling_factor is None and self.mlp_downsampling_factor is None:
             raise build_field_error("mlp_downsampling_factor", "is null, as is attention_downsampling_factor: there is nothing to train")
         return self
@@ -249,7 +249,7 @@ class TransformerArchitectureConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_heads(self) -> TransformerArchitectureConfig:
+    def _check_attention_heads(self) -> TransformerArchitectureConfig:
         if self.attention_head_size is None:
             check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.head_size % 2 and self.rotary_dimensions:
@@ -288,7 +288,7 @@ class TransformerArchitectureConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_norm(self) -> TransformerArchitectureConfig:
+    def _check_norm_bias(self) -> TransformerArchitectureConfig:
         if self.layernorm.layernorm_bias and self.norm_type is NormType.rms:
             raise build_field_error("layernorm.layernorm_bias", "norm_type rms has no bias", "leave it out, or set norm_type: layernorm")
         return self
@@ -302,7 +302,7 @@ class TransformerArchitectureConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_umup(self) -> TransformerArchitectureConfig:
+    def _check_umup_compatibility(self) -> TransformerArchitectureConfig:
         for name in ("learned_positions", "parallel_residual", "lora_config", "adapter_config", "embedding_head_config"):
             if self.umup.enable and getattr(self, name):
                 raise build_field_error(name, "has no u-muP scaling rule", f"leave {name} out, or set umup.enable: false")
@@ -312,7 +312,7 @@ class TransformerArchitectureConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_lora(self) -> TransformerArchitectureConfig:
+    def _check_lora_layers(self) -> TransformerArchitectureConfig:
         if self.lora_config is None:
             return self
         if LoraLayer.gate in self.lora_config.layers and self.mlp_type is not MlpType.swiglu:
@@ -322,7 +322,7 @@ class TransformerArchitectureConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_float8(self) -> TransformerArchitectureConfig:
+    def _check_float8_precision(self) -> TransformerArchitectureConfig:
         for name, config in self.float8_layers.items():
             if self.precision not in (Precision.bfloat16, Precision.float32):
                 raise build_field_error("precision", f"{self.precision} does not support float8 products, which {name} enables", "bfloat16")

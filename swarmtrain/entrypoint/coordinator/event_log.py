@@ -48,7 +48,7 @@ class EventLogWriter:
             self._pending_progress = None
             self._publish(event)
 
-    def write_usage(self, data: dict[str, Any], members: Container[str]) -> None:
+    def write_resource_usage(self, data: dict[str, Any], members: Container[str]) -> None:
         """Record the resource usage of one node, and if due write the usage of all nodes in `members`."""
         self._usage_by_node[str(data["node"])] = {key: value for key, value in data.items() if key != "node"}
         if self._clock() < self._next_usage_at:
@@ -57,7 +57,7 @@ class EventLogWriter:
         self._next_usage_at = self._clock() + max(USAGE_INTERVAL_SECONDS, len(event.to_line()) / USAGE_BYTES_PER_SECOND)
         self.write_event(event)
 
-    def tick(self) -> None:
+    def write_pending_progress(self) -> None:
         """Write the pending progress event if it is due now."""
         if self._pending_progress is not None:
             self.write_progress(self._pending_progress)

@@ -37,7 +37,7 @@ class Membership:
         return {name for name, node in self._nodes.items() if not node.has_left}
 
     @property
-    def responsive(self) -> set[str]:
+    def responsive_nodes(self) -> set[str]:
         return {name for name in self.members if self._clock() - self._nodes[name].last_heartbeat <= NODE_RESPONSIVE_SECONDS}
 
     @property
@@ -59,12 +59,12 @@ class Membership:
         node = self._nodes.setdefault(name, _MemberState(self._clock()))
         node.last_heartbeat, node.has_left = self._clock(), False
 
-    def record_exit(self, name: str, exit_code: int) -> None:
+    def record_node_exit(self, name: str, exit_code: int) -> None:
         """Record that a node reported its exit with `exit_code`."""
         self.record_heartbeat(name)
         self._nodes[name].exit_code, self._nodes[name].has_left = exit_code, True
 
-    def has_finished(self, name: str) -> bool:
+    def has_node_finished(self, name: str) -> bool:
         """Return whether the node `name` has finished with exit code 0."""
         return name in self._nodes and self._nodes[name].exit_code == 0
 

@@ -40,23 +40,24 @@ class NodeQuarantine:
         self._quarantined_until: dict[str, float] = {}
 
     @property
-    def quarantined(self) -> Set[str]:
+    def quarantined_nodes(self) -> Set[str]:
         return self._quarantined_until.keys()
 
-    def record_failure(self, world: str, node: str, members: Set[str]) -> Event | None:
+    def record_machine_failure(self, world: str, node: str, members: Set[str]) -> Event | None:
         """Record that the machine of `node` caused the failure of `world`. Return an event to report, or None. `members`: current nodes."""
         if (world, node) not in self._counted_failures:  # a world that fails in several reports counts once
             self._counted_failures.add((world, node))
             self._failure_times[node].append(self._clock())
-        recent_failures = self._count_recent(node)
+        recent_failures = self._count_recent_failures(node)
         if (
             node in self._quarantined_until
             or recent_failures < FLAKY_FAILURE_COUNT
-            or recent_failures <= 2 * sum(self._count_recent(other_node) for other_node in self._failure_times if other_node != node)
+            or recent_failures
+            <= 2 * sum(self._count_recent_failures(other_node) for other_node in self._failure_times if other_node != node)
         ):
             return None
         reason = f"the first to fail {recent_failures} times within an hour, more than twice as often as all other nodes together"
-        if node in members and len(self._list_eligible(members) - {node}) >= self._min_nodes:
+        if node in members and len(self._list_eligible_nodes(members) - {node}) >= self._min_nodes:
             self._quarantined_until[node] = self._clock() + HOUR_SECONDS
             return Event(EVENT_NODE_QUARANTINED, {"node": node, "seconds": HOUR_SECONDS, "reason": reason})
         if self._clock() - self._last_warned.get(node, -HOUR_SECONDS) < HOUR_SECONDS:
@@ -70,7 +71,7 @@ class NodeQuarantine:
             },
         )
 
-    def clear_node(self, node: str) -> None:
+    def clear_failure_record(self, node: str) -> None:
         """Clear the failure record of the node `node` after a stop of it was requested: if it comes back, it starts with a clean record."""
         self._quarantined_until.pop(node, None)
         self._failure_times.pop(node, None)
@@ -82,7 +83,9 @@ class NodeQuarantine:
             for node, until in [*self._quarantined_until.items()]
             if until <= self._clock()
         ]
-        while (quarantined_members := members & self._quarantined_until.keys()) and len(self._list_eligible(members)) < self._min_nodes:
+        while (quarantined_members := members & self._quarantined_until.keys()) and len(
+            self._list_eligible_nodes(members)
+        ) < self._min_nodes:
             node = min(quarantined_members, key=self._quarantined_until.__getitem__)
             events.append(self._release_node(node, f"the other nodes are fewer than min_nodes, {self._min_nodes}"))
         return events
@@ -91,10 +94,10 @@ class NodeQuarantine:
         del self._quarantined_until[node]
         return Event(EVENT_NODE_RELEASED, {"node": node, "reason": reason})
 
-    def _list_eligible(self, members: Set[str]) -> Set[str]:
+    def _list_eligible_nodes(self, members: Set[str]) -> Set[str]:
         return members - self._quarantined_until.keys()
 
-    def _count_recent(self, node: str) -> int:
+    def _count_recent_failures(self, node: str) -> int:
         return sum(failed_at > self._clock() - HOUR_SECONDS for failed_at in self._failure_times[node])
 
 

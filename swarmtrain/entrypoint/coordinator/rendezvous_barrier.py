@@ -24,7 +24,7 @@ class RendezvousBarrier:
         self._arrived: set[str] = set()
         self._round_started_at = 0.0
 
-    def announce_node(self, name: str) -> None:
+    def expect_node(self, name: str) -> None:
         """Announce that a node's supervisor has started, so that the barrier expects the node; importing torch takes it several seconds."""
         self._announced[name] = self._clock()
         self._arrived.discard(name)

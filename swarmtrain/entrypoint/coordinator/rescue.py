@@ -57,7 +57,7 @@ class RescueArbiter:
             self.record_rescue_finished(request["world"], int(request["attempt"]), int(request["rank"]))
         if op == "generation":
             return {"generation": self.issue_generation(int(request["above"]))}
-        return {"rescue_pending": self.is_pending}
+        return {"rescue_pending": self.is_rescue_pending}
 
     def issue_generation(self, above: int) -> int:
         """Return a new generation number, higher than `above` (the highest on the disks of a new world) and than all issued before."""
@@ -65,22 +65,22 @@ class RescueArbiter:
         return self._generation
 
     @property
-    def is_pending(self) -> bool:
+    def is_rescue_pending(self) -> bool:
         """Return whether surviving ranks are writing a just-in-time checkpoint, so that a new world must wait for it."""
-        return any(not world.rescue.is_finished and self._list_alive(world) for world in self._worlds.values())
+        return any(not world.rescue.is_finished and self._list_alive_ranks(world) for world in self._worlds.values())
 
     def report_surviving_rank(self, key: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Record that rank `rank` of the world `key` is alive and holds `state`. Return its assignment."""
-        world = self._get_world(key)
+        world = self._get_or_create_world(key)
         world.survivor_states[rank], world.last_reports[rank] = state, self._clock()
         if not world.rescue.is_finished:
-            self._assign_writers(world)
+            self._assign_checkpoint_writers(world)
         return world.rescue
 
-    def record_failure(self, event: Event) -> None:
+    def record_dead_rank(self, event: Event) -> None:
         """Record from a failure event that a rank is dead, so that the arbiter does not wait for its report."""
         if event.kind == EVENT_FAILURE and {"world", "rank"} <= event.data.keys():
-            world = self._get_world(str(event.data["world"]))
+            world = self._get_or_create_world(str(event.data["world"]))
             world.dead_ranks.add(int(event.data["rank"]))
 
     def record_rescue_finished(self, key: str, attempt: int, rank: int) -> None:
@@ -94,20 +94,20 @@ class RescueArbiter:
             if world.saved_ranks >= set(first_writers.values()):
                 world.rescue = replace(world.rescue, is_finished=True)
 
-    def _get_world(self, key: str) -> _BrokenWorld:
+    def _get_or_create_world(self, key: str) -> _BrokenWorld:
         while len(self._worlds) > _MAX_WORLDS:
             del self._worlds[next(iter(self._worlds))]
         return self._worlds.setdefault(key, _BrokenWorld(self._clock()))
 
-    def _assign_writers(self, world: _BrokenWorld) -> None:
-        alive, previous = self._list_alive(world), world.rescue
+    def _assign_checkpoint_writers(self, world: _BrokenWorld) -> None:
+        alive, previous = self._list_alive_ranks(world), world.rescue
         if previous.writers and alive.keys() >= set(previous.writers):
             return
         any_state, elapsed = next(iter(alive.values())), self._clock() - world.started_at
         all_reported = len(alive.keys() | world.dead_ranks) == any_state.world_size
         no_more_expected = all_reported or elapsed > RESCUE_DECISION_TIMEOUT_SECONDS
         step, writers = (
-            choose_writers(alive, no_more_expected=no_more_expected)
+            choose_checkpoint_writers(alive, no_more_expected=no_more_expected)
             if no_more_expected or any_state.disks == 1 or elapsed > RESCUE_SETTLE_SECONDS
             else (0, ())
         )
@@ -118,7 +118,7 @@ class RescueArbiter:
         else:
             world.rescue = RescueAssignment(attempt=previous.attempt)
 
-    def _list_alive(self, world: _BrokenWorld) -> dict[int, SurvivorState]:
+    def _list_alive_ranks(self, world: _BrokenWorld) -> dict[int, SurvivorState]:
         return {
             rank: state
             for rank, state in world.survivor_states.items()
@@ -126,7 +126,7 @@ class RescueArbiter:
         }
 
 
-def choose_writers(survivor_states: dict[int, SurvivorState], *, no_more_expected: bool) -> tuple[int, tuple[int, ...]]:
+def choose_checkpoint_writers(survivor_states: dict[int, SurvivorState], *, no_more_expected: bool) -> tuple[int, tuple[int, ...]]:
     """Return the step to save and its writers in rank order. The writers are empty if no step is complete yet.
 
     The writers are also empty while a newer step may still be reported, unless `no_more_expected`.

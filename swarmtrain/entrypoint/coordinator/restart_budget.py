@@ -38,14 +38,14 @@ class RestartBudget:
         while self._failure_times[0] <= self._clock() - HOUR_SECONDS:
             self._failure_times.popleft()
 
-    def record_cause(self, world: str, data: Mapping[str, Any]) -> None:
+    def record_failure_cause(self, world: str, data: Mapping[str, Any]) -> None:
         """Record the cause of `world`'s failure from the failure event's data."""
         if self._last_failure[0] != world:
             self._previous_signature = self._last_failure[1]
         self._last_failure = world, _build_bug_signature(data)
 
     @property
-    def exhausted_reason(self) -> str | None:
+    def exhaustion_reason(self) -> str | None:
         """Reason to give up the run because its restart budget is exhausted; None if restarts are left."""
         if self._consecutive_failures > self._max_restarts:
             failure_count = "once" if self._consecutive_failures == 1 else f"{self._consecutive_failures} times in a row"
@@ -55,7 +55,7 @@ class RestartBudget:
         return None
 
     @property
-    def bug_reason(self) -> str | None:
+    def repeated_failure_reason(self) -> str | None:
         """Reason to treat the last failure as a bug: the previous failure was the same exception at the same step. None if it was not."""
         is_repeated = self._last_failure[1] is not None and self._last_failure[1] == self._previous_signature
         return "same error at the same step as before: not a machine fault" if is_repeated else None

@@ -41,7 +41,7 @@ def main() -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\nhint: the image and the launcher must have the same version of swarmtrain\n")
         return EXIT_ERROR
-    liveness.start_guard()
+    liveness.start_liveness_guard()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as set by the process that started it, see launchers.slurm.node_keeper
@@ -59,12 +59,12 @@ def main() -> int:
     try:
         bound_server = CoordinatorServer((env.bind, env.coordinator_port), coordinator)
     except OSError as error:
-        sys.stderr.write(f"error: coordinator at {env.bind}:{env.coordinator_port}: {_format_reason(error)}\nhint: {_PORT_HINT}\n")
+        sys.stderr.write(f"error: coordinator at {env.bind}:{env.coordinator_port}: {_format_socket_error(error)}\nhint: {_PORT_HINT}\n")
         return EXIT_ERROR
     with bound_server as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": _TICK_SECONDS}, daemon=True).start()
-        store = _open_store(env, server)
-        is_finished = _wait_until_finished(server, stop)
+        store = _serve_c10d_store(env, server)
+        is_finished = _wait_until_run_finished(server, stop)
         server.shutdown()
     del store
     return 0 if is_finished else _EXIT_STOP_REQUESTED
@@ -91,8 +91,8 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                     return {"time": time.time(), "monotonic": time.monotonic()}
                 case "post":
                     event = Event(request["kind"], request["data"])
-                    self._rescue_arbiter.record_failure(event)
-                    return asdict(self._coordinator.post(event))
+                    self._rescue_arbiter.record_dead_rank(event)
+                    return asdict(self._coordinator.handle_event(event))
                 case "join" | "beat" as op:
                     record_node = self._coordinator.register_node if op == "join" else self._coordinator.record_heartbeat
                     return asdict(record_node(request["node"]))
@@ -105,10 +105,10 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                 case op:
                     raise ValueError(f"unknown operation: {op}")
 
-    def tick(self) -> bool:
+    def advance_timers(self) -> bool:
         """Advance the coordinator's timers. Return whether the coordinator can exit."""
         with self._lock:
-            self._coordinator.tick()
+            self._coordinator.advance_timers()
             return self._coordinator.is_finished
 
 
@@ -124,15 +124,15 @@ class _RequestHandler(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(response).encode() + b"\n")
 
 
-def _wait_until_finished(server: CoordinatorServer, stop: threading.Event) -> bool:
+def _wait_until_run_finished(server: CoordinatorServer, stop: threading.Event) -> bool:
     while not stop.is_set():
-        if server.tick():
+        if server.advance_timers():
             return True
         stop.wait(_TICK_SECONDS)
     return False
 
 
-def _open_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
+def _serve_c10d_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
     """Serve the c10d store at the same address as the coordinator. If this fails, the run fails."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise it warns of each client whose address has no host name
     try:
@@ -145,7 +145,7 @@ def _open_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
     except (ImportError, OSError, RuntimeError) as error:
         hint = "the image needs torch 2.11 or newer" if isinstance(error, ImportError) else _PORT_HINT
-        reason = _format_reason(error) if isinstance(error, OSError) else str(error)
+        reason = _format_socket_error(error) if isinstance(error, OSError) else str(error)
         facts = {"node": RENDEZVOUS_SERVICE, "error": f"store at {env.bind}:{env.store_port}: cannot be served: {reason}", "hint": hint}
         data = {**facts, "exit_code": EXIT_ERROR, "permanent": True, "traceback": traceback.format_exc()}
         server.dispatch_request({"op": "post", "kind": EVENT_FAILURE, "data": data})
@@ -153,7 +153,7 @@ def _open_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
         return None
 
 
-def _format_reason(error: OSError) -> str:
+def _format_socket_error(error: OSError) -> str:
     return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
 
 

@@ -107,7 +107,7 @@ class Coordinator:
         if name not in self._membership:
             self._membership_changing = True
         elif name in self._worlds.unfinished_nodes:
-            self._fail_incomplete_world(f"{name} was lost")
+            self._fail_run_with_incomplete_world(f"{name} was lost")
         if self._membership.register_node(name) and self._worlds.newest:
             self._record_machine_failure(self._worlds.newest.key, name)
         return self.orders
@@ -125,13 +125,13 @@ class Coordinator:
         self._membership.record_heartbeat(name)
         if round == self.round and not self._outcome:
             if name in self._worlds.unfinished_nodes:
-                self._fail_incomplete_world(f"{name} ended")
-            elif not self._worlds.is_finishing:
+                self._fail_run_with_incomplete_world(f"{name} ended")
+            elif not self._worlds.has_finished_node:
                 self._round_number += 1
         if round == self.round or self._outcome:
             return self.orders
-        expected_nodes = self._membership.responsive - self._quarantine.quarantined
-        wait = name in self._quarantine.quarantined or not self._barrier.register_arrival(self.round, name, expected_nodes)
+        expected_nodes = self._membership.responsive_nodes - self._quarantine.quarantined_nodes
+        wait = name in self._quarantine.quarantined_nodes or not self._barrier.register_arrival(self.round, name, expected_nodes)
         return replace(self.orders, wait=wait)
 
     def record_node_exit(self, name: str, exit_code: int) -> Orders:
@@ -139,15 +139,15 @@ class Coordinator:
 
         The exit code is 0 for success, EXIT_PLANNED if a stop was requested, else a failure.
         """
-        self._membership.record_exit(name, exit_code)
+        self._membership.record_node_exit(name, exit_code)
         self._barrier.forget_node(name)
         self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
             self._membership_changing = True
-            self._quarantine.clear_node(name)
+            self._quarantine.clear_failure_record(name)
         if exit_code == 0 and (world := self._worlds.newest):
             world.finished_nodes.add(name)
-            finished_nodes = [member for member in world.members if self._membership.has_finished(member)]
+            finished_nodes = [member for member in world.members if self._membership.has_node_finished(member)]
             if len(finished_nodes) >= world.node_count:
                 self._set_outcome(
                     RunOutcome(
@@ -155,10 +155,10 @@ class Coordinator:
                     )
                 )
         elif name in self._worlds.unfinished_nodes:
-            self._fail_incomplete_world(f"{name} exited with exit code {exit_code}")
+            self._fail_run_with_incomplete_world(f"{name} exited with exit code {exit_code}")
         return self.orders
 
-    def post(self, event: Event) -> Receipt:
+    def handle_event(self, event: Event) -> Receipt:
         """Handle an event from a node or a rank, and return its receipt.
 
         Raises ValueError for an event kind that only the coordinator may write.
@@ -167,32 +167,32 @@ class Coordinator:
             raise ValueError(f"an event of kind `{event.kind}` may only be written by the coordinator")
         is_known = False
         if event.kind == EVENT_WORLD_FORMED:
-            self._form_world(event)
+            self._record_world_join(event)
         elif event.kind == EVENT_FAILURE:
             is_known = self._record_failure(event)
         elif event.kind == EVENT_USAGE:
-            self._event_log.write_usage(event.data, self._membership)
+            self._event_log.write_resource_usage(event.data, self._membership)
         elif event.kind == EVENT_PROGRESS:
             self._record_progress(event)
             self._event_log.write_progress(event)
         elif event.kind == EVENT_NODE_JOINED:
-            self._barrier.announce_node(str(event.data["node"]))
+            self._barrier.expect_node(str(event.data["node"]))
             self._event_log.write_event(event)
         else:
             self._event_log.write_event(event)
             self._record_progress(event)
-        return Receipt(is_known, run_failed=self._has_failed)
+        return Receipt(is_known, run_failed=self._has_run_failed)
 
-    def tick(self) -> None:
+    def advance_timers(self) -> None:
         """Advance timers: declare silent nodes lost, and fail the run once the wait for a root cause is over."""
         for name in self._membership.collect_lost_nodes():
             self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": None}))
             if name in self._worlds.unfinished_nodes:
-                self._fail_incomplete_world(f"{name} was lost")
+                self._fail_run_with_incomplete_world(f"{name} was lost")
         for event in [] if self._outcome else self._quarantine.release_nodes(self._membership.members):
             self._membership_changing = True
             self._event_log.write_event(event)
-        self._event_log.tick()
+        self._event_log.write_pending_progress()
         if self._give_up_at is not None and self._clock() >= self._give_up_at:
             self._fail_run()
 
@@ -209,7 +209,7 @@ class Coordinator:
                 self._budget.reset_consecutive_failures()
                 self._give_up_at = None
 
-    def _form_world(self, event: Event) -> None:
+    def _record_world_join(self, event: Event) -> None:
         if world := self._worlds.add_node(event.data, self._clock()):
             self._membership_changing = False
             ranks = dict(sorted(world.ranks.items(), key=lambda item: item[1]))
@@ -218,24 +218,24 @@ class Coordinator:
     def _record_failure(self, event: Event) -> bool:
         """Record a failure event. Return whether its reason was already reported."""
         cause = self._worlds.attribute_failure(event.data, self.round)
-        is_known = self._reported_failures.record_reason(cause)
-        if self._reported_failures.record_report(cause, event.data) and not self._has_failed:
+        is_known = self._reported_failures.record_failure_reason(cause)
+        if self._reported_failures.record_failure_report(cause, event.data) and not self._has_run_failed:
             self._event_log.write_event(Event(EVENT_FAILURE, cause.data))
-            self._classify_failure(cause)
+            self._fail_run_or_charge_restart(cause)
         return is_known
 
-    def _classify_failure(self, cause: FailureCause) -> None:
+    def _fail_run_or_charge_restart(self, cause: FailureCause) -> None:
         permanent, world = cause.data.get("permanent"), self._worlds.newest
         if permanent is True or (permanent == PERMANENT_BEFORE_FIRST_STEP and self._best_step < 0):
             self._failure_cause = cause
             self._fail_run("retrying would not help")
         elif world and cause.world == world.key and world.finished_nodes - {cause.node}:
             self._failure_cause = cause
-            self._fail_incomplete_world("")
+            self._fail_run_with_incomplete_world("")
         else:
-            self._charge_restart(cause)
+            self._charge_restart_budget(cause)
 
-    def _charge_restart(self, cause: FailureCause) -> None:
+    def _charge_restart_budget(self, cause: FailureCause) -> None:
         if cause.world not in self._charged_worlds:
             if cause.is_collateral and self._membership_changing:
                 return  # a node joined or left and its peers failed because of that: not charged to the budget
@@ -251,15 +251,15 @@ class Coordinator:
             and not cause.is_collateral
         ):
             self._set_failure_cause(cause)
-        if self._budget.bug_reason:
-            self._fail_run(self._budget.bug_reason)
-        elif self._budget.exhausted_reason and self._failure_cause:
+        if self._budget.repeated_failure_reason:
+            self._fail_run(self._budget.repeated_failure_reason)
+        elif self._budget.exhaustion_reason and self._failure_cause:
             self._give_up_at = self._clock() + (COLLATERAL_GRACE_SECONDS if self._failure_cause.is_collateral else 0.0)
-            self.tick()
+            self.advance_timers()
 
     def _set_failure_cause(self, cause: FailureCause) -> None:
         self._failure_cause = cause
-        self._budget.record_cause(cause.world, cause.data)
+        self._budget.record_failure_cause(cause.world, cause.data)
         if is_machine_failure(cause.data):
             self._record_machine_failure(cause.world, cause.node)
 
@@ -268,9 +268,9 @@ class Coordinator:
 
         The other nodes then start a new round without it.
         """
-        if self._outcome or self._worlds.is_finishing:
+        if self._outcome or self._worlds.has_finished_node:
             return
-        event = self._quarantine.record_failure(world, node, self._membership.members)
+        event = self._quarantine.record_machine_failure(world, node, self._membership.members)
         if event and event.kind == EVENT_NODE_QUARANTINED:
             self._round_number += 1
             self._membership_changing = True
@@ -283,19 +283,21 @@ class Coordinator:
         world = self._worlds.newest
         return self._best_step < 0 and world is not None and world.key == key and self._clock() - world.formed_at >= STABLE_WORLD_SECONDS
 
-    def _fail_incomplete_world(self, incident: str) -> None:
+    def _fail_run_with_incomplete_world(self, incident: str) -> None:
         finished_node = min(self._worlds.newest.finished_nodes) if self._worlds.newest else ""
         reason = f"{finished_node} had already finished, so this world cannot form again"
         self._fail_run(f"{incident}; {reason}" if incident else reason, omit_cause=bool(incident))
 
     @property
-    def _has_failed(self) -> bool:
+    def _has_run_failed(self) -> bool:
         return self._outcome is not None and not self._outcome.is_success
 
     def _fail_run(self, reason: str | None = None, *, omit_cause: bool = False) -> None:
-        cause, reason = self._failure_cause, reason or self._budget.exhausted_reason or "given up"
+        cause, reason = self._failure_cause, reason or self._budget.exhaustion_reason or "given up"
         data = cause.data if cause else {}
-        full_reason = f"{cause.subject}: {data.get('error', 'no reason given')}; {reason}" if cause and not omit_cause else reason
+        full_reason = (
+            f"{cause.failed_node_and_rank}: {data.get('error', 'no reason given')}; {reason}" if cause and not omit_cause else reason
+        )
         self._set_outcome(RunOutcome("failed", full_reason, cause.exit_code if cause else 1, str(data.get("hint") or "")))
 
     def _set_outcome(self, outcome: RunOutcome) -> None:

@@ -48,7 +48,7 @@ class FailureCause:
         return str(self.data.get("node"))
 
     @property
-    def subject(self) -> str:
+    def failed_node_and_rank(self) -> str:
         """Node and rank that failed, formatted for a message."""
         rank = self.data.get("rank")
         return str(self.data.get("node", "a node")) + (f" rank {rank}" if rank is not None else "")
@@ -98,14 +98,14 @@ class WorldTracker:
         )
 
     @property
-    def is_finishing(self) -> bool:
+    def has_finished_node(self) -> bool:
         """Whether the newest world cannot form again, because one of its nodes has finished."""
         return self.newest is not None and bool(self.newest.finished_nodes)
 
     @property
     def unfinished_nodes(self) -> set[str]:
         """Nodes of the newest world that must still finish after another node has finished."""
-        return self.newest.members - self.newest.finished_nodes if self.newest and self.is_finishing else set()
+        return self.newest.members - self.newest.finished_nodes if self.newest and self.has_finished_node else set()
 
 
 class ReportedFailures:
@@ -115,7 +115,7 @@ class ReportedFailures:
         self._reported_ranks: set[tuple[str, str, int]] = set()
         self._reasons_by_world: dict[str, dict[str, bool]] = {}
 
-    def record_reason(self, cause: FailureCause) -> bool:
+    def record_failure_reason(self, cause: FailureCause) -> bool:
         """Record the reason of a failure.
 
         Return whether the reason is already known: reported by another rank of this world (apart from numbers), or collateral to a known
@@ -127,15 +127,15 @@ class ReportedFailures:
         reasons[reason] = cause.is_collateral
         return is_known
 
-    def record_report(self, cause: FailureCause, report: Mapping[str, Any]) -> bool:
+    def record_failure_report(self, cause: FailureCause, report: Mapping[str, Any]) -> bool:
         """Record a failure report. Return whether this is the first report of the failed rank.
 
         `report` is the failure before attribution; its own rank counts as reported, too.
         """
-        is_new = _build_identity(cause.world, cause.data) not in self._reported_ranks
-        self._reported_ranks |= {_build_identity(cause.world, report), _build_identity(cause.world, cause.data)}
+        is_new = _build_failed_rank_id(cause.world, cause.data) not in self._reported_ranks
+        self._reported_ranks |= {_build_failed_rank_id(cause.world, report), _build_failed_rank_id(cause.world, cause.data)}
         return is_new
 
 
-def _build_identity(world: str, data: Mapping[str, Any]) -> tuple[str, str, int]:
+def _build_failed_rank_id(world: str, data: Mapping[str, Any]) -> tuple[str, str, int]:
     return world, str(data.get("node")), int(data.get("rank", -1))

@@ -54,7 +54,7 @@ def run_all_reduce(backend: str, rank: int, size: int, store: str, interface: st
     else:
         from swarmtrain.entrypoint.network_interface import choose_route
 
-        os.environ.update(choose_route(interface, store).build_environment(os.environ))
+        os.environ.update(choose_route(interface, store).build_interface_environment(os.environ))
         host, _, port = store.rpartition(":")
         tcp_store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=_GROUP_TIMEOUT)
         dist.init_process_group(backend, store=tcp_store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)

@@ -49,7 +49,7 @@ class Link:
     error: str = ""
 
 
-def schedule_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+def schedule_node_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return every pair of `names` once, in rounds of disjoint pairs: n-1 rounds for n names, or n if n is odd.
 
     The circle method of round-robin tournaments (Kirkman, 1847): one name keeps its place, the others rotate by one place per round.
@@ -97,7 +97,7 @@ class LinkProber:
         lookup_times: dict[str, float | None] = dict.fromkeys(peers)
         # Threads instead of a pool: a stop does not wait for daemon threads.
         threads = [
-            threading.Thread(target=self._greet_peer, args=(peer, deadline, unresponsive_timeout, lookup_times), daemon=True)
+            threading.Thread(target=self._wait_for_peer, args=(peer, deadline, unresponsive_timeout, lookup_times), daemon=True)
             for peer in peers
         ]
         for thread in threads:
@@ -106,7 +106,7 @@ class LinkProber:
             thread.join()
         return lookup_times
 
-    def _greet_peer(self, peer: str, deadline: float, unresponsive_timeout: float, lookup_times: dict[str, float | None]) -> None:
+    def _wait_for_peer(self, peer: str, deadline: float, unresponsive_timeout: float, lookup_times: dict[str, float | None]) -> None:
         is_resolved = False
         while time.monotonic() < deadline:
             try:
@@ -132,9 +132,11 @@ class LinkProber:
         if partner not in self._addresses:
             return Link(a, b, error=f"{partner} cannot be reached from {self.name}")
         try:
-            connection = self._call_peer(b, partner_timeout) if self.name == a else self._wait_for_caller(a, partner_timeout)
+            connection = self._connect_to_peer(b, partner_timeout) if self.name == a else self._wait_for_caller(a, partner_timeout)
             with connection:
-                return _measure_as_caller(self, connection, a, b) if self.name == a else _measure_as_callee(self, connection, a, b)
+                return (
+                    _measure_link_as_caller(self, connection, a, b) if self.name == a else _measure_link_as_callee(self, connection, a, b)
+                )
         except (OSError, ValueError) as error:
             return Link(a, b, error=str(error) or type(error).__name__)
 
@@ -147,22 +149,22 @@ class LinkProber:
                 except OSError:  # larger than the interface's MTU
                     break
 
-    def get_received_sizes(self, address: str) -> set[int]:
+    def get_received_packet_sizes(self, address: str) -> set[int]:
         """Return the sizes in bytes of the packets received from `address`."""
         return set(self._received_sizes.get(address, set()))
 
-    def _call_peer(self, peer: str, partner_timeout: float) -> socket.socket:
+    def _connect_to_peer(self, peer: str, partner_timeout: float) -> socket.socket:
         """Return a TCP connection to `peer` once it is ready for the measurement."""
         try:
-            connection = self._connect(self._addresses[peer])
+            connection = self._connect_with_retries(self._addresses[peer])
             connection.sendall(self.name.encode() + b"\n")
             connection.settimeout(partner_timeout)
-            _receive_exactly(connection, 1)
+            _receive_exact_bytes(connection, 1)
         except OSError as error:
             raise OSError(f"{peer} cannot be reached from {self.name}: {error}") from None
         return connection
 
-    def _connect(self, address: str) -> socket.socket:
+    def _connect_with_retries(self, address: str) -> socket.socket:
         deadline = time.monotonic() + _CONNECT_RETRY_SECONDS
         while True:
             try:
@@ -201,14 +203,14 @@ class LinkProber:
             self._received_sizes.setdefault(address, set()).add(len(datagram) + _HEADER_BYTES)
 
 
-def _measure_as_caller(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
+def _measure_link_as_caller(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
     _configure_socket(connection)
     round_trips: list[float] = []
     started_at = time.monotonic()
     while len(round_trips) < _ROUND_TRIPS and time.monotonic() - started_at < _ROUND_TRIPS_SECONDS:
         sent_at = time.perf_counter()
         connection.sendall(_MORE_MARK)
-        _receive_exactly(connection, 1)
+        _receive_exact_bytes(connection, 1)
         round_trips.append(time.perf_counter() - sent_at)
     connection.sendall(_LAST_MARK)
     largest_packet = _probe_path_mtu(prober, connection)
@@ -222,9 +224,9 @@ def _measure_as_caller(prober: LinkProber, connection: socket.socket, a: str, b:
     return Link(a, b, median_round_trip, forward_bandwidth, backward_bandwidth, largest_packet)
 
 
-def _measure_as_callee(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
+def _measure_link_as_callee(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
     _configure_socket(connection)
-    while _receive_exactly(connection, 1) == _MORE_MARK:
+    while _receive_exact_bytes(connection, 1) == _MORE_MARK:
         connection.sendall(_MORE_MARK)
     largest_packet = _probe_path_mtu(prober, connection)
     forward_bandwidth = _receive_stream(connection)
@@ -244,9 +246,9 @@ def _probe_path_mtu(prober: LinkProber, connection: socket.socket) -> int:
     address = connection.getpeername()[0]
     prober.send_datagrams(address)
     time.sleep(_DATAGRAM_WAIT_SECONDS)
-    _send_json(connection, sorted(prober.get_received_sizes(address)))
+    _send_json(connection, sorted(prober.get_received_packet_sizes(address)))
     partner_sizes = set(_receive_json(connection))
-    return max(partner_sizes & prober.get_received_sizes(address), default=0)
+    return max(partner_sizes & prober.get_received_packet_sizes(address), default=0)
 
 
 def _send_stream(connection: socket.socket) -> float:
@@ -262,10 +264,10 @@ def _send_stream(connection: socket.socket) -> float:
 def _receive_stream(connection: socket.socket) -> float:
     """Receive a TCP stream until the sender marks its last chunk. Return the rate in bytes per second."""
     received_bytes = 0
-    is_last = _receive_exactly(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
+    is_last = _receive_exact_bytes(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
     started_at = time.monotonic()  # the clock starts after the first chunk, which does not count
     while not is_last:
-        is_last = _receive_exactly(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
+        is_last = _receive_exact_bytes(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
         received_bytes += _CHUNK_BYTES
     return received_bytes / max(time.monotonic() - started_at, 1e-6)
 
@@ -279,14 +281,14 @@ def _receive_json(connection: socket.socket) -> Any:
 
 
 def _receive_line(connection: socket.socket) -> bytes:
-    return b"".join(iter(lambda: _receive_exactly(connection, 1), b"\n"))
+    return b"".join(iter(lambda: _receive_exact_bytes(connection, 1), b"\n"))
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    return b"".join(_receive_pieces(connection, count))
+def _receive_exact_bytes(connection: socket.socket, count: int) -> bytes:
+    return b"".join(_receive_chunks(connection, count))
 
 
-def _receive_pieces(connection: socket.socket, count: int) -> Iterator[bytes]:
+def _receive_chunks(connection: socket.socket, count: int) -> Iterator[bytes]:
     while count:
         piece = connection.recv(count)
         if not piece:

@@ -27,7 +27,7 @@ from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.assigned_gpus import read_assigned_gpus
 from swarmtrain.entrypoint.network_interface import Route, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
-from swarmtrain.entrypoint.probe.link_probe import LinkProber, schedule_pairs
+from swarmtrain.entrypoint.probe.link_probe import LinkProber, schedule_node_pairs
 from swarmtrain.errors import EXIT_OK, CoordinatorError
 from swarmtrain.process import start_process
 from swarmtrain.protocol import EVENT_COLLECTIVE, EVENT_LINK, EVENT_NODE_PROBE, EVENT_WORLD_FORMED, Event, NodeEnv, ProbeEnv
@@ -63,13 +63,13 @@ def main() -> int:
         prober = LinkProber(env.node, probe_env.probe_port, read_interface_mtu(route.interface), peer_addresses=probe_env.addresses)
         facts = {"host": socket.gethostname(), **_collect_node_facts(env, route), "clock": coordinator.measure_clock_offset()}
         lookup_times = prober.wait_for_peers(peers, _PEERS_TIMEOUT_SECONDS)
-        coordinator.post(
+        coordinator.post_event(
             Event(
                 EVENT_WORLD_FORMED,
                 {"world": "probe", "world_size": len(probe_env.peers), "nodes": len(probe_env.peers), "ranks": {env.node: []}},
             )
         )
-        coordinator.post(
+        coordinator.post_event(
             Event(
                 EVENT_NODE_PROBE,
                 {"node": env.node, **facts, "names": lookup_times, "mounts": [_describe_mount(env, marker) for marker in markers]},
@@ -77,14 +77,17 @@ def main() -> int:
         )
         collective.wait_until_ready()
         link_errors: list[str] = []
-        for pairs in schedule_pairs(probe_env.peers):
+        for pairs in schedule_node_pairs(probe_env.peers):
             for a, b in (pair for pair in pairs if env.node in pair):
                 link = prober.measure_link(a, b, partner_timeout=_PARTNER_TIMEOUT_SECONDS)
                 link_errors += [link.error] if link.error else []
                 if env.node == a:
-                    coordinator.post(Event(EVENT_LINK, asdict(link)))
-        coordinator.post(
-            Event(EVENT_COLLECTIVE, {"node": env.node, **collective.run_collective(route.build_environment(os.environ), link_errors)})
+                    coordinator.post_event(Event(EVENT_LINK, asdict(link)))
+        coordinator.post_event(
+            Event(
+                EVENT_COLLECTIVE,
+                {"node": env.node, **collective.run_collective(route.build_interface_environment(os.environ), link_errors)},
+            )
         )
     coordinator.report_node_exit(env.node, EXIT_OK)
     return EXIT_OK
@@ -214,14 +217,14 @@ def _describe_mount(env: NodeEnv, marker: MountMarker) -> dict[str, Any]:
     """Return the facts of one mount. `visible_nodes`: nodes whose markers are in it; `content_digest`: fingerprint of its content."""
     prefix = f".{env.run}-"
     # On a network file system markers may appear late, but not later than those of peers that have been reached.
-    names = [name for name in _list_names(Path(marker.target)) if not name.startswith(prefix)]
-    visible_nodes = [name.removeprefix(prefix) for name in _list_names(marker.folder) if name.startswith(prefix)]
-    entries = [_describe_entry(Path(marker.target) / name) for name in names][:_MAX_ENTRIES]
+    names = [name for name in _list_entry_names(Path(marker.target)) if not name.startswith(prefix)]
+    visible_nodes = [name.removeprefix(prefix) for name in _list_entry_names(marker.folder) if name.startswith(prefix)]
+    entries = [_get_entry_name_and_size(Path(marker.target) / name) for name in names][:_MAX_ENTRIES]
     return {
         "target": marker.target,
         "writable": marker.file is not None,
         "write_error": marker.write_error,
-        "owner": _read_owner(marker.folder),
+        "owner": _read_folder_owner(marker.folder),
         "free": _measure_disk_space(marker.target)[0],
         "visible_nodes": visible_nodes,
         "entries": len(entries),
@@ -229,14 +232,14 @@ def _describe_mount(env: NodeEnv, marker: MountMarker) -> dict[str, Any]:
     }
 
 
-def _list_names(folder: Path) -> list[str]:
+def _list_entry_names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208  # only names are needed
     except OSError:
         return []
 
 
-def _read_owner(folder: Path) -> str:
+def _read_folder_owner(folder: Path) -> str:
     """Return the numeric user and group that own a folder, in the format of runner.docker_config.user."""
     try:
         stat = folder.stat()
@@ -245,7 +248,7 @@ def _read_owner(folder: Path) -> str:
     return f"{stat.st_uid}:{stat.st_gid}"
 
 
-def _describe_entry(path: Path) -> tuple[str, int]:
+def _get_entry_name_and_size(path: Path) -> tuple[str, int]:
     """Return a directory entry's name and size in bytes. The size of a folder is -1, since it differs between file systems."""
     try:
         return path.name, path.stat().st_size if path.is_file() else -1

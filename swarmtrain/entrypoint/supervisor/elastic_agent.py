@@ -191,15 +191,15 @@ class DeathReporter(logging.Handler):
                 os.kill(record.args[0], signal.SIGCONT)
         if str(record.msg).startswith("failed (exitcode"):
             for local_rank, code in _collect_exit_codes(record, self.terminated_pids).items():
-                self._report_death(local_rank, code)
+                self._report_rank_death(local_rank, code)
             self.terminated_pids.clear()
 
-    def _report_death(self, local_rank: int, code: int) -> None:
+    def _report_rank_death(self, local_rank: int, code: int) -> None:
         if code in (0, EXIT_PLANNED):
             return
         environ = self.logs.environment_by_local_rank[local_rank]
         facts = {"node": self.env.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": build_world_key(environ)}
-        cause = _describe_exit(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        cause = _describe_rank_exit(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if cause.get("signal") == "SIGKILL" and self.cgroup and self.cgroup.read_oom_kills() > self.oom_kills:
             self.oom_kills = self.cgroup.read_oom_kills()
             cause |= describe_out_of_memory(self.cgroup.read_memory_limit())
@@ -229,7 +229,7 @@ def describe_out_of_memory(memory_limit: int | None) -> dict[str, Any]:
     return {"error": f"killed by SIGKILL: out of memory within {memory_scope}", "oom": True}
 
 
-def _describe_exit(code: int, error_file: str) -> dict[str, Any]:
+def _describe_rank_exit(code: int, error_file: str) -> dict[str, Any]:
     if code < 0:
         name = _format_signal(-code)
         hint = " (out of memory, or killed manually)" if name == "SIGKILL" else ""

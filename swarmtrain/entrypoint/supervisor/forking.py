@@ -44,7 +44,7 @@ def wait_for_preload() -> None:
 
 def start_forked_process(name: str, main: Callable[..., int], *arguments: object) -> ForkServerProcess:
     """Run `main(*arguments)` as a forked process with its own session and the process name `name`. It exits with the returned code."""
-    process = _CONTEXT.Process(target=_run_session_leader, name=name, args=(name, main, *arguments))
+    process = _CONTEXT.Process(target=_run_as_session_leader, name=name, args=(name, main, *arguments))
     process.start()
     return process
 
@@ -56,7 +56,7 @@ def wait_for_exit_code(process: ForkServerProcess, timeout: float) -> int | None
     return -signal.SIGKILL if process.exitcode == _FORKSERVER_DIED_CODE else process.exitcode
 
 
-def has_ranks(process: ForkServerProcess) -> bool:
+def has_rank_processes(process: ForkServerProcess) -> bool:
     """Return whether the agent `process` has ranks, or descendants of ranks, under any process name.
 
     Returns True if processes cannot be listed.
@@ -105,7 +105,7 @@ def _fork_forkserver(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -
         os._exit(0)
 
 
-def _run_session_leader(name: str, main: Callable[..., int], *arguments: object) -> NoReturn:
+def _run_as_session_leader(name: str, main: Callable[..., int], *arguments: object) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_parent_death_signal()

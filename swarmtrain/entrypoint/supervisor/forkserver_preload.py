@@ -25,17 +25,17 @@ set_parent_death_signal()
 set_process_name("torch-preloaded")
 
 
-def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_unexpected_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Suppress the error of a rank that was just starting when its agent exited, and found the agent's semaphores gone."""
     frames = traceback.extract_tb(trace)
     if not (isinstance(error, FileNotFoundError) and frames and "multiprocessing" in frames[-1].filename):
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _print_exception
+sys.excepthook = _print_unexpected_exception
 
 
-def _list_modules() -> tuple[str, ...]:
+def _list_modules_to_preload() -> tuple[str, ...]:
     """Return the modules to preload. The trainer takes as long to import as torch, so it is included only if the script uses it."""
     base_modules = "torch.distributed.launcher.api", "swarmtrain.entrypoint.supervisor.elastic_agent"
     try:
@@ -45,7 +45,7 @@ def _list_modules() -> tuple[str, ...]:
     return (*base_modules, "swarmtrain.trainer") if trainer_import else base_modules
 
 
-for _module in _list_modules():
+for _module in _list_modules_to_preload():
     with contextlib.suppress(ImportError):  # the rank that needs it reports the error, with the user's own traceback
         _imported = importlib.import_module(_module)
         for _name in getattr(_imported, "__all__", ()):  # some packages import lazily

@@ -22,7 +22,7 @@ from types import FrameType
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint import assigned_gpus, liveness
 from swarmtrain.entrypoint.network_interface import Route, choose_published_address, choose_route
-from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems, find_warnings
+from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_node_warnings, find_permanent_problems
 from swarmtrain.entrypoint.resource_usage import UsageReporter
 from swarmtrain.entrypoint.supervisor import forking
 from swarmtrain.entrypoint.supervisor.elastic_agent import run_agent
@@ -47,9 +47,9 @@ def main() -> int:
     try:
         env = NodeEnv.from_env(os.environ)
     except ValueError as error:
-        return _report_bad_environment(str(error))
-    liveness.start_guard()
-    os.environ |= _build_environment(env)
+        return _report_invalid_environment(str(error))
+    liveness.start_liveness_guard()
+    os.environ |= _build_torch_environment(env)
     forking.preload_forkserver()
     return Supervisor(env).run()
 
@@ -90,27 +90,29 @@ class Supervisor:
     def _run_node(self) -> int:
         self.coordinator.wait_until_reachable(_COORDINATOR_TIMEOUT_SECONDS)
         if problems := find_permanent_problems(self.env):
-            return self._report_problems(problems)
+            return self._report_permanent_problems(problems)
         route = self._announce_node()
         forking.wait_for_preload()  # before the coordinator expects a heartbeat every second
         self.coordinator.register_node(self.env.node)
         UsageReporter(self.coordinator, self.env.node).start()
-        orders = self._wait_for_round("")
+        orders = self._wait_for_next_round("")
         while orders.outcome is None:
             code = self._run_round(orders.round, route)
             if code == EXIT_OK:
                 break
             if self.is_stopping:
                 raise _StopRequested
-            orders = self._wait_for_round(orders.round)
+            orders = self._wait_for_next_round(orders.round)
         self.is_stopping = True  # from now on a signal is too late to change anything
         self._report_exit(EXIT_OK)
         return EXIT_OK
 
-    def _report_problems(self, problems: list[str]) -> int:
+    def _report_permanent_problems(self, problems: list[str]) -> int:
         error = "; ".join(problems)
         _log_message(error)
-        self.coordinator.post(Event(EVENT_FAILURE, {"node": self.env.node, "error": error, "exit_code": EXIT_ERROR, "permanent": True}))
+        self.coordinator.post_event(
+            Event(EVENT_FAILURE, {"node": self.env.node, "error": error, "exit_code": EXIT_ERROR, "permanent": True})
+        )
         self._report_exit(EXIT_ERROR)
         return EXIT_OK
 
@@ -120,9 +122,9 @@ class Supervisor:
         except OSError as error:
             raise CoordinatorError(str(error), place=f"coordinator {self.env.coordinator}") from None
         facts = {"host": socket.gethostname(), "address": route.address, "interface": route.interface, "slots": self.env.slots}
-        self.coordinator.post(Event(EVENT_NODE_JOINED, {"node": self.env.node, **facts}))
-        for message in find_warnings(self.env):
-            self.coordinator.post(Event(EVENT_NOTE, {"node": self.env.node, "message": message}))
+        self.coordinator.post_event(Event(EVENT_NODE_JOINED, {"node": self.env.node, **facts}))
+        for message in find_node_warnings(self.env):
+            self.coordinator.post_event(Event(EVENT_NOTE, {"node": self.env.node, "message": message}))
         return route
 
     def _run_round(self, round: str, route: Route) -> int:
@@ -130,12 +132,12 @@ class Supervisor:
         started_at = time.monotonic()
         self.agent_stop_requested, self.kill_agent_at, self.last_response_at = False, float("inf"), time.monotonic()
         self.agent = forking.start_forked_process(
-            "agent", run_agent, round, choose_published_address(route), route.build_environment(os.environ)
+            "agent", run_agent, round, choose_published_address(route), route.build_interface_environment(os.environ)
         )
         try:
             code = self._wait_for_agent(self.agent, round)
         finally:
-            self._kill_leftovers(self.agent)
+            self._kill_leftover_processes(self.agent)
             self.agent = None
         if code < 0 and not self.agent_stop_requested:
             self._report_agent_killed(round, -code)
@@ -150,7 +152,7 @@ class Supervisor:
     def _send_heartbeat(self, agent: ForkServerProcess, round: str) -> None:
         if time.monotonic() > self.kill_agent_at:
             forking.kill_process_group(agent)
-        elif self.agent_stop_requested and not forking.has_ranks(agent):
+        elif self.agent_stop_requested and not forking.has_rank_processes(agent):
             self.kill_agent_at = min(self.kill_agent_at, time.monotonic() + _NO_RANKS_GRACE_SECONDS)
         try:
             orders = self.coordinator.send_heartbeat(self.env.node)
@@ -185,7 +187,7 @@ class Supervisor:
             self.kill_agent_at = time.monotonic() + max(1.0, min(grace, self.env.stop_grace) - 1.0)
             agent.terminate()
 
-    def _kill_leftovers(self, agent: ForkServerProcess) -> None:
+    def _kill_leftover_processes(self, agent: ForkServerProcess) -> None:
         """Kill all processes that the agent leaves behind: forkserver, ranks, and their descendants."""
         forking.kill_process_group(agent)
         agent.join()
@@ -199,7 +201,7 @@ class Supervisor:
         _log_message(error)
         self.coordinator.try_post(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
 
-    def _wait_for_round(self, round: str) -> Orders:
+    def _wait_for_next_round(self, round: str) -> Orders:
         """Wait for a round other than `round` to start, or for the outcome, and return the orders.
 
         Raises CoordinatorError if the coordinator stays unreachable.
@@ -239,13 +241,13 @@ class _StopRequested(BaseException):
     """
 
 
-def _build_environment(env: NodeEnv) -> dict[str, str]:
+def _build_torch_environment(env: NodeEnv) -> dict[str, str]:
     """Return the environment variables that must be set before torch is imported."""
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(compute_threads_per_rank(env.slots))}
     return {**threads, **assigned_gpus.build_gpu_environment(os.environ)}
 
 
-def _report_bad_environment(error: str) -> int:
+def _report_invalid_environment(error: str) -> int:
     """Report an environment that cannot be parsed to the coordinator, if its address can be parsed. Return the exit code."""
     _log_message(error)
     address = os.environ.get(ENV_PREFIX + "COORDINATOR")
@@ -255,7 +257,7 @@ def _report_bad_environment(error: str) -> int:
     try:
         coordinator = CoordinatorClient(address)
         coordinator.wait_until_reachable(_COORDINATOR_TIMEOUT_SECONDS)
-        coordinator.post(Event(EVENT_FAILURE, {"node": node_name, "error": error, "exit_code": EXIT_ERROR, "permanent": True}))
+        coordinator.post_event(Event(EVENT_FAILURE, {"node": node_name, "error": error, "exit_code": EXIT_ERROR, "permanent": True}))
     except CoordinatorError as unreachable:
         _log_message(str(unreachable))
         return EXIT_ERROR

@@ -104,7 +104,7 @@ def resolve_exit_code(system_exit: SystemExit) -> int:
     return system_exit.code & 0xFF if isinstance(system_exit.code, int) else 1
 
 
-def classify_permanence(error: BaseException, script: str) -> bool | str:
+def classify_error_permanence(error: BaseException, script: str) -> bool | str:
     """Return whether the error recurs on a retry: True, PERMANENT_BEFORE_FIRST_STEP, or False as far as known."""
     if isinstance(error, SyntaxError):
         return error.filename is not None and Path(error.filename).parent == Path(script).parent
@@ -146,23 +146,23 @@ def _report_error(env: NodeEnv, error: BaseException) -> Receipt:
     if isinstance(error, SwarmtrainError):
         reason, trace, full_text = str(error).replace("\n", "; "), "", error.plain_text
     else:
-        reason, trace = _summarize_error(error) + _locate_in_user_code(error, Path(env.script).parent), _format_traceback(error)
+        reason, trace = _summarize_error(error) + _locate_error_in_user_code(error, Path(env.script).parent), _format_traceback(error)
         full_text = trace
     facts = {"error": reason[:_MAX_ERROR_LENGTH], "exit_code": 1, "traceback": trace[-_MAX_TRACEBACK_LENGTH:]}
-    if hint := _build_hint(error):
+    if hint := _build_error_hint(error):
         facts["hint"] = hint
     if isinstance(error, SwarmtrainError) and error.rank is not None:
         facts["failed_rank"] = error.rank
     if (step := getattr(error, "step", None)) is not None:
         facts["step"] = step
-    if (permanence := classify_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
+    if (permanence := classify_error_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = permanence
     receipt = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, **facts))
     sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if receipt.is_known else full_text)
     return receipt
 
 
-def _build_hint(error: BaseException) -> str | None:
+def _build_error_hint(error: BaseException) -> str | None:
     if isinstance(error, SwarmtrainError):
         return error.hint
     return "install it in the image; list your own files in runner.code" if isinstance(error, ImportError) else None
@@ -220,7 +220,7 @@ def _summarize_error(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_MAX_ERROR_LENGTH] or type(error).__name__
 
 
-def _locate_in_user_code(error: BaseException, folder: Path) -> str:
+def _locate_error_in_user_code(error: BaseException, folder: Path) -> str:
     """Return the location in the user's own files, formatted as a suffix."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
@@ -230,10 +230,10 @@ def _locate_in_user_code(error: BaseException, folder: Path) -> str:
 
 
 def _format_traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, _skip_own_frames(error.__traceback__)))
+    return "".join(traceback.format_exception(type(error), error, _skip_swarmtrain_frames(error.__traceback__)))
 
 
-def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
+def _skip_swarmtrain_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without our own frames, so that it begins in the user's script."""
     while trace and trace.tb_next and (trace.tb_frame.f_code.co_filename == __file__ or "runpy" in trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

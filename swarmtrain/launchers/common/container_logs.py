@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.common.docker_engine import DockerEngine, LogStream, is_not_found
+from swarmtrain.launchers.common.docker_engine import DockerEngine, LogStream, is_not_found_error
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 
 _RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
@@ -60,7 +60,7 @@ class ContainerLogLine:
         return LogLine(self.node, text, int(match[1]) if match else None, self.timestamp)
 
 
-def read_lines(
+def read_log_lines(
     engine: DockerEngine, source: str, node: str, *, tail: int | None = None, since: float | None = None
 ) -> list[ContainerLogLine]:
     """Return the lines of the log of `source` (/services/ID or /containers/ID) that are still available, ordered by time.
@@ -70,7 +70,7 @@ def read_lines(
     """
     lines: list[ContainerLogLine] = []
     try:
-        streamed = _join_line_parts(engine.open_log_stream(f"{source}/logs", _build_params(tail=tail, since=since)), node)
+        streamed = _join_log_frames(engine.open_log_stream(f"{source}/logs", _build_log_query_params(tail=tail, since=since)), node)
         # A line without a time is the engine's message about a node that it cannot reach.
         lines.extend(line for line in streamed if line.time)
     except EngineError as error:
@@ -108,7 +108,7 @@ class LogReader(threading.Thread):
         self._last_line_at = time.monotonic()
         for line in already_read:
             if line.time and self._deduplicator.is_new(line):
-                self._remember_newest(line)
+                self._remember_newest_line(line)
         self._deduplicator.start_replay()
 
     def run(self) -> None:
@@ -117,11 +117,11 @@ class LogReader(threading.Thread):
             try:
                 if self._newest_line is not None:
                     self._since = max(self._since or 0.0, self._newest_line.timestamp - _OVERLAP_SECONDS)
-                params = _build_params(follow=True, since=self._since, tail=self._tail)
+                params = _build_log_query_params(follow=True, since=self._since, tail=self._tail)
                 self._stream = self._engine.open_log_stream(f"{self._source}/logs", params)
                 self._read_stream(self._stream)
             except EngineError as error:
-                if is_not_found(error):
+                if is_not_found_error(error):
                     return
             self._closing.wait(_RETRY_SECONDS)
             self._deduplicator.start_replay()
@@ -144,21 +144,21 @@ class LogReader(threading.Thread):
         return time.monotonic() - self._last_line_at
 
     def _read_stream(self, stream: LogStream) -> None:
-        for line in _join_line_parts(stream, self._node):
+        for line in _join_log_frames(stream, self._node):
             self._last_line_at = time.monotonic()
             # A line without a time is the engine's reason for ending the stream, which is then opened again.
             if line.time and self._deduplicator.is_new(line):
-                self._enqueue(line)
-                self._remember_newest(line)
+                self._enqueue_line(line)
+                self._remember_newest_line(line)
             if self._closing.is_set():
                 stream.close()
                 return
 
-    def _remember_newest(self, line: ContainerLogLine) -> None:
+    def _remember_newest_line(self, line: ContainerLogLine) -> None:
         if self._newest_line is None or line.time > self._newest_line.time:
             self._newest_line, self._tail = line, None
 
-    def _enqueue(self, line: ContainerLogLine) -> None:
+    def _enqueue_line(self, line: ContainerLogLine) -> None:
         """Put the line into the queue. If the queue is full, wait for room until the reader is closed."""
         while not self._closing.is_set():
             with contextlib.suppress(queue.Full):
@@ -212,7 +212,7 @@ class LineDeduplicator:
         return True
 
 
-def _build_params(*, follow: bool = False, since: float | None = None, tail: int | None = None) -> dict[str, str]:
+def _build_log_query_params(*, follow: bool = False, since: float | None = None, tail: int | None = None) -> dict[str, str]:
     params = {"stdout": "1", "stderr": "1", "timestamps": "1", "details": "1"}
     if follow:
         params["follow"] = "1"
@@ -223,7 +223,7 @@ def _build_params(*, follow: bool = False, since: float | None = None, tail: int
     return params
 
 
-def _join_line_parts(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[ContainerLogLine]:
+def _join_log_frames(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[ContainerLogLine]:
     """Join the frames of long log lines, which Docker splits: all but the last part of a line lack the newline.
 
     If the frames break off, the error propagates and the incomplete line is dropped: the next log request returns it in full.
@@ -233,7 +233,7 @@ def _join_line_parts(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator
         text = data.decode(errors="replace")
         time, _, remainder = text.partition(" ")
         details, _, message = remainder.partition(" ")
-        if not _is_time(time):
+        if not _is_docker_timestamp(time):
             time, details, message = "", "", text
         task = _parse_task_id(details)
         partial = partial_lines.pop((task, stream), None) if partial_lines else None
@@ -246,7 +246,7 @@ def _join_line_parts(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator
     yield from partial_lines.values()
 
 
-def _is_time(word: str) -> bool:
+def _is_docker_timestamp(word: str) -> bool:
     """Return whether a word is a time in Docker's format.
 
     Called for ten thousand lines per second, hence without a regular expression.

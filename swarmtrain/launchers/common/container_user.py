@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarmtrain.config import Config
-from swarmtrain.render.mounts import list_save_source_folders
+from swarmtrain.render.mounts import list_save_dir_host_folders
 
 _ROOT_UID = 0
 # What a system shows for an owner that it cannot map, as network file systems do: no run may use this user.
@@ -23,23 +23,23 @@ def resolve_container_user(config: Config, load_running_config: Callable[[], Con
 
     `load_running_config` returns the config with which the run of this name was deployed; it is called only if a choice is needed.
     """
-    folders = list_save_source_folders(config)
+    folders = list_save_dir_host_folders(config)
     if not config.runner.capabilities.runs_as_folder_owner or config.runner.docker_config.user or not folders:
         return config, ""
     running_config = load_running_config()
-    if running_config is not None and list_save_source_folders(running_config) == folders:
+    if running_config is not None and list_save_dir_host_folders(running_config) == folders:
         user = running_config.runner.docker_config.user
-        return _set_user(config, user), f"user: {user}, as in the run that is already deployed" if user else ""
+        return _set_container_user(config, user), f"user: {user}, as in the run that is already deployed" if user else ""
     for folder in folders:
         with contextlib.suppress(OSError):
             status = Path(folder).stat()
             if status.st_uid in (_ROOT_UID, _NOBODY_UID):
                 return config, f"user: the image's default, because {folder} here is {'root' if status.st_uid == _ROOT_UID else 'nobody'}'s"
             user = f"{status.st_uid}:{status.st_gid}"
-            return _set_user(config, user), f"user: {user}, the owner of {folder} here"
+            return _set_container_user(config, user), f"user: {user}, the owner of {folder} here"
     return config, ""
 
 
-def _set_user(config: Config, user: str | None) -> Config:
+def _set_container_user(config: Config, user: str | None) -> Config:
     docker = config.runner.docker_config.model_copy(update={"user": user})
     return config.model_copy(update={"runner": config.runner.model_copy(update={"docker_config": docker})})

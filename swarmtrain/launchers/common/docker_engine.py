@@ -78,7 +78,7 @@ class DockerEngine:
         response = self._send_request("POST", path, params, data=json.dumps(body), headers=headers)
         return response.json() if response.content else None
 
-    def post_uninterrupted(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None) -> Any:
+    def post_with_deferred_signals(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None) -> Any:
         """POST as `post` does, with signals deferred: after an interrupted request, an object could exist that no one knows of.
 
         Raises EngineError if the engine cannot be reached, or refuses the request.
@@ -190,7 +190,7 @@ class DockerEngine:
         return {"X-Registry-Auth": auth_header.decode() if isinstance(auth_header, bytes) else auth_header} if auth_header else {}
 
 
-def is_not_found(error: EngineError) -> bool:
+def is_not_found_error(error: EngineError) -> bool:
     """Return whether `error` means that the object does not exist (HTTP 404)."""
     return error.status == 404
 

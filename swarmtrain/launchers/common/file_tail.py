@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
-from swarmtrain.launchers.common.history_store import parse_events, parse_timed_line
+from swarmtrain.launchers.common.history_store import parse_events, parse_timestamped_log_line
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
 from swarmtrain.protocol import EVENT_OUTCOME, Event
 
@@ -24,7 +24,7 @@ class FileTail:
         self.offset = path.stat().st_size if from_end and path.exists() else 0
         self.partial_line = b""
 
-    def read_lines(self) -> list[str]:
+    def read_new_lines(self) -> list[str]:
         """Return the complete lines that were added to the file since the last call."""
         try:
             if self.path.stat().st_size < self.offset:
@@ -41,7 +41,7 @@ class FileTail:
 
 def read_events(folder: LocalRunFolder, since: float | None = None) -> list[Event]:
     """Return the coordinator's events so far, from `since` on (seconds since the epoch)."""
-    return list(parse_events(FileTail(folder.events_path).read_lines(), since or 0.0))
+    return list(parse_events(FileTail(folder.events_path).read_new_lines(), since or 0.0))
 
 
 class NodeLogTail(FileTail):
@@ -51,11 +51,11 @@ class NodeLogTail(FileTail):
         super().__init__(path, from_end=from_end)
         self.node, self.last_timestamp = node, 0.0
 
-    def read_log_lines(self) -> list[LogLine]:
+    def read_new_log_lines(self) -> list[LogLine]:
         """Return the complete lines that were added to the log since the last call, with their times."""
         log_lines = []
-        for text in self.read_lines():
-            log_lines.append(parse_timed_line(self.node, text, self.last_timestamp))
+        for text in self.read_new_lines():
+            log_lines.append(parse_timestamped_log_line(self.node, text, self.last_timestamp))
             self.last_timestamp = log_lines[-1].time
         return log_lines
 
@@ -68,7 +68,7 @@ def stream_logs(folder: LocalRunFolder, *, follow: bool, tail: int | None, since
         batches = []
         for name in (node_name for node_name in folder.list_process_names() if node in (None, node_name)):
             is_new = name not in readers
-            lines = readers.setdefault(name, NodeLogTail(name, folder.get_log_path(name))).read_log_lines()
+            lines = readers.setdefault(name, NodeLogTail(name, folder.get_log_path(name))).read_new_log_lines()
             lines = [line for line in lines if line.time >= (since or 0.0)]
             batches.append(lines[max(0, len(lines) - tail) :] if is_new and tail is not None else lines)
         yield from heapq.merge(*batches, key=lambda line: line.time)
@@ -94,8 +94,8 @@ def watch_run(folder: LocalRunFolder, list_tasks: Callable[[], list[TaskState]])
                 states[state.node] = state
                 yield state
         for name in folder.list_process_names():
-            yield from readers.setdefault(name, NodeLogTail(name, folder.get_log_path(name))).read_log_lines()
-        for line in events_tail.read_lines():
+            yield from readers.setdefault(name, NodeLogTail(name, folder.get_log_path(name))).read_new_log_lines()
+        for line in events_tail.read_new_lines():
             if event := Event.from_line(line):
                 outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)
                 yield event

@@ -51,7 +51,7 @@ def list_recorded_runs() -> list[str]:
 
 def load_events(run: str) -> list[Event]:
     """Return the run's recorded events, oldest first."""
-    files = sorted(resolve_run_directory(run).glob("events*.jsonl"), key=_age_sort_key)
+    files = sorted(resolve_run_directory(run).glob("events*.jsonl"), key=_get_age_sort_key)
     return [event for file in files for event in parse_events(_read_file_lines(file))]
 
 
@@ -63,13 +63,13 @@ def parse_events(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:
             yield event
 
 
-def select_last_deployment(events: Sequence[Event]) -> list[Event]:
+def select_last_deployment_events(events: Sequence[Event]) -> list[Event]:
     """Return the events of the run's current deployment, or of its last one if it is down."""
-    current = select_since_teardown(events)
-    return current or select_since_teardown(events[:-1]) if events else []
+    current = select_events_since_teardown(events)
+    return current or select_events_since_teardown(events[:-1]) if events else []
 
 
-def select_since_teardown(events: Sequence[Event]) -> list[Event]:
+def select_events_since_teardown(events: Sequence[Event]) -> list[Event]:
     """Return the events since the run was last taken down from this machine; all of them if it never was."""
     teardown_indices = [
         index for index, event in enumerate(events) if event.kind == EVENT_OPERATION and event.data.get("operation") == "down"
@@ -93,7 +93,7 @@ def load_log_lines(run: str, *, node: str | None = None, newest_only: bool = Fal
     With `newest_only`, only the last file of each node is read.
     """
     logs: dict[str, list[Path]] = {}
-    for path in sorted(resolve_run_directory(run).glob("*.log"), key=_age_sort_key):
+    for path in sorted(resolve_run_directory(run).glob("*.log"), key=_get_age_sort_key):
         logs.setdefault(path.name.partition(".")[0], []).append(path)
     logs.pop(RENDEZVOUS_SERVICE, None)
     selected = {name: files[-1:] if newest_only else files for name, files in sorted(logs.items()) if node in (None, name)}
@@ -106,7 +106,7 @@ def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
     return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, timestamp)
 
 
-def parse_timed_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:
+def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:
     """Return a line of a log file as a LogLine, with the time at its beginning; without one, with `previous_timestamp`."""
     match = _TIME_PATTERN.match(text)
     return (
@@ -124,7 +124,7 @@ def record_operation(run: str, operation: str, **details: object) -> None:
             file.write(Event(EVENT_OPERATION, {"operation": operation, **details}).to_line() + "\n")
 
 
-def save_diff(run: str, diff: str) -> None:
+def save_git_diff(run: str, diff: str) -> None:
     """Save how the user's project differs from its commit, in place of the previous diff. An OSError is ignored."""
     with contextlib.suppress(OSError):
         if diff:
@@ -147,7 +147,7 @@ class HistoryWriter:
         self._lock_tried = False
         self._failed = False
 
-    def append(self, node: str, time: str, text: str, *, event: bool = False) -> None:
+    def append_line(self, node: str, time: str, text: str, *, event: bool = False) -> None:
         """Write one line; `time` has Docker's format, in which text order is time order."""
         name = f"{node}.log"
         try:
@@ -201,7 +201,9 @@ class HistoryWriter:
     def _open_file(self, name: str) -> IO[str]:
         if name not in self._files:
             path = self._directory / name
-            self._last_times[name] = self._last_times.get(name) or _read_last_time(path) or _read_last_time(path.with_suffix(".1.log"))
+            self._last_times[name] = (
+                self._last_times.get(name) or _read_last_timestamp(path) or _read_last_timestamp(path.with_suffix(".1.log"))
+            )
             self._files[name] = path.open("a", encoding="utf-8")
         return self._files[name]
 
@@ -210,7 +212,7 @@ def _read_node_log(node: str, files: list[Path]) -> Iterator[LogLine]:
     previous_timestamp = 0.0
     for file in files:
         for text in _read_file_lines(file):
-            line = parse_timed_line(node, text, previous_timestamp)
+            line = parse_timestamped_log_line(node, text, previous_timestamp)
             previous_timestamp = line.time
             yield line
 
@@ -224,13 +226,13 @@ def _read_file_lines(file: Path) -> Iterator[str]:
         return
 
 
-def _age_sort_key(file: Path) -> tuple[bool, int]:
+def _get_age_sort_key(file: Path) -> tuple[bool, int]:
     """Return a sort key that puts older files first: the numbered ones by number, then the file that still grows."""
     match = _ROTATED_PATTERN.search(file.name)
     return (match is None, int(match[1]) if match else 0)
 
 
-def _read_last_time(log: Path) -> str:
+def _read_last_timestamp(log: Path) -> str:
     """Return the time of the log file's last line that starts with a time; empty if there is none."""
     if not log.exists():
         return ""

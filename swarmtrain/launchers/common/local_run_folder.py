@@ -22,7 +22,7 @@ from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
 
 
 @contextlib.contextmanager
-def raising_state_errors() -> Iterator[None]:
+def translate_os_errors() -> Iterator[None]:
     """Context manager that raises an OSError of its body, which reads or writes run folders, as StateDirectoryError."""
     try:
         yield

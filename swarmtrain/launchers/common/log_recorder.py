@@ -18,12 +18,12 @@ class LogRecorder:
     def __init__(self, run: str) -> None:
         self._writer = HistoryWriter(run)
 
-    def append(self, line: ContainerLogLine) -> None:
+    def append_line(self, line: ContainerLogLine) -> None:
         """Append one line to the record, if the record can be written."""
         event = line.parse_event()
         # A node's resource usage is of interest only while it is current.
         if line.time and not (event and event.kind == EVENT_USAGE):
-            self._writer.append(line.node, line.time, line.text, event=event is not None)
+            self._writer.append_line(line.node, line.time, line.text, event=event is not None)
 
     def flush(self) -> None:
         """Flush the record's files."""
@@ -34,9 +34,9 @@ class LogRecorder:
         self._writer.close()
 
 
-def record_lines(run: str, lines: Iterable[ContainerLogLine]) -> None:
+def record_log_lines(run: str, lines: Iterable[ContainerLogLine]) -> None:
     """Record those of `lines` that are not recorded yet."""
     recorder = LogRecorder(run)
     for line in lines:
-        recorder.append(line)
+        recorder.append_line(line)
     recorder.close()

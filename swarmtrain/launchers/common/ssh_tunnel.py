@@ -32,7 +32,7 @@ def open_tunnel(address: str) -> str:
     place = f"Docker engine at {address}"
     try:
         folder = Path(
-            tempfile.mkdtemp(prefix="swarmtrain-ssh-", dir=_choose_short_folder(tempfile.gettempdir()))
+            tempfile.mkdtemp(prefix="swarmtrain-ssh-", dir=_choose_socket_folder(tempfile.gettempdir()))
         )  # accessible to this user only
     except OSError as error:
         raise EngineError(
@@ -47,7 +47,7 @@ def open_tunnel(address: str) -> str:
         raise EngineError(error.output, place=place, hint="apt-get install openssh-client") from None
     atexit.register(ssh.kill)  # atexit runs in reverse order: ssh ends before its folder is removed
     deadline = time.monotonic() + _CONNECT_TIMEOUT_SECONDS
-    while not _is_listening(socket_path):
+    while not _is_socket_listening(socket_path):
         if ssh.poll() is not None or time.monotonic() > deadline:
             message = (
                 ssh.communicate()[1].decode(errors="replace").strip()
@@ -63,7 +63,7 @@ def open_tunnel(address: str) -> str:
     return f"unix://{socket_path}"
 
 
-def _choose_short_folder(folder: str) -> str:
+def _choose_socket_folder(folder: str) -> str:
     """Return `folder`, or /tmp if the path of a socket below `folder` would exceed the system's limit."""
     return folder if len(folder) <= _MAX_FOLDER_LENGTH else "/tmp"  # noqa: S108  # mkdtemp makes a private folder there
 
@@ -91,6 +91,6 @@ def _build_login_argv(address: str) -> list[str]:
     return ["ssh", *port, *(["-l", url.username] if url.username else []), "--", url.hostname]
 
 
-def _is_listening(path: Path) -> bool:
+def _is_socket_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return path.exists() and probe.connect_ex(str(path)) == 0

@@ -29,7 +29,7 @@ def query_trainer(verb: str, request: dict[str, Any]) -> dict[str, Any]:
 
     Raises SwarmtrainError if torch is not installed, or with the error that the response contains.
     """
-    argv = _build_command(verb)
+    argv = _build_trainer_command(verb)
     response: dict[str, Any] = json.loads(process.run_command(argv, env=_CPU_ONLY_ENV, input=json.dumps(request), timeout=_TIMEOUT_SECONDS))
     if "error" in response:
         raise SwarmtrainError(response["error"]["message"], place=response["error"]["place"], hint=response["error"]["hint"])
@@ -44,7 +44,7 @@ def exec_trainer(
     Raises SwarmtrainError if `required_package` is not installed.
     """
     process.exec_command(
-        [*_build_command(verb, required_package), action, json.dumps(options), *names], env={**os.environ, **_CPU_ONLY_ENV}
+        [*_build_trainer_command(verb, required_package), action, json.dumps(options), *names], env={**os.environ, **_CPU_ONLY_ENV}
     )
 
 
@@ -54,7 +54,7 @@ def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> 
     The ranks use the machine's GPUs if it has any. Rank 0 has the terminal; the stderr of another rank is printed only if that rank
     failed first. Raises SwarmtrainError if torch is not installed.
     """
-    argv = _build_command(verb)
+    argv = _build_trainer_command(verb)
     if ranks == 1:
         process.exec_command(argv, env=os.environ, stdin=_write_input_file(request))
     with socket.socket() as probe:
@@ -106,7 +106,7 @@ def _write_input_file(request: Mapping[str, Any]) -> IO[bytes]:
     return file
 
 
-def _build_command(verb: str, required_package: str = "torch") -> list[str]:
+def _build_trainer_command(verb: str, required_package: str = "torch") -> list[str]:
     if importlib.util.find_spec(required_package) is None:
         raise SwarmtrainError(
             f"{sys.executable} cannot find {required_package}, which this command requires",

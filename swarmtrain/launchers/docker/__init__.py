@@ -18,12 +18,12 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
-from swarmtrain.images.transfer import ensure_image
+from swarmtrain.images.transfer import pull_image_if_missing
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
-from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, raising_state_errors
-from swarmtrain.launchers.common.log_recorder import record_lines
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
+from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
+from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_document
 from swarmtrain.launchers.docker import container_specs, container_state, run_stream
 from swarmtrain.launchers.docker.container_state import Container
@@ -85,11 +85,11 @@ class DockerLauncher:
         """
         existing = container_state.list_containers(self._engine, plan.run)
         desired = render_compose(plan)
-        unchanged = _find_unchanged(desired, existing, self._find_image_id(plan))
+        unchanged = _find_unchanged_containers(desired, existing, self._find_image_id(plan))
         services = desired.document["services"]
         removals = [Action("remove", name, "is not in the plan") for name in existing if name not in services]
         starts = []
-        for name in _order_coordinator_first(desired):
+        for name in _sort_services_coordinator_first(desired):
             if name not in existing:
                 starts.append(Action("start", name, "does not exist"))
             elif name not in unchanged:
@@ -98,24 +98,24 @@ class DockerLauncher:
                 starts.append(Action("start", name, "has ended"))
         return [*removals, *starts]
 
-    @raising_state_errors()
-    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Create, replace, start and remove the containers that differ from `plan`. Raises SwarmtrainError if that fails."""
         self._deployed_at[plan.run] = time.time()
-        image = ensure_image(self._engine.client, plan.config.runner.docker_config.docker_container, report_progress)["Id"]
+        image = pull_image_if_missing(self._engine.client, plan.config.runner.docker_config.docker_container, report_progress)["Id"]
         desired = render_compose(plan)
         with LocalRunFolder(plan.run).holding_lock(report_progress):
             is_first_deploy = not container_state.list_containers(self._engine, plan.run)
             try:
-                self._reconcile(desired, image, report_progress)
+                self._reconcile_containers(desired, image, report_progress)
             except BaseException:
                 if is_first_deploy:
                     self._remove_run(plan.run, lambda line: None)
                 raise
 
-    def _reconcile(self, desired: Stack, image: str, report_progress: ProgressReporter) -> None:
+    def _reconcile_containers(self, desired: Stack, image: str, report_progress: ProgressReporter) -> None:
         existing = container_state.list_containers(self._engine, desired.name)
-        unchanged = _find_unchanged(desired, existing, image)
+        unchanged = _find_unchanged_containers(desired, existing, image)
         stale = [container for name, container in existing.items() if name not in unchanged]
         self._stop_containers(desired.name, stale)
         for container in stale:
@@ -123,7 +123,7 @@ class DockerLauncher:
             if container.node not in desired.document["services"]:
                 report_progress(f"{container.node} removed")
         self._ensure_network(desired)
-        for name in _order_coordinator_first(desired):
+        for name in _sort_services_coordinator_first(desired):
             if name not in unchanged:
                 container_id = self._create_container(desired, name, image)
             elif not unchanged[name].is_alive and not unchanged[name].has_succeeded:
@@ -136,17 +136,17 @@ class DockerLauncher:
     def _create_container(self, desired: Stack, name: str, image: str) -> str:
         """Create the container of the service `name` with its files, and return the container id."""
         container_name = desired.document["services"][name]["container_name"]
-        container_id: str = self._engine.post_uninterrupted(
-            "/containers/create", container_specs.build_container_body(desired, name, image), {"name": container_name}
+        container_id: str = self._engine.post_with_deferred_signals(
+            "/containers/create", container_specs.build_container_request_body(desired, name, image), {"name": container_name}
         )["Id"]
         if files := container_specs.collect_container_files(desired, name):
             self._engine.put_files(container_id, files)
         return container_id
 
     def _ensure_network(self, desired: Stack) -> None:
-        body = container_specs.build_network_body(desired)
+        body = container_specs.build_network_request_body(desired)
         if body["Name"] not in {item["Name"] for item in self._engine.list_objects("/networks")}:
-            self._engine.post_uninterrupted("/networks/create", body)
+            self._engine.post_with_deferred_signals("/networks/create", body)
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo with which the run was deployed, read from its containers. Raises RunNotFound, StackError."""
@@ -180,11 +180,11 @@ class DockerLauncher:
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound if there is no such run."""
         coordinator = self._list_existing_containers(run).get(RENDEZVOUS_SERVICE)
-        lines = container_logs.read_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since) if coordinator else []
-        record_lines(run, lines)
+        lines = container_logs.read_log_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since) if coordinator else []
+        record_log_lines(run, lines)
         return [event for line in lines if (event := line.parse_event())]
 
-    def watch(self, run: str) -> Iterator[RunUpdate]:
+    def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
         self._list_existing_containers(run)
         since = self._deployed_at.get(run, time.time())
@@ -213,12 +213,13 @@ class DockerLauncher:
                 self._engine, run, lambda: container_state.list_containers(self._engine, run), since=since, tail=tail, node=node
             )
         node_lines = [
-            container_logs.read_lines(self._engine, container.api_path, container.node, tail=tail, since=since) for container in selected
+            container_logs.read_log_lines(self._engine, container.api_path, container.node, tail=tail, since=since)
+            for container in selected
         ]
         return (line.to_log_line() for line in heapq.merge(*node_lines, key=lambda line: line.time))
 
-    @raising_state_errors()
-    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
 
         Raises RunNotFound if there is no such run.
@@ -230,8 +231,8 @@ class DockerLauncher:
             )
         report_progress(f"{run} stopped")
 
-    @raising_state_errors()
-    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Stop all containers and remove the run; named volumes are kept. Raises RunNotFound if there is no such run."""
         self._list_existing_containers(run)
         with LocalRunFolder(run).holding_lock(report_progress):
@@ -254,7 +255,7 @@ class DockerLauncher:
             with ThreadPoolExecutor(max(1, len(alive))) as pool:
                 list(pool.map(self._stop_container, alive))
             for container in group:
-                record_lines(run, container_logs.read_lines(self._engine, container.api_path, container.node))
+                record_log_lines(run, container_logs.read_log_lines(self._engine, container.api_path, container.node))
 
     def _stop_container(self, container: Container) -> None:
         grace = _DEFAULT_STOP_GRACE_SECONDS
@@ -275,16 +276,16 @@ class DockerLauncher:
         try:
             return str(self._engine.get(f"/images/{plan.config.runner.docker_config.docker_container}/json")["Id"])
         except EngineError as error:
-            if is_not_found(error):
+            if is_not_found_error(error):
                 return ""
             raise
 
 
-def _order_coordinator_first(desired: Stack) -> list[str]:
+def _sort_services_coordinator_first(desired: Stack) -> list[str]:
     return sorted(desired.document["services"], key=lambda name: name != RENDEZVOUS_SERVICE)
 
 
-def _find_unchanged(desired: Stack, existing: dict[str, Container], image: str) -> dict[str, Container]:
+def _find_unchanged_containers(desired: Stack, existing: dict[str, Container], image: str) -> dict[str, Container]:
     """Return the existing containers that match the plan.
 
     Empty if the coordinator is not running, because the run is then restarted completely.

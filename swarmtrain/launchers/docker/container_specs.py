@@ -12,15 +12,15 @@ RequestBody = dict[str, Any]
 _SECRETS_FOLDER = "/run/secrets"
 
 
-def build_network_body(stack: Stack) -> RequestBody:
+def build_network_request_body(stack: Stack) -> RequestBody:
     """Return the request body of the run's network."""
     network = stack.document["networks"][NETWORK_NAME]
     return {"Name": network["name"], "Driver": network["driver"], "Internal": network.get("internal", False), "Labels": network["labels"]}
 
 
-def build_container_body(stack: Stack, name: str, image: str) -> RequestBody:
+def build_container_request_body(stack: Stack, name: str, image: str) -> RequestBody:
     """Return the request body of a service's container, with the image of this id. Raises StackError."""
-    service, network_name = stack.document["services"][name], build_network_body(stack)["Name"]
+    service, network_name = stack.document["services"][name], build_network_request_body(stack)["Name"]
     host_config = {
         "Init": service["init"],
         "RestartPolicy": {"Name": service["restart"]},

@@ -8,7 +8,7 @@ from typing import Any
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
 
 FIRST_HOST = "docker0"
@@ -63,20 +63,20 @@ def _describe_exit(state: dict[str, Any]) -> str:
 
 def list_runs(engine: DockerEngine) -> list[str]:
     """Return the names of the runs that have containers, sorted. Raises EngineError."""
-    containers = _list_labelled(engine, LABEL_CONTAINER)
+    containers = _list_labelled_containers(engine, LABEL_CONTAINER)
     return sorted({item["Labels"][LABEL_RUN] for item in containers if LABEL_RUN in item["Labels"]})
 
 
 def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:
     """Return the containers of a run by node, nodes first. Raises EngineError."""
     containers = {}
-    for item in _list_labelled(engine, f"{LABEL_RUN}={run}"):
+    for item in _list_labelled_containers(engine, f"{LABEL_RUN}={run}"):
         if LABEL_CONTAINER not in item["Labels"]:
             continue  # of another launcher
         try:
             details = engine.get(f"/containers/{item['Id']}/json")
         except EngineError as error:
-            if is_not_found(error):
+            if is_not_found_error(error):
                 continue
             raise
         labels = details["Config"]["Labels"]
@@ -85,6 +85,6 @@ def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:
     return dict(sorted(containers.items(), key=lambda pair: (pair[0] == RENDEZVOUS_SERVICE, len(pair[0]), pair[0])))
 
 
-def _list_labelled(engine: DockerEngine, label: str) -> list[dict[str, Any]]:
+def _list_labelled_containers(engine: DockerEngine, label: str) -> list[dict[str, Any]]:
     containers: list[dict[str, Any]] = engine.get("/containers/json", {"all": "1", "filters": json.dumps({"label": [label]})})
     return containers

@@ -35,12 +35,12 @@ def watch_run(engine: DockerEngine, run: str, list_containers: ListContainers, s
             try:
                 containers = stream.poll_containers()
             except EngineError as error:
-                yield from stream.report_unreachable(error)
+                yield from stream.report_engine_unreachable(error)
             else:
                 task_states = [container.to_task_state() for container in containers.values()]
                 yield from (state for state in task_states if states.get(state.node) != state)
                 states = {state.node: state for state in task_states}
-            lines = stream.take_lines()
+            lines = stream.take_next_line_batch()
             for line in lines:
                 event = line.parse_event()
                 outcome_at = outcome_at or (time.monotonic() if event and event.kind == EVENT_OUTCOME else None)
@@ -61,7 +61,7 @@ def stream_logs(
     with _ContainerStream(engine, run, list_node_containers, since, tail) as stream:
         while True:
             is_running = any(container.is_alive for container in stream.poll_containers().values())
-            lines = stream.take_lines()
+            lines = stream.take_next_line_batch()
             yield from (line.to_log_line() for line in lines)
             if not is_running and not lines:
                 return
@@ -109,7 +109,7 @@ class _ContainerStream:
         self._alive_ids = {container.id for container in self._containers.values() if container.is_alive}
         return self._containers
 
-    def report_unreachable(self, error: EngineError) -> Iterator[Event]:
+    def report_engine_unreachable(self, error: EngineError) -> Iterator[Event]:
         """Yield one event when the engine stops answering. Raises `error` if it does not answer for too long."""
         unanswered_seconds = time.monotonic() - self._answered_at
         if unanswered_seconds > _ENGINE_TIMEOUT_SECONDS:
@@ -117,10 +117,10 @@ class _ContainerStream:
         if unanswered_seconds < 2 * _POLL_SECONDS:
             yield Event(EVENT_NOTE, {"node": error.place, "message": f"{error.message}; retrying"})
 
-    def take_lines(self) -> list[ContainerLogLine]:
+    def take_next_line_batch(self) -> list[ContainerLogLine]:
         """Return the lines of the next batch, ordered by time, and record them."""
         lines = take_line_batch(self._lines)
         for line in lines:
-            self._recorder.append(line)
+            self._recorder.append_line(line)
         self._recorder.flush()
         return lines

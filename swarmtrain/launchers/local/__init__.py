@@ -19,7 +19,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, raising_state_errors
+from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
@@ -58,21 +58,21 @@ class LocalLauncher:
             findings.append(Finding("this machine", f"{plan.world_size} ranks will share {cores} cores", fatal=False))
         return findings
 
-    @raising_state_errors()
-    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         folder = LocalRunFolder(plan.run)
         with folder.holding_lock(report_progress):
             is_first_deploy = not folder.exists
             try:
-                self._reconcile(folder, plan, report_progress)
+                self._reconcile_processes(folder, plan, report_progress)
             except BaseException:
                 if is_first_deploy:
                     folder.stop_processes(folder.list_process_names(), 0.0)
                     folder.remove_run()
                 raise
 
-    @raising_state_errors()
+    @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
         """Return the changes that `deploy` would make to the processes of the run."""
         folder = LocalRunFolder(plan.run)
@@ -85,7 +85,7 @@ class LocalLauncher:
         causes = {name: "has changed, or has ended" if name in existing else "does not exist" for name in missing}
         return [*removals, *(Action("start", name, cause, name in running) for name, cause in causes.items())]
 
-    def _reconcile(self, folder: LocalRunFolder, plan: Plan, report_progress: ProgressReporter) -> None:
+    def _reconcile_processes(self, folder: LocalRunFolder, plan: Plan, report_progress: ProgressReporter) -> None:
         record, desired, unchanged = _compare_with_plan(folder, plan)
         stale = [name for name in folder.list_process_names() if name not in unchanged]
         folder.save_deployment(plan, record)
@@ -99,15 +99,15 @@ class LocalLauncher:
             folder.rotate_events()
         for name in sorted(desired, key=lambda name: name != RENDEZVOUS_SERVICE):
             if name not in unchanged or _needs_start(folder, name):
-                folder.start_keeper(desired[name])
+                folder.start_process_keeper(desired[name])
                 report_progress(f"{name} started, log in {folder.get_log_path(name)}")
 
-    @raising_state_errors()
+    @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo with which the run was deployed. Raises RunNotFound if there is no such run."""
         return LocalRunFolder(run).load_deployment()
 
-    @raising_state_errors()
+    @translate_os_errors()
     def list_runs(self) -> list[str]:
         """Return the names of the runs on this machine, sorted."""
         return list_local_runs()
@@ -122,7 +122,7 @@ class LocalLauncher:
         hosts = folder.read_record().hosts
         states = []
         for name in folder.list_process_names():
-            state = folder.load_state(name)
+            state = folder.load_process_state(name)
             host = hosts.get(name, socket.gethostname())
             if state is None:
                 states.append(TaskState(name, host, "starting"))
@@ -133,13 +133,13 @@ class LocalLauncher:
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound."""
-        return file_tail.read_events(_open_existing_folder(run), since)
+        return file_tail.read_events(_open_existing_run_folder(run), since)
 
-    def watch(self, run: str) -> Iterator[RunUpdate]:
+    def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
-        return file_tail.watch_run(_open_existing_folder(run), lambda: self._list_tasks_or_empty(run))
+        return file_tail.watch_run(_open_existing_run_folder(run), lambda: self._list_tasks_if_available(run))
 
-    def _list_tasks_or_empty(self, run: str) -> list[TaskState]:
+    def _list_tasks_if_available(self, run: str) -> list[TaskState]:
         try:
             return self.list_tasks(run)
         except RunNotFound:
@@ -158,23 +158,23 @@ class LocalLauncher:
         """Yield the output of all nodes. Raises RunNotFound. `report_progress` is not called: files can always be read."""
         from swarmtrain.launchers.common.file_tail import stream_logs
 
-        return stream_logs(_open_existing_folder(run), follow=follow, tail=tail, since=since, node=node)
+        return stream_logs(_open_existing_run_folder(run), follow=follow, tail=tail, since=since, node=node)
 
-    @raising_state_errors()
-    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
 
         Raises RunNotFound if there is no such run.
         """
-        folder = _open_existing_folder(run)
+        folder = _open_existing_run_folder(run)
         with folder.holding_lock(report_progress):
             _stop_nodes(folder)
         report_progress(f"{run} stopped")
 
-    @raising_state_errors()
-    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Stop all processes and remove the run; events and logs stay in its folder. Raises RunNotFound if there is no such run."""
-        folder = _open_existing_folder(run)
+        folder = _open_existing_run_folder(run)
         with folder.holding_lock(report_progress):
             _stop_nodes(folder)
             folder.stop_processes([RENDEZVOUS_SERVICE], _COORDINATOR_GRACE_SECONDS)
@@ -187,7 +187,7 @@ def _stop_nodes(folder: LocalRunFolder) -> None:
     folder.stop_processes([name for name in folder.list_process_names() if name != RENDEZVOUS_SERVICE], folder.read_record().stop_grace)
 
 
-def _open_existing_folder(run: str) -> LocalRunFolder:
+def _open_existing_run_folder(run: str) -> LocalRunFolder:
     folder = LocalRunFolder(run)
     folder.read_record()
     return folder
@@ -195,24 +195,24 @@ def _open_existing_folder(run: str) -> LocalRunFolder:
 
 def _needs_start(folder: LocalRunFolder, name: str) -> bool:
     """Return whether the process `name` must be started: it was stopped, or its process keeper is gone. A completed process need not be."""
-    state = folder.load_state(name)
+    state = folder.load_process_state(name)
     return not folder.is_alive(name) and (state is None or state.state != "complete")
 
 
 def _compare_with_plan(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
     """Return the run's record, the planned processes by name, and the names of those that already match the plan."""
     coordinator_running = folder.is_alive(RENDEZVOUS_SERVICE)
-    record = _build_record(plan, folder.read_record() if coordinator_running else None)
-    desired = {spec.name: spec for spec in _build_specs(folder, plan, record)}
+    record = _build_run_record(plan, folder.read_record() if coordinator_running else None)
+    desired = {spec.name: spec for spec in _build_process_specs(folder, plan, record)}
     unchanged = {
         name
         for name, spec in desired.items()
-        if coordinator_running and folder.load_spec(name) == spec and folder.load_state(name) is not None
+        if coordinator_running and folder.load_process_spec(name) == spec and folder.load_process_state(name) is not None
     }
     return record, desired, unchanged
 
 
-def _build_record(plan: Plan, previous: LocalRunRecord | None) -> LocalRunRecord:
+def _build_run_record(plan: Plan, previous: LocalRunRecord | None) -> LocalRunRecord:
     store_port, coordinator_port = (previous.store_port, previous.coordinator_port) if previous else _find_free_ports()
     return LocalRunRecord(
         store_port=store_port,
@@ -225,7 +225,7 @@ def _build_record(plan: Plan, previous: LocalRunRecord | None) -> LocalRunRecord
     )
 
 
-def _build_specs(folder: LocalRunFolder, plan: Plan, record: LocalRunRecord) -> Iterator[ProcessSpec]:
+def _build_process_specs(folder: LocalRunFolder, plan: Plan, record: LocalRunRecord) -> Iterator[ProcessSpec]:
     layout = NodeLayout(
         coordinator_host=_LOOPBACK,
         bind_address=_LOOPBACK,

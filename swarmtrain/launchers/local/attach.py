@@ -66,11 +66,11 @@ def _running_other_ranks(
         yield
     finally:
         for log, child in children.items():
-            if code := _terminate(child):
+            if code := _terminate_process(child):
                 report_progress(f"{log.stem} ended with exit code {code}: {log}")
 
 
-def _terminate(child: subprocess.Popen[bytes]) -> int:
+def _terminate_process(child: subprocess.Popen[bytes]) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(_EXIT_GRACE_SECONDS)

@@ -20,7 +20,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
-from swarmtrain.launchers.common.local_run_folder import raising_state_errors
+from swarmtrain.launchers.common.local_run_folder import translate_os_errors
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.launchers.slurm.slurm_run_folder import (
     SCRIPT_FILE,
@@ -48,7 +48,7 @@ class SlurmLauncher:
     capabilities = find_capabilities("slurm")
 
     @staticmethod
-    @raising_state_errors()
+    @translate_os_errors()
     def write_deployment_file(plan: Plan, output: Path) -> str:
         """Write the sbatch script of `plan`, which `deploy` would submit, and the files that it needs into the run's folder.
 
@@ -56,8 +56,8 @@ class SlurmLauncher:
         be written.
         """
         folder, output = SlurmRunFolder(plan.run), output.with_suffix(".sbatch")
-        record = _build_record(plan, folder, None)
-        script_text = render_sbatch_script(plan, _build_site(folder, record))
+        record = _build_run_record(plan, folder, None)
+        script_text = render_sbatch_script(plan, _build_job_layout(folder, record))
         folder.write_job_files(plan, record, script_text)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(script_text, encoding="utf-8")
@@ -72,10 +72,10 @@ class SlurmLauncher:
         """Return more machines than any plan needs: Slurm chooses the actual ones when the job starts."""
         return Inventory("Slurm", tuple(Machine(host="any") for _ in range(_MAX_NODES)))
 
-    @raising_state_errors()
+    @translate_os_errors()
     def check_plan(self, plan: Plan) -> list[Finding]:
         """Check with Slurm that the job would be accepted; inside an allocation, check that it has enough nodes."""
-        if allocation_id := slurm_cli.find_allocation():
+        if allocation_id := slurm_cli.find_allocation_id():
             allocated_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", _MAX_NODES))
             shortage = Finding(
                 f"allocation {allocation_id}", f"has {allocated_nodes} nodes, and {len(plan.nodes)} are requested", "-o runner.nodes=N"
@@ -83,19 +83,19 @@ class SlurmLauncher:
             return [shortage] if allocated_nodes < len(plan.nodes) else []
         folder = SlurmRunFolder(plan.run)
         try:
-            slurm_cli.check_script(render_sbatch_script(plan, _build_site(folder, _build_record(plan, folder, None))))
+            slurm_cli.check_sbatch_script(render_sbatch_script(plan, _build_job_layout(folder, _build_run_record(plan, folder, None))))
         except EngineError as error:
             return [Finding("Slurm", error.message, error.hint)]
         return []
 
-    @raising_state_errors()
+    @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
         """Return the changes that `deploy` would make to the job."""
         folder = SlurmRunFolder(plan.run)
         previous = folder.find_record()
         if previous is None or not is_job_active(previous, plan.run):
             return [Action("submit", "a job", "does not exist" if previous is None else f"job {previous.job} has ended")]
-        if _is_unchanged(folder, plan, previous):
+        if _is_job_unchanged(folder, plan, previous):
             return []
         is_running = previous.allocation or slurm_cli.read_job_state(previous.job).is_running
         return [
@@ -103,16 +103,16 @@ class SlurmLauncher:
             Action("submit", "a job", "resumes from that checkpoint"),
         ]
 
-    @raising_state_errors()
-    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Submit the job. If a job of the run exists and differs, it first saves and exits. Raises SwarmtrainError if that fails."""
         folder = SlurmRunFolder(plan.run)
         with folder.holding_lock(report_progress):
             previous = folder.find_record()
             is_active = previous is not None and is_job_active(previous, plan.run)
-            if is_active and previous and _is_unchanged(folder, plan, previous):
+            if is_active and previous and _is_job_unchanged(folder, plan, previous):
                 return
-            record = _build_record(plan, folder, previous if is_active else None)
+            record = _build_run_record(plan, folder, previous if is_active else None)
             if is_active and previous:
                 report_progress(f"job {previous.job}: its ranks save a checkpoint and exit")
                 _stop_job(previous, plan.run)
@@ -126,15 +126,15 @@ class SlurmLauncher:
     def _submit_job(
         self, folder: SlurmRunFolder, plan: Plan, record: SlurmRunRecord, report_progress: ProgressReporter, *, resumes: bool
     ) -> None:
-        script_path = folder.write_job_files(plan, record, render_sbatch_script(plan, _build_site(folder, record)))
+        script_path = folder.write_job_files(plan, record, render_sbatch_script(plan, _build_job_layout(folder, record)))
         if not resumes or any(event.kind == EVENT_OUTCOME for event in file_tail.read_events(folder)):
             folder.rotate_events()
         for state_file in folder.path.glob("*.state"):
             state_file.unlink(missing_ok=True)
-        if allocation_id := slurm_cli.find_allocation():
+        if allocation_id := slurm_cli.find_allocation_id():
             folder.write_record(replace(record, job=allocation_id, allocation=True))
-            slurm_cli.start_in_allocation(script_path, folder.path / "slurm.out")
-            _wait_for_step(allocation_id, plan.run, folder)
+            slurm_cli.start_script_in_allocation(script_path, folder.path / "slurm.out")
+            _wait_for_job_step(allocation_id, plan.run, folder)
             report_progress(f"started as a step of job {allocation_id}, the current allocation")
         else:
             job_id = slurm_cli.submit_job(script_path)
@@ -142,12 +142,12 @@ class SlurmLauncher:
             report_progress(f"job {job_id} submitted; Slurm's output is in {folder.path / 'slurm.out'}")
         folder.remove_job_files(keep=record.files)
 
-    @raising_state_errors()
+    @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
         return SlurmRunFolder(run).load_deployment()
 
-    @raising_state_errors()
+    @translate_os_errors()
     def list_runs(self) -> list[str]:
         """Return the names of the user's runs under Slurm, sorted."""
         return list_slurm_runs()
@@ -156,7 +156,7 @@ class SlurmLauncher:
         """Return an empty list: a run under Slurm is listed until its removal is complete."""
         return []
 
-    @raising_state_errors()
+    @translate_os_errors()
     def list_tasks(self, run: str) -> list[TaskState]:
         """Return the state of each node, and of the coordinator. Raises RunNotFound, EngineError."""
         folder = SlurmRunFolder(run)
@@ -165,20 +165,20 @@ class SlurmLauncher:
         is_active = is_job_active(record, run) if record.allocation else job_state.is_active
         return [_build_task_state(folder, record, name, job_state, is_active) for name in folder.list_process_names()]
 
-    @raising_state_errors()
+    @translate_os_errors()
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound."""
-        return file_tail.read_events(_open_existing_folder(run), since)
+        return file_tail.read_events(_open_existing_run_folder(run), since)
 
-    def watch(self, run: str) -> Iterator[RunUpdate]:
+    def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run, across requeues, until the outcome, the end of the job, or the run's removal.
 
         Raises RunNotFound if there is no such run.
         """
-        folder = _open_existing_folder(run)
-        return self._stream_updates(folder)
+        folder = _open_existing_run_folder(run)
+        return self._stream_run_updates(folder)
 
-    def _stream_updates(self, folder: SlurmRunFolder) -> Iterator[RunUpdate]:
+    def _stream_run_updates(self, folder: SlurmRunFolder) -> Iterator[RunUpdate]:
         events_tail = file_tail.FileTail(folder.events_path)
         readers = {name: file_tail.NodeLogTail(name, folder.get_log_path(name), from_end=True) for name in folder.list_process_names()}
         states: dict[str, TaskState] = {}
@@ -187,24 +187,24 @@ class SlurmLauncher:
             exists, ended = folder.exists, not folder.is_alive("")
             if exists and time.monotonic() > polled_at + _TASK_POLL_SECONDS:
                 polled_at = time.monotonic()
-                for state in self._list_tasks_or_empty(folder.run):
+                for state in self._list_tasks_if_available(folder.run):
                     if states.get(state.node) != state:
                         states[state.node] = state
                         yield state
             for name in folder.list_process_names():
-                yield from readers.setdefault(name, file_tail.NodeLogTail(name, folder.get_log_path(name))).read_log_lines()
-            for line in events_tail.read_lines():
+                yield from readers.setdefault(name, file_tail.NodeLogTail(name, folder.get_log_path(name))).read_new_log_lines()
+            for line in events_tail.read_new_lines():
                 if event := Event.from_line(line):
                     outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)
                     yield event
             if outcome_at is not None and (ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS):
                 return
             if not exists or (ended and outcome_at is None):
-                yield from _read_final_lines(folder)
+                yield from _read_last_output_lines(folder)
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _list_tasks_or_empty(self, run: str) -> list[TaskState]:
+    def _list_tasks_if_available(self, run: str) -> list[TaskState]:
         try:
             return self.list_tasks(run)
         except (StackError, EngineError):
@@ -221,34 +221,34 @@ class SlurmLauncher:
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
         """Yield the output of all nodes. Raises RunNotFound. `report_progress` is not called: files can always be read."""
-        return file_tail.stream_logs(_open_existing_folder(run), follow=follow, tail=tail, since=since, node=node)
+        return file_tail.stream_logs(_open_existing_run_folder(run), follow=follow, tail=tail, since=since, node=node)
 
-    @raising_state_errors()
-    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save and exit, and end the job. A deploy submits a new job that resumes the run.
 
         Raises RunNotFound if there is no such run.
         """
-        folder = _open_existing_folder(run)
+        folder = _open_existing_run_folder(run)
         with folder.holding_lock(report_progress):
             _stop_job(folder.read_job_record(), run)
         report_progress(f"{run} stopped")
 
-    @raising_state_errors()
-    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """End the job and remove the run; events and logs stay in its folder. Raises RunNotFound."""
-        folder = _open_existing_folder(run)
+        folder = _open_existing_run_folder(run)
         with folder.holding_lock(report_progress):
             _stop_job(folder.read_job_record(), run)
             folder.remove_run()
         report_progress(f"{run} removed; its events and logs are in {folder.path}")
 
 
-def _build_site(folder: SlurmRunFolder, record: SlurmRunRecord) -> JobLayout:
+def _build_job_layout(folder: SlurmRunFolder, record: SlurmRunRecord) -> JobLayout:
     return JobLayout(folder.path.absolute(), record.cwd, sys.executable, os.environ.get("PYTHONPATH", ""))
 
 
-def _build_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunRecord | None) -> SlurmRunRecord:
+def _build_run_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunRecord | None) -> SlurmRunRecord:
     return SlurmRunRecord(
         files=get_job_files_folder(JobLayout(PurePath(folder.path), "", ""), plan).name,
         code=tuple(item.name for item in plan.cargo.code),
@@ -259,14 +259,14 @@ def _build_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunRecord |
     )
 
 
-def _is_unchanged(folder: SlurmRunFolder, plan: Plan, previous: SlurmRunRecord) -> bool:
+def _is_job_unchanged(folder: SlurmRunFolder, plan: Plan, previous: SlurmRunRecord) -> bool:
     """Return whether the run's existing job was submitted from an equal plan."""
     submitted_script = folder.path / previous.files / SCRIPT_FILE
-    desired_script = render_sbatch_script(plan, _build_site(folder, _build_record(plan, folder, previous)))
+    desired_script = render_sbatch_script(plan, _build_job_layout(folder, _build_run_record(plan, folder, previous)))
     return submitted_script.exists() and submitted_script.read_text(encoding="utf-8") == desired_script
 
 
-def _open_existing_folder(run: str) -> SlurmRunFolder:
+def _open_existing_run_folder(run: str) -> SlurmRunFolder:
     folder = SlurmRunFolder(run)
     folder.read_job_record()
     return folder
@@ -294,34 +294,34 @@ def _stop_job(record: SlurmRunRecord, run: str) -> None:
         return
     if record.allocation:
         for signal, timeout in ((GRACEFUL_EXIT_SIGNAL, record.stop_grace), ("KILL", _CLEANUP_SECONDS)):
-            for step in slurm_cli.list_steps(record.job, run):
-                slurm_cli.signal_or_cancel(step, signal)
-            if slurm_cli.wait_until_gone(record.job, timeout, step=run):
+            for step in slurm_cli.list_job_steps(record.job, run):
+                slurm_cli.signal_or_cancel_job(step, signal)
+            if slurm_cli.wait_until_job_gone(record.job, timeout, step=run):
                 return
     else:
         if slurm_cli.read_job_state(record.job).is_running:
-            slurm_cli.signal_or_cancel(record.job, GRACEFUL_EXIT_SIGNAL)
+            slurm_cli.signal_or_cancel_job(record.job, GRACEFUL_EXIT_SIGNAL)
             deadline = time.monotonic() + record.stop_grace
             while time.monotonic() < deadline and slurm_cli.read_job_state(record.job).is_running:
                 time.sleep(_POLL_SECONDS)
         if slurm_cli.read_job_state(record.job).is_active:  # pending, just requeued by its own script, or ignoring the signal
-            slurm_cli.signal_or_cancel(record.job)
-        if slurm_cli.wait_until_gone(record.job, record.stop_grace + _CLEANUP_SECONDS):
+            slurm_cli.signal_or_cancel_job(record.job)
+        if slurm_cli.wait_until_job_gone(record.job, record.stop_grace + _CLEANUP_SECONDS):
             return
     raise StackError(
         "Slurm did not end the job", place=f"job {record.job}", hint=f"scancel --full {record.job}, then run the same command again"
     )
 
 
-def _wait_for_step(allocation_id: str, run: str, folder: SlurmRunFolder) -> None:
+def _wait_for_job_step(allocation_id: str, run: str, folder: SlurmRunFolder) -> None:
     deadline = time.monotonic() + _CLEANUP_SECONDS
-    while not slurm_cli.list_steps(allocation_id, run) and not (folder.path / "node0.state").exists():
+    while not slurm_cli.list_job_steps(allocation_id, run) and not (folder.path / "node0.state").exists():
         if time.monotonic() > deadline:
             raise StackError("srun has not started", place=f"allocation {allocation_id}", hint=f"cat {folder.path / 'slurm.out'}")
         time.sleep(_POLL_SECONDS)
 
 
-def _read_final_lines(folder: SlurmRunFolder) -> Iterator[LogLine]:
+def _read_last_output_lines(folder: SlurmRunFolder) -> Iterator[LogLine]:
     """Yield the last lines of Slurm's output, which may explain why a job ended without an outcome."""
     try:
         lines = (folder.path / "slurm.out").read_text(encoding="utf-8", errors="replace").splitlines()

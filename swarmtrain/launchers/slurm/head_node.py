@@ -22,14 +22,14 @@ _DEAD_PATTERN = re.compile(r"\bState=\S*(DOWN|NOT_RESPONDING|FAIL)|\bState=\w+\*
 _SLURM_TIMEOUT_SECONDS = 30.0
 
 
-def requeue_if_head_dies(head_node: str, coordinator_address: tuple[str, int], job: str, finished: threading.Event) -> None:
+def requeue_if_head_node_dies(head_node: str, coordinator_address: tuple[str, int], job: str, finished: threading.Event) -> None:
     """Return when `finished` is set, or when the job was requeued because its head node `head_node` is dead.
 
     As long as the coordinator at `coordinator_address` accepts connections, Slurm is not asked. Slurm refuses to requeue a job that
     must not be requeued, and one that already is: both refusals are accepted.
     """
     while not finished.wait(_CHECK_SECONDS):
-        if _is_reachable(coordinator_address) or not is_node_dead(head_node):
+        if _is_address_reachable(coordinator_address) or not is_node_dead(head_node):
             continue
         LOG.warning("%s, the first node of job %s, is down: the job is requeued", head_node, job)
         with contextlib.suppress(ProcessError):
@@ -46,7 +46,7 @@ def is_node_dead(name: str) -> bool:
     return _DEAD_PATTERN.search(output) is not None
 
 
-def _is_reachable(address: tuple[str, int]) -> bool:
+def _is_address_reachable(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, _CONNECT_TIMEOUT_SECONDS).close()
     except OSError:

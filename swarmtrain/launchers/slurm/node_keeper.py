@@ -29,8 +29,8 @@ from swarmtrain.atomic_file import write_atomically
 from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.errors import ProcessError
 from swarmtrain.launchers.common.history_store import EVENTS_FILE
-from swarmtrain.launchers.slurm.head_node import requeue_if_head_dies
-from swarmtrain.launchers.slurm.slurm_run_folder import JobAttempt, NodeState, adopt_job, read_node_state, read_outcome_exit_code
+from swarmtrain.launchers.slurm.head_node import requeue_if_head_node_dies
+from swarmtrain.launchers.slurm.slurm_run_folder import JobAttempt, NodeState, read_node_state, read_outcome_exit_code, record_job_id
 from swarmtrain.process import run_command, start_process
 from swarmtrain.protocol import EXIT_PLANNED, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_RENDEZVOUS
 from swarmtrain.remote.timestamped_log import open_timestamped_log
@@ -50,7 +50,7 @@ def main(folder: Path) -> int:
     host_names = list(expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]))
     node_index = int(environ["SLURM_NODEID"])
     port = int(environ.get("SWARMTRAIN_MASTER_PORT") or compute_slurm_base_port(environ))
-    head_address = resolve_head_address(host_names[0])
+    head_address = resolve_head_node_address(host_names[0])
     environ |= {
         "SWARMTRAIN_NODE": f"node{node_index}",
         "SWARMTRAIN_STORE": f"{head_address}:{port}",
@@ -70,13 +70,13 @@ def main(folder: Path) -> int:
     for signal_number in (signal.SIGURG, signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, handle_signal)
     if coordinator is not None:
-        adopt_job(folder, environ["SWARMTRAIN_FILES"], attempt.job)
+        record_job_id(folder, environ["SWARMTRAIN_FILES"], attempt.job)
         coordinator.start()
     node.start()
     if coordinator is None:
         finished = threading.Event()
         args = (host_names[0], (head_address, port + 1), attempt.job, finished)
-        threading.Thread(target=requeue_if_head_dies, args=args, daemon=True).start()
+        threading.Thread(target=requeue_if_head_node_dies, args=args, daemon=True).start()
         node.wait()
         finished.set()
         return EXIT_PLANNED if node.exit_code else 0
@@ -88,7 +88,7 @@ def main(folder: Path) -> int:
     return EXIT_PLANNED if node.exit_code else read_outcome_exit_code(folder / EVENTS_FILE, default=0)
 
 
-def resolve_head_address(name: str) -> str:
+def resolve_head_node_address(name: str) -> str:
     """Return the address at which other nodes find the first node.
 
     It is the node's name, or Slurm's address of it if the name does not resolve or resolves to loopback.
@@ -118,11 +118,11 @@ def _wait_for_other_nodes(folder: Path, node_count: int, attempt: JobAttempt) ->
     Waits at most for the grace period.
     """
     deadline = time.monotonic() + float(os.environ["SWARMTRAIN_STOP_GRACE"])
-    while time.monotonic() < deadline and any(_is_running(folder, f"node{index}", attempt) for index in range(node_count)):
+    while time.monotonic() < deadline and any(_is_node_running(folder, f"node{index}", attempt) for index in range(node_count)):
         time.sleep(0.1)
 
 
-def _is_running(folder: Path, name: str, attempt: JobAttempt) -> bool:
+def _is_node_running(folder: Path, name: str, attempt: JobAttempt) -> bool:
     state = read_node_state(folder, name)
     return state is not None and state.attempt == attempt and state.state in ("running", "failed")
 
@@ -136,14 +136,14 @@ class RestartingProcess:
         self.exit_code = 0
         self.restarts = 0
         self._child: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run_until_final)
+        self._thread = threading.Thread(target=self._run_with_restarts)
 
     @property
     def is_coordinator(self) -> bool:
         return self.role == ROLE_RENDEZVOUS
 
     def start(self) -> None:
-        self._write_state("running")
+        self._write_node_state("running")
         self._thread.start()
 
     def wait(self) -> None:
@@ -157,16 +157,16 @@ class RestartingProcess:
         if (child := self._child) is not None:
             self._send_stop_signal(child)
 
-    def _run_until_final(self) -> None:
+    def _run_with_restarts(self) -> None:
         while True:
             self.exit_code = self._run_once()
             if self.exit_code == 0 or self.stopping:
-                self._write_state("shutdown" if self.exit_code else "complete", self.exit_code)
+                self._write_node_state("shutdown" if self.exit_code else "complete", self.exit_code)
                 return
-            self._write_state("failed", self.exit_code)
+            self._write_node_state("failed", self.exit_code)
             time.sleep(_RESTART_DELAY_SECONDS)
             self.restarts += 1
-            self._write_state("running")
+            self._write_node_state("running")
 
     def _run_once(self) -> int:
         argv = [*(_IGNORE_SIGTERM_ARGV if self.is_coordinator else []), sys.executable, "-m", ENTRYPOINT_MODULE, self.role]
@@ -181,7 +181,7 @@ class RestartingProcess:
     def _send_stop_signal(self, child: subprocess.Popen[bytes]) -> None:
         child.send_signal(signal.SIGINT if self.is_coordinator else signal.SIGTERM)
 
-    def _write_state(self, state: str, exit_code: int | None = None) -> None:
+    def _write_node_state(self, state: str, exit_code: int | None = None) -> None:
         node_state = NodeState(self.host, state, self.attempt, exit_code, self.restarts)
         with contextlib.suppress(OSError):
             write_atomically(self.folder / f"{self.name}.state", json.dumps(asdict(node_state)))

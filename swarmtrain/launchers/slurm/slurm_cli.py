@@ -50,18 +50,18 @@ def submit_job(script: Path) -> str:
     return run_slurm_command("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
-def check_script(script: str) -> None:
+def check_sbatch_script(script: str) -> None:
     """Check with Slurm whether it would accept the sbatch script. Raises EngineError with Slurm's reason if not."""
     run_slurm_command("sbatch", "--test-only", stdin=script)
 
 
-def find_allocation() -> str:
+def find_allocation_id() -> str:
     """Return the id of the job in whose allocation this process runs, from salloc or in a batch script; empty if there is none."""
     step = os.environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP_ID)
     return os.environ.get("SLURM_JOB_ID", "") if step == _INTERACTIVE_STEP_ID else ""
 
 
-def start_in_allocation(script: Path, output: Path) -> None:
+def start_script_in_allocation(script: Path, output: Path) -> None:
     """Start the sbatch script in the background inside an allocation: its srun uses the allocation's nodes."""
     with output.open("ab") as log_file:
         process = start_process(["bash", str(script)], stdout=log_file, stderr=log_file, new_session=True)
@@ -80,7 +80,7 @@ def read_job_state(job: str) -> JobState:
     return JobState(state_name, "" if reason in ("None", "") else reason)
 
 
-def list_steps(job: str, name: str) -> list[str]:
+def list_job_steps(job: str, name: str) -> list[str]:
     """Return the ids (such as 12.0) of the running steps of job `job` named `name`."""
     try:
         lines = run_slurm_command("squeue", "--noheader", "--steps", "--format=%i|%j", f"--jobs={job}").split()
@@ -91,7 +91,7 @@ def list_steps(job: str, name: str) -> list[str]:
     return [step_id for step_id, _, step_name in (line.partition("|") for line in lines) if step_name == name]
 
 
-def signal_or_cancel(target: str, signal: str | None = None) -> None:
+def signal_or_cancel_job(target: str, signal: str | None = None) -> None:
     """Send a signal to all tasks of a job or job step, or cancel it. A target that has already ended is not an error."""
     try:
         run_slurm_command("scancel", *([f"--signal={signal}"] if signal else []), target)
@@ -100,10 +100,10 @@ def signal_or_cancel(target: str, signal: str | None = None) -> None:
             raise
 
 
-def wait_until_gone(job: str, timeout: float, *, step: str = "") -> bool:
+def wait_until_job_gone(job: str, timeout: float, *, step: str = "") -> bool:
     """Wait until the job has left the queue, or has no step named `step`. Return False if that takes more than `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while list_steps(job, step) if step else read_job_state(job).is_active:
+    while list_job_steps(job, step) if step else read_job_state(job).is_active:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

@@ -86,7 +86,7 @@ def is_job_active(record: SlurmRunRecord, run: str) -> bool:
     """Return whether the run's job is pending or running. Raises EngineError."""
     if not record.job:
         return False
-    return bool(slurm_cli.list_steps(record.job, run)) if record.allocation else slurm_cli.read_job_state(record.job).is_active
+    return bool(slurm_cli.list_job_steps(record.job, run)) if record.allocation else slurm_cli.read_job_state(record.job).is_active
 
 
 class SlurmRunFolder(LocalRunFolder):
@@ -177,7 +177,7 @@ def list_slurm_runs() -> list[str]:
         return []
 
 
-def adopt_job(folder: Path, files: str, job_id: str) -> None:
+def record_job_id(folder: Path, files: str, job_id: str) -> None:
     """Record `job_id` as the run's job. Needed if the script was submitted by hand, because the record has no job id then."""
     job_folder = SlurmRunFolder(folder.name, folder)
     record = job_folder.find_record()

@@ -25,7 +25,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.common.local_run_folder import build_version_error, raising_state_errors
+from swarmtrain.launchers.common.local_run_folder import build_version_error, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, run_stream
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts, list_hosts
@@ -72,7 +72,7 @@ class DesiredState:
         }
         return {host: names for host, names in stale.items() if names}
 
-    def is_planned(self, host: str, name: str) -> bool:
+    def is_process_planned(self, host: str, name: str) -> bool:
         """Return whether the plan has the process `name` on `host`."""
         return any(spec.name == name for spec in self.specs.get(host, []))
 
@@ -108,16 +108,16 @@ class SshLauncher:
             is_deployed = plan.run in self.list_runs()
             return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port, plan.master_port + 1))
 
-    @raising_state_errors()
+    @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
         """Return the changes that `deploy` would make to the processes on the hosts."""
         with self._connect_all_hosts(plan) as host_group:
-            desired = _compare_with_plan(plan, host_group, self._find_record(plan.run))
+            desired = _compare_with_plan(plan, host_group, self._find_run_record(plan.run))
         removals = [
             Action("end", f"{name} on {host}", "is not in the plan")
             for host, names in desired.processes_to_stop.items()
             for name in names
-            if not desired.is_planned(host, name)
+            if not desired.is_process_planned(host, name)
         ]
         starts = []
         for host, spec in desired.processes_to_start:
@@ -126,22 +126,22 @@ class SshLauncher:
             starts.append(Action("start", f"{spec.name} on {host}", cause, spec.name in desired.host_states[host]["alive"]))
         return [*removals, *starts]
 
-    @raising_state_errors()
-    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         with self._connect_all_hosts(plan) as host_group, _holding_run_lock(host_group, plan.run, report_progress):
-            desired = _compare_with_plan(plan, host_group, self._find_record(plan.run))
+            desired = _compare_with_plan(plan, host_group, self._find_run_record(plan.run))
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
             try:
                 if self.capabilities.runs_in_containers:
                     pull_image(plan, host_group, [host for host, specs in desired.specs.items() if specs], report_progress)
-                self._reconcile(plan, host_group, desired, report_progress)
+                self._reconcile_processes(plan, host_group, desired, report_progress)
             except BaseException:
                 if is_first_deploy:
-                    self._roll_back(host_group, plan.run)
+                    self._roll_back_first_deploy(host_group, plan.run)
                 raise
 
-    def _reconcile(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
+    def _reconcile_processes(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
         run, record = plan.run, desired.record
         removed_hosts = [host for host, host_state in desired.host_states.items() if host_state["marker"] and host not in desired.specs]
         # Until the deploy is complete, the index also has the hosts that leave, so that the whole run is found after an interruption.
@@ -149,10 +149,10 @@ class SshLauncher:
             report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
         self._index.write_record(run, replace(record, interpreters=pythons))
-        files = _build_files(plan, record)
-        host_group.run_on_all(lambda host: host.call_agent("write_files", run=run, files=files), list(desired.specs))
+        files = _build_run_files(plan, record)
+        host_group.run_on_all_hosts(lambda host: host.call_agent("write_files", run=run, files=files), list(desired.specs))
         to_stop = desired.processes_to_stop
-        host_group.run_on_all(
+        host_group.run_on_all_hosts(
             lambda host: host.call_agent(
                 "stop_processes", timeout=_compute_stop_timeout(record), run=run, names=to_stop[host.name], grace=record.stop_grace
             ),
@@ -160,14 +160,14 @@ class SshLauncher:
         )
         _download_history(host_group, run, removed_hosts)
         for host, names in to_stop.items():
-            if removed_names := [name for name in names if not desired.is_planned(host, name)]:
+            if removed_names := [name for name in names if not desired.is_process_planned(host, name)]:
                 host_group.hosts[host].call_agent("delete_process_files", run=run, names=removed_names)
                 report_progress(f"{', '.join(removed_names)} removed from {host}")
-        host_group.run_on_all(lambda host: host.call_agent("remove_run", run=run), removed_hosts)
+        host_group.run_on_all_hosts(lambda host: host.call_agent("remove_run", run=run), removed_hosts)
         self._index.write_record(run, record)
         to_start = desired.processes_to_start
         if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
-            host_group.run_on_all(lambda host: host.call_agent("rotate_events", run=run), list(desired.specs))
+            host_group.run_on_all_hosts(lambda host: host.call_agent("rotate_events", run=run), list(desired.specs))
         for is_coordinator_pass in (True, False):
             now = {
                 host: [
@@ -178,22 +178,22 @@ class SshLauncher:
                 for host, _ in to_start
             }
             now = {host: specs for host, specs in now.items() if specs}
-            host_group.run_on_all(lambda host, now=now: host.call_agent("start_processes", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
+            host_group.run_on_all_hosts(lambda host, now=now: host.call_agent("start_processes", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
             for host, specs in now.items():
                 report_progress(f"{', '.join(spec['name'] for spec in specs)} started on {host}")
         if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
             _wait_for_coordinator(host_group.hosts[record.coordinator_host], run)
 
-    def _roll_back(self, host_group: HostGroup, run: str) -> None:
+    def _roll_back_first_deploy(self, host_group: HostGroup, run: str) -> None:
         """Remove everything that a first deploy has created. A host that cannot be reached is kept in the index."""
-        _, failed = host_group.try_on_all(lambda host: _remove_everything(host, run))
+        _, failed = host_group.try_on_all_hosts(lambda host: _remove_run_from_host(host, run))
         if failed:
             with contextlib.suppress(RunNotFound):
                 self._index.write_record(run, self._index.read_record(run).restrict_to_hosts(list(failed)))
         else:
             self._index.remove_record(run)
 
-    @raising_state_errors()
+    @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo with which the run was deployed, from the first host that answers. Raises RunNotFound, HostError."""
         record, host_group = self._index.open_run(run)
@@ -211,12 +211,12 @@ class SshLauncher:
                 return Config.from_json(files["deployed.json"].decode()), Cargo(code, secrets)
         raise last_error or RunNotFound("has no hosts", place=f"run {run}")
 
-    @raising_state_errors()
+    @translate_os_errors()
     def list_runs(self) -> list[str]:
         """Return the names of the runs that were deployed from this machine, sorted."""
         return self._index.list_runs()
 
-    @raising_state_errors()
+    @translate_os_errors()
     def list_terminating_runs(self) -> list[str]:
         """Return the names of runs that were taken down, except on hosts that could not be reached."""
         return self._index.list_runs(terminating=True)
@@ -225,11 +225,11 @@ class SshLauncher:
         """Return the state of each process, nodes first, including those on unreachable hosts. Raises RunNotFound."""
         record, host_group = self._index.open_run(run)
         with host_group:
-            host_states, failed = host_group.try_on_all(lambda host: host.call_agent("inspect_run", run=run))
+            host_states, failed = host_group.try_on_all_hosts(lambda host: host.call_agent("inspect_run", run=run))
         states = []
         for name, host in {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}.items():
             if host in failed:
-                states.append(run_stream.build_unreachable_state(name, host, failed[host]))
+                states.append(run_stream.build_unreachable_task_state(name, host, failed[host]))
             else:
                 states.append(run_stream.build_task_state(name, host, host_states[host]["states"].get(name)))
         return states
@@ -242,7 +242,7 @@ class SshLauncher:
                 event for event in run_stream.read_events(host_group.hosts[record.coordinator_host], run) if event.time >= (since or 0.0)
             ]
 
-    def watch(self, run: str) -> Iterator[RunUpdate]:
+    def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
         return run_stream.watch_run(*self._index.open_run(run), run)
 
@@ -263,8 +263,8 @@ class SshLauncher:
             *self._index.open_run(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
         )
 
-    @raising_state_errors()
-    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save and exit.
 
         The coordinator keeps running, and a deploy resumes the run. Raises RunNotFound, StackError.
@@ -275,8 +275,8 @@ class SshLauncher:
                 raise _build_unreachable_error(failed, run, "stop")
         report_progress(f"{run} stopped")
 
-    @raising_state_errors()
-    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+    @translate_os_errors()
+    def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Stop all processes and remove the run, after downloading its events and logs. Raises RunNotFound if there is no such run.
 
         Files on an unreachable host are kept, and StackError names this host: call this again when the host can be reached.
@@ -285,28 +285,28 @@ class SshLauncher:
         with host_group, _holding_run_lock(host_group, run, report_progress):
             failed = _stop_nodes(host_group, run, record)
             reached = [host for host in host_group.hosts if host not in failed]
-            host_group.run_on_all(
+            host_group.run_on_all_hosts(
                 lambda host: host.call_agent(
                     "stop_processes", timeout=_compute_stop_timeout(record), run=run, names=None, grace=_COORDINATOR_GRACE_SECONDS
                 ),
                 reached,
             )
             _download_history(host_group, run, reached)
-            host_group.run_on_all(lambda host: host.call_agent("remove_run", run=run), reached)
+            host_group.run_on_all_hosts(lambda host: host.call_agent("remove_run", run=run), reached)
             if failed:
                 self._index.write_record(run, record.restrict_to_hosts(list(failed)))
                 raise _build_unreachable_error(failed, run, "down")
             self._index.remove_record(run)
         report_progress(f"{run} removed; its events and logs are in {history_store.resolve_run_directory(run)}")
 
-    def _find_record(self, run: str) -> SshRunRecord | None:
+    def _find_run_record(self, run: str) -> SshRunRecord | None:
         with contextlib.suppress(RunNotFound):
             return self._index.read_record(run)
         return None
 
     def _connect_all_hosts(self, plan: Plan) -> HostGroup:
         """Return connections to the hosts of the plan, and to the hosts that the run uses now."""
-        previous = self._find_record(plan.run)
+        previous = self._find_run_record(plan.run)
         return self._connect_planned_hosts(plan, previous.interpreters if previous else {})
 
     def _connect_planned_hosts(self, plan: Plan, previous_pythons: dict[str, str] | None = None) -> HostGroup:
@@ -330,7 +330,7 @@ def _read_host_inventory(runner: RunnerConfig) -> Inventory:
     names = [host.name for host in hosts]
     hosts_without_slots = [host.name for host in hosts if not (host.slots or runner.default_gpu_count)]
     with connect_hosts(names, dict.fromkeys(names, _resolve_interpreter(runner))) as host_group:
-        host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host"), hosts_without_slots)
+        host_info = host_group.run_on_all_hosts(lambda host: host.call_agent("describe_host"), hosts_without_slots)
     gpus = {name: {runner.swarm.generic_resource: info["gpus"]} for name, info in host_info.items()}
     origin = "the hosts that the config lists, over SSH" if runner.hosts else "this machine"
     return Inventory(origin, tuple(Machine(host=name, resources=gpus.get(name, {})) for name in names))
@@ -374,10 +374,10 @@ def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord
     run, runner = plan.run, plan.config.runner
     cwd = previous.cwd if previous else str(Path.cwd())
     planned = list(dict.fromkeys(node.host for node in plan.nodes))
-    host_states, unreachable = host_group.try_on_all(lambda host: host.call_agent("inspect_run", run=run))
+    host_states, unreachable = host_group.try_on_all_hosts(lambda host: host.call_agent("inspect_run", run=run))
     for host in unreachable.keys() & planned:
         raise unreachable[host]
-    host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
+    host_info = host_group.run_on_all_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
     coordinator_host = planned[0]
     marker = host_states[coordinator_host]["marker"]
     try:
@@ -432,7 +432,7 @@ def resolve_host_address(runner: RunnerConfig, target: str, host_info: dict[str,
     return "127.0.0.1" if target == LOCALHOST else host_info[target]["address"] or target
 
 
-def _build_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, int]]:
+def _build_run_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, int]]:
     """Return the files that are sent to each host, by path; the marker of the run comes last."""
     cargo = plan.cargo
     files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets}
@@ -457,10 +457,10 @@ def _stop_nodes(host_group: HostGroup, run: str, record: SshRunRecord) -> dict[s
         names = [name for name in host_state["specs"] if name != RENDEZVOUS_SERVICE]
         host.call_agent("stop_processes", timeout=_compute_stop_timeout(record), run=run, names=names, grace=record.stop_grace)
 
-    return host_group.try_on_all(stop_host_nodes)[1]
+    return host_group.try_on_all_hosts(stop_host_nodes)[1]
 
 
-def _remove_everything(host: Host, run: str) -> None:
+def _remove_run_from_host(host: Host, run: str) -> None:
     host.call_agent("stop_processes", run=run, names=None, grace=0.0)
     host.call_agent("remove_run", run=run)
 
@@ -495,7 +495,7 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
 
 def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> None:
     """Append the events and logs on the hosts to the history on this machine, before they are removed from the hosts."""
-    histories = host_group.run_on_all(
+    histories = host_group.run_on_all_hosts(
         lambda host: (run_stream.read_log_lines(host, run), run_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
     )
     history_store.resolve_run_directory(run).mkdir(parents=True, exist_ok=True)

@@ -165,7 +165,7 @@ class _SshConnection:
         os.set_blocking(self.stdin.fileno(), False)
         self.read_buffer = b""
         self.stderr_lines: deque[str] = deque(maxlen=20)
-        self.stderr_reader = threading.Thread(target=_collect_lines, args=(stderr, self.stderr_lines), daemon=True)
+        self.stderr_reader = threading.Thread(target=_collect_stderr_lines, args=(stderr, self.stderr_lines), daemon=True)
         self.stderr_reader.start()
 
     def upload_agent(self) -> None:
@@ -173,14 +173,14 @@ class _SshConnection:
         archive = _build_agent_archive()
         header = {"size": len(archive), "digest": sha256(archive).hexdigest()[:16], "host": self.name}
         deadline = time.monotonic() + _CALL_TIMEOUT_SECONDS
-        self._send(json.dumps(header).encode() + b"\n" + archive, deadline)
+        self._send_bytes(json.dumps(header).encode() + b"\n" + archive, deadline)
         while self._read_line(deadline).decode(errors="replace").strip() != READY_LINE:
             pass
 
     def exchange_message(self, message: list[Any], timeout: float) -> dict[str, Any]:
         """Send `message` to the remote agent and return its response. Raises HostError if there is none within `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        self._send(json.dumps(message).encode() + b"\n", deadline)
+        self._send_bytes(json.dumps(message).encode() + b"\n", deadline)
         return dict(json.loads(self._read_line(deadline)))
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class _SshConnection:
             self.ssh.wait()
         self.stdout.close()
 
-    def _send(self, content: bytes, deadline: float) -> None:
+    def _send_bytes(self, content: bytes, deadline: float) -> None:
         while content:
             if not select.select([], [self.stdin], [], max(0.0, deadline - time.monotonic()))[1]:
                 raise self._build_timeout_error()
@@ -223,7 +223,7 @@ class _SshConnection:
         self.stderr_reader.join(1.0)
         messages = [line for line in self.stderr_lines if not line.startswith("Warning: Permanently added")]
         text = messages[-1].strip() if messages else "the SSH connection has ended"
-        return HostError(text, place=f"host {self.name}", hint=_suggest_fix(self.name, text, self.python, self.ssh.returncode))
+        return HostError(text, place=f"host {self.name}", hint=_suggest_connection_fix(self.name, text, self.python, self.ssh.returncode))
 
 
 class ConnectionPool:
@@ -271,17 +271,19 @@ class HostGroup:
         """Return the path of the Python interpreter used on the host `name`."""
         return self._pythons[name]
 
-    def run_on_all(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> dict[str, T]:
+    def run_on_all_hosts(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> dict[str, T]:
         """Call `work` for each host, or each in `subset`, in parallel, and return the results by host.
 
         Raises the first HostError, after all calls have ended.
         """
-        results, failed = self.try_on_all(work, subset)
+        results, failed = self.try_on_all_hosts(work, subset)
         for error in failed.values():
             raise error
         return results
 
-    def try_on_all(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> tuple[dict[str, T], dict[str, HostError]]:
+    def try_on_all_hosts(
+        self, work: Callable[[Host], T], subset: Collection[str] | None = None
+    ) -> tuple[dict[str, T], dict[str, HostError]]:
         """Call `work` for each host, or each in `subset`, in parallel. Return the results by host, and the HostErrors by host."""
         names = [name for name in self.hosts if subset is None or name in subset]
         results: dict[str, T] = {}
@@ -300,7 +302,7 @@ class HostGroup:
     def close(self) -> None:
         """Release the connections to all hosts."""
         with contextlib.suppress(HostError):
-            self.run_on_all(self._release)
+            self.run_on_all_hosts(self._release)
 
 
 def connect_hosts(names: Sequence[str], pythons: Mapping[str, str]) -> HostGroup:
@@ -321,12 +323,12 @@ def _build_agent_archive() -> bytes:
     return content.getvalue()
 
 
-def _collect_lines(stream: IO[bytes], lines: deque[str]) -> None:
+def _collect_stderr_lines(stream: IO[bytes], lines: deque[str]) -> None:
     with stream:
         lines.extend(line.decode(errors="replace").rstrip() for line in stream if line.strip())
 
 
-def _suggest_fix(name: str, text: str, python: str, exit_code: int | None) -> str:
+def _suggest_connection_fix(name: str, text: str, python: str, exit_code: int | None) -> str:
     if "Permission denied" in text:
         return f"ssh-copy-id {name} enables login without a password; test it with: ssh {name} true"
     if "Host key verification failed" in text:

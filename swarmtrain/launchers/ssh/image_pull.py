@@ -29,7 +29,7 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
     report_progress(f"pulling {image}")
     login = _build_registry_login(image)
 
-    def pull_on_host(host: Host) -> str:
+    def pull_image_on_host(host: Host) -> str:
         result = _run_pull(host, plan.run, [*docker], image, login)
         if result["exit_code"] == 0:
             return ""
@@ -41,7 +41,7 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
             return ""
         return str(result["output"]).strip() or f"exit code {result['exit_code']}"
 
-    for name, error in host_group.run_on_all(pull_on_host, hosts).items():
+    for name, error in host_group.run_on_all_hosts(pull_image_on_host, hosts).items():
         if error:
             hint = f"run docker login on this machine, or on {name}; ssh {name} docker pull {image} shows more"
             raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)

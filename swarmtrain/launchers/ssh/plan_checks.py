@@ -34,7 +34,7 @@ def collect_findings(plan: Plan, host_group: HostGroup, *, ports: tuple[int, ...
             _check_docker(host, plan) if uses_docker else _check_python(host, host_group.get_interpreter(host.name), plan.config.runner.env)
         )
 
-    results, failed = host_group.try_on_all(check_host)
+    results, failed = host_group.try_on_all_hosts(check_host)
     findings = [Finding(str(error.place), error.message, error.hint) for error in failed.values()]
     findings += [finding for host_findings in results.values() for finding in host_findings]
     return [*findings, *([] if failed or uses_docker else _check_shared_save_dir(plan, host_group))]
@@ -108,7 +108,7 @@ def _check_shared_save_dir(plan: Plan, host_group: HostGroup) -> list[Finding]:
     try:
         if not first_host.call_agent("update_marker", path=marker, action="create"):
             return []
-        visible = host_group.run_on_all(lambda host: bool(host.call_agent("update_marker", path=marker, action="check")))
+        visible = host_group.run_on_all_hosts(lambda host: bool(host.call_agent("update_marker", path=marker, action="check")))
         first_host.call_agent("update_marker", path=marker, action="remove")
     except HostError:
         return []

@@ -60,7 +60,7 @@ def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, Ho
             else build_coordinator_env(plan, layout)
         )
         argv = ["python3" if uses_docker else record.interpreters[host], "-u", "-m", ENTRYPOINT_MODULE, "node" if node else "rendezvous"]
-        commands = wrap_in_container(plan, node, host_context, argv, env) if uses_docker else ProcessCommands(argv)
+        commands = wrap_command_in_container(plan, node, host_context, argv, env) if uses_docker else ProcessCommands(argv)
         log = str(host_context.folder / f"{name}.log")
         stdout = log if node else str(host_context.folder / "events.jsonl")
         specs_by_host[host].append(
@@ -112,7 +112,7 @@ def _format_mount_option(docker: DockerConfig, source: str, target: str) -> list
     return ["--mount", line.getvalue()]
 
 
-def wrap_in_container(
+def wrap_command_in_container(
     plan: Plan, node: PlannedNode | None, host_context: HostContext, argv: list[str], env: dict[str, str]
 ) -> ProcessCommands:
     """Return the commands that run `argv` with the variables `env` in a container.

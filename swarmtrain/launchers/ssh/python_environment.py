@@ -77,9 +77,9 @@ class EnvironmentReport:
         return {**asdict(self), "ok": self.is_usable}
 
     def __str__(self) -> str:
-        return "\n".join(self._format_lines())
+        return "\n".join(self._format_table_lines())
 
-    def _format_lines(self) -> Iterator[str]:
+    def _format_table_lines(self) -> Iterator[str]:
         rows: list[tuple[str, ...]] = [("host", "python", "torch", "GPUs", *BACKENDS)]
         for name, host_info in self.hosts.items():
             cells = [host_info.get("python", ""), host_info.get("torch", ""), str(len(host_info.get("gpus", ()))) if host_info else ""]
@@ -141,9 +141,9 @@ def build_environment(
     finding. Raises SwarmtrainError if the pins are invalid.
     """
     names = [host.name for host in list_hosts(runner)]
-    lines = read_requirements(requirements) if requirements else freeze_installed()
+    lines = read_requirements(requirements) if requirements else freeze_installed_packages()
     with tempfile.TemporaryDirectory() as folder, connect_hosts(names, dict.fromkeys(names, python)) as host_group:
-        failed = _build_on_hosts(
+        failed = _build_environment_on_hosts(
             host_group,
             str(PurePosixPath(target).parents[1]),
             pin_requirements(lines, wheels, Path(folder) / "wheel", report_progress),
@@ -165,7 +165,7 @@ def verify_environment(
 ) -> EnvironmentReport:
     """Return the facts about `python` on each host that is not in `failed`, and which backends work between all hosts."""
     report = EnvironmentReport(python, configured=runner.python == python)
-    results, unreachable = host_group.try_on_all(
+    results, unreachable = host_group.try_on_all_hosts(
         lambda host: _run_backend_probe(host, python, runner, {}), host_group.hosts.keys() - failed
     )
     report.hosts = {name: {} if "error" in results.get(name, {"error": ""}) else results[name] for name in host_group.hosts}
@@ -177,7 +177,7 @@ def verify_environment(
             report.findings.append(Finding(f"host {name}", f"{python}: {problem}", hint))
     report.findings += _find_version_differences(report.hosts)
     for backend in BACKENDS:
-        why = _find_obstacle(backend, report.hosts)
+        why = _find_backend_obstacle(backend, report.hosts)
         if not why:
             report_progress(f"testing all-reduce with {backend} over {', '.join(host_group.hosts)}")
             why = _verify_backend(backend, runner, python, host_group)
@@ -204,7 +204,7 @@ def read_requirements(file: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def freeze_installed() -> tuple[str, ...]:
+def freeze_installed_packages() -> tuple[str, ...]:
     """Return the pins of all packages of the running interpreter. Raises SwarmtrainError for a package that came from no index."""
     pins: dict[str, str] = {}
     for distribution in metadata.distributions():
@@ -236,7 +236,7 @@ def pin_requirements(lines: Sequence[str], wheels: Path | None, folder: Path, re
     return PinnedRequirements(tuple(lines), tuple(wheel_files), use_index=wheels is None)
 
 
-def _build_on_hosts(
+def _build_environment_on_hosts(
     host_group: HostGroup, path: str, pins: PinnedRequirements, python: str, report_progress: ProgressReporter
 ) -> dict[str, HostError]:
     """Build the environment on each host that lacks it. Return the errors of hosts on which it could not be built."""
@@ -244,7 +244,7 @@ def _build_on_hosts(
     failed: dict[str, HostError] = {}
     known_holders: dict[str, str] = {}
 
-    def build_on_host(host: Host) -> str:
+    def build_environment_on_host(host: Host) -> str:
         started_at = time.monotonic()
         status = host.call_agent("claim_venv", path=path, python=python, digest=digest, owner=owner)
         if status["holder"]:
@@ -262,14 +262,14 @@ def _build_on_hosts(
             raise HostError(
                 "\n  ".join([failure["error"], *failure["output"].splitlines()]),
                 place=f"host {host.name}",
-                hint=_suggest_fix(failure["output"]),
+                hint=_suggest_build_fix(failure["output"]),
             )
         report_progress(f"{host.name} has the environment after {time.monotonic() - started_at:.0f} s")
         return ""
 
     waiting = list(host_group.hosts)
     while waiting:
-        holder_by_host, errors = host_group.try_on_all(build_on_host, waiting)
+        holder_by_host, errors = host_group.try_on_all_hosts(build_environment_on_host, waiting)
         for name, error in errors.items():
             report_progress(f"{name} does not have the environment: {error.message.splitlines()[0]}")
         for name in holder_by_host.keys() - known_holders.keys():
@@ -282,7 +282,7 @@ def _build_on_hosts(
     return failed
 
 
-def _suggest_fix(output: str) -> str:
+def _suggest_build_fix(output: str) -> str:
     if "ensurepip" in output:
         return "install the system package python3-venv on that host, or choose another interpreter with --python"
     if "requires" in output and "which is not installed" in output:
@@ -316,7 +316,7 @@ def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Find
             yield Finding(component, f"differs: {versions}", "make them the same with: swarmtrain env", fatal=component != "python")
 
 
-def _find_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
+def _find_backend_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
     """Return why `backend` cannot be tested on all hosts; empty if it can."""
     hosts_by_obstacle = {
         "no probe result": [name for name, host_info in hosts.items() if not host_info],
@@ -336,7 +336,7 @@ def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group:
     # Random, so that two simultaneous tests do not collide.
     ports = [runner.master_port] if runner.master_port else random.sample(_PORT_RANGE, _PORT_CANDIDATES)
     try:
-        host_info = host_group.run_on_all(lambda host: host.call_agent("describe_host", ports=ports if host.name == names[0] else ()))
+        host_info = host_group.run_on_all_hosts(lambda host: host.call_agent("describe_host", ports=ports if host.name == names[0] else ()))
         if not (free_ports := [port for port in ports if port not in host_info[names[0]]["taken_ports"]]):
             return f"another process listens on port {ports[0]} of {names[0]}: choose another with -o runner.master_port"
         store = f"{resolve_host_address(runner, names[0], host_info)}:{free_ports[0]}"
@@ -345,7 +345,7 @@ def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group:
             launch = ["mpirun", "-n", str(world_size), *(["-host", ",".join(names)] if names != [LOCALHOST] else [])]
             results = {names[0]: _run_backend_probe(host_group.hosts[names[0]], python, runner, {**question, "rank": 0}, launch)}
         else:
-            results = host_group.run_on_all(
+            results = host_group.run_on_all_hosts(
                 lambda host: _run_backend_probe(host, python, runner, {**question, "rank": names.index(host.name)})
             )
     except HostError as error:

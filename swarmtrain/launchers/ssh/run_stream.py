@@ -11,7 +11,7 @@ from typing import Any
 
 from swarmtrain.errors import HostError
 from swarmtrain.launchers.base import LogLine, ProgressReporter, RunUpdate, TaskState
-from swarmtrain.launchers.common.history_store import parse_timed_line
+from swarmtrain.launchers.common.history_store import parse_timestamped_log_line
 from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -31,7 +31,7 @@ def build_task_state(node: str, host: str, state: dict[str, Any] | None) -> Task
     return TaskState(node, host, state["state"], f"exit code {code}" if code else "", code)
 
 
-def build_unreachable_state(node: str, host: str, error: HostError) -> TaskState:
+def build_unreachable_task_state(node: str, host: str, error: HostError) -> TaskState:
     """Return the TaskState of a process on a host that cannot be reached."""
     return TaskState(node, host, "unreachable", error.message)
 
@@ -68,7 +68,7 @@ def _parse_log_lines(file_lines: list[tuple[str, str]], times: dict[str, float])
     for name, text in file_lines:
         if name != EVENTS_FILE:
             node = name.removesuffix(".log")
-            lines.append(parse_timed_line(node, text, times.get(node, 0.0)))
+            lines.append(parse_timestamped_log_line(node, text, times.get(node, 0.0)))
             times[node] = lines[-1].time
     return sorted(lines, key=lambda line: line.time)
 
@@ -163,7 +163,7 @@ def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator
 
 def _build_task_states(host: str, update: dict[str, Any] | HostError, nodes: dict[str, str]) -> list[TaskState]:
     if isinstance(update, HostError):
-        return [build_unreachable_state(node, host, update) for node, node_host in nodes.items() if node_host == host]
+        return [build_unreachable_task_state(node, host, update) for node, node_host in nodes.items() if node_host == host]
     return [build_task_state(node, host, state) for node, state in update["states"].items()]
 
 
@@ -181,11 +181,11 @@ def stream_logs(
     """Yield the output of all nodes, or of `node`; with `follow`, until the run ends."""
     with host_group:
         if not follow:
-            lines_by_host, failed = host_group.try_on_all(lambda host: read_log_lines(host, run, tail))
+            lines_by_host, failed = host_group.try_on_all_hosts(lambda host: read_log_lines(host, run, tail))
             for error in failed.values():
                 if report_progress:
                     report_progress(f"{error}; its output is missing")
-            selected = [[line for line in lines if _is_selected(line, node, since)] for lines in lines_by_host.values()]
+            selected = [[line for line in lines if _is_line_selected(line, node, since)] for lines in lines_by_host.values()]
             yield from heapq.merge(*selected, key=lambda line: line.time)
             return
         yield from _follow_logs(host_group, run, tail=tail, since=since, node=node, report_progress=report_progress)
@@ -213,7 +213,7 @@ def _follow_logs(
                     report_progress(f"host {host} answers again")
                 alive[host] = bool(update["alive"]) or update["has_more"]
                 file_lines = [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
-                lines = [line for line in _parse_log_lines(file_lines, times) if _is_selected(line, node, since)]
+                lines = [line for line in _parse_log_lines(file_lines, times) if _is_line_selected(line, node, since)]
             reachable[host] = not isinstance(update, HostError)
             if caught_up:
                 yield from lines
@@ -227,5 +227,5 @@ def _follow_logs(
                 return
 
 
-def _is_selected(line: LogLine, node: str | None, since: float | None) -> bool:
+def _is_line_selected(line: LogLine, node: str | None, since: float | None) -> bool:
     return node in (None, line.node) and line.time >= (since or 0.0)

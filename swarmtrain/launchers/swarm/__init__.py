@@ -23,14 +23,14 @@ from swarmtrain.launchers.base import Finding, LogLine, ProgressReporter, RunUpd
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.common.log_recorder import record_lines
+from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.swarm import cluster_state, plan_checks, teardown
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
 from swarmtrain.launchers.swarm.run_lock import RunLock
-from swarmtrain.launchers.swarm.run_stream import LogScope, describe_manager, watch_run
+from swarmtrain.launchers.swarm.run_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
@@ -64,17 +64,19 @@ class SwarmLauncher:
             return findings
         return [
             *findings,
-            *plan_checks.collect_network_findings(self._build_specs(plan), cluster_state.read_stack_state(self._engine, plan.run)),
+            *plan_checks.collect_network_findings(self._build_stack_specs(plan), cluster_state.read_stack_state(self._engine, plan.run)),
         ]
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
         """Return the steps that `deploy` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
-        return self._plan_steps(self._build_specs(plan))
+        return self._plan_reconcile_steps(self._build_stack_specs(plan))
 
-    def deploy(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        desired = self._build_specs(plan)
+    def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
+        desired = self._build_stack_specs(plan)
         self._deployed_at[plan.run] = time.time()
-        deploy_stack(self._engine, _build_resource_request(plan), lambda: self._plan_steps(desired), report_progress, self._timeouts)
+        deploy_stack(
+            self._engine, _build_resource_request(plan), lambda: self._plan_reconcile_steps(desired), report_progress, self._timeouts
+        )
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         services = cluster_state.list_run_services(self._engine, run)
@@ -117,7 +119,7 @@ class SwarmLauncher:
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
         return self._read_events(cluster_state.list_run_services(self._engine, run), run, since)
 
-    def watch(self, run: str) -> Iterator[RunUpdate]:
+    def watch_run(self, run: str) -> Iterator[RunUpdate]:
         cluster_state.list_run_services(self._engine, run)
         return watch_run(self._engine, run, LogScope(since=self._deployed_at.get(run, time.time())), self._timeouts)
 
@@ -139,24 +141,26 @@ class SwarmLauncher:
             return self._follow_logs(run, LogScope(since, tail, lines, node), report_progress)
         return (line.to_log_line() for line in lines if line.parse_event() is None)
 
-    def stop(self, run: str, report_progress: ProgressReporter) -> None:
+    def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         cluster_state.list_run_services(self._engine, run)
         lock = RunLock(self._engine, run, "is stopping it", self._timeouts)
-        with lock.holding(report_progress):
-            teardown.stop_nodes(self._engine, run, cluster_state.list_run_services(self._engine, run), report_progress, lock.check_held)
+        with lock.hold_lock(report_progress):
+            teardown.stop_nodes(
+                self._engine, run, cluster_state.list_run_services(self._engine, run), report_progress, lock.check_lock_held
+            )
 
-    def tear_down(self, run: str, report_progress: ProgressReporter) -> None:
+    def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         existing = cluster_state.read_stack_state(self._engine, run)
         if plan_checks.is_foreign_stack(list(existing.services.values())) or (
             existing.is_empty and run not in cluster_state.list_terminating_runs(self._engine)
         ):
             raise cluster_state.build_run_not_found_error(self._engine, run)
         lock = RunLock(self._engine, run, "is removing it", self._timeouts)
-        with lock.holding(report_progress):
-            teardown.tear_down_stack(self._engine, run, report_progress, lock.check_held)
+        with lock.hold_lock(report_progress):
+            teardown.tear_down_stack(self._engine, run, report_progress, lock.check_lock_held)
         report_progress(f"nothing of {run} is left")
 
-    def _plan_steps(self, desired: StackSpecs) -> list[ReconcileStep]:
+    def _plan_reconcile_steps(self, desired: StackSpecs) -> list[ReconcileStep]:
         existing = cluster_state.read_stack_state(self._engine, desired.stack)
         services = list(existing.services.values())
         if plan_checks.is_foreign_stack(services):
@@ -164,7 +168,7 @@ class SwarmLauncher:
             raise StackError(finding.message, place=finding.place, hint=finding.hint)
         return reconcile(desired, existing, self._find_ended_run(services, desired.stack))
 
-    def _build_specs(self, plan: Plan) -> StackSpecs:
+    def _build_stack_specs(self, plan: Plan) -> StackSpecs:
         desired = render_stack(plan)
         images = {service["image"] for service in desired.document["services"].values()}
         return build_stack_specs(desired, {image: pin_image(self._engine, image) for image in images})
@@ -190,9 +194,9 @@ class SwarmLauncher:
         coordinator = cluster_state.find_coordinator(services, run)
         if coordinator is None:
             return []
-        replaced_ids = cluster_state.find_replaced_tasks(cluster_state.list_tasks(self._engine, run), coordinator.id)
-        lines = container_logs.read_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since)
-        record_lines(run, lines)
+        replaced_ids = cluster_state.find_replaced_task_ids(cluster_state.list_tasks(self._engine, run), coordinator.id)
+        lines = container_logs.read_log_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since)
+        record_log_lines(run, lines)
         # The log of a run that was restarted after its outcome still contains that outcome.
         events_with_task = [(line.parse_event(), line.task) for line in lines]
         return [
@@ -204,12 +208,12 @@ class SwarmLauncher:
     ) -> list[ContainerLogLine]:
         """Return the available lines of the services' logs, ordered by time."""
         with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
-            read_service = partial(container_logs.read_lines, self._engine, tail=tail, since=since)
+            read_service = partial(container_logs.read_log_lines, self._engine, tail=tail, since=since)
             lines_by_service = list(pool.map(lambda service: read_service(service.api_path, service.get_short_name(run)), services))
         return list(heapq.merge(*lines_by_service, key=lambda line: line.time))
 
     def _follow_logs(self, run: str, scope: LogScope, report_progress: ProgressReporter | None) -> Iterator[LogLine]:
-        record_lines(run, scope.already_read)
+        record_log_lines(run, scope.already_read)
         yield from (line.to_log_line() for line in scope.already_read if line.parse_event() is None)
         for update in watch_run(self._engine, run, scope, self._timeouts):
             if isinstance(update, LogLine):
@@ -218,7 +222,7 @@ class SwarmLauncher:
                 report_progress
                 and isinstance(update, Event)
                 and update.kind == EVENT_NOTE
-                and update.data["node"] == describe_manager(self._engine)
+                and update.data["node"] == format_manager_name(self._engine)
             ):
                 report_progress(f"{update.data['node']} {update.data['message']}")
 

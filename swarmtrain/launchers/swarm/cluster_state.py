@@ -11,7 +11,7 @@ from typing import Any
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.resources.generic_resources import count_by_kind, describe_resources, get_assigned_resources
+from swarmtrain.launchers.swarm.resources.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
 from swarmtrain.plan import Inventory, Machine
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 
@@ -235,7 +235,7 @@ def find_newest_task(tasks: list[Task], service_id: str) -> Task | None:
     return next((task for task in reversed(tasks) if task.service_id == service_id), None)
 
 
-def find_replaced_tasks(tasks: list[Task], service_id: str) -> frozenset[str]:
+def find_replaced_task_ids(tasks: list[Task], service_id: str) -> frozenset[str]:
     """Return the ids of the tasks of a service that a newer task has replaced."""
     return frozenset([task.id for task in tasks if task.service_id == service_id][:-1])
 
@@ -297,14 +297,14 @@ def _parse_machine(node: dict[str, Any]) -> Machine:
         # Old engines show a leader's own address as 0.0.0.0; a manager's valid address is the one that it advertises to the others.
         address=(node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]") or node["Status"].get("Addr", ""),
         is_manager=node["Spec"]["Role"] == "manager",
-        unavailable_reason=_describe_unavailability(node),
+        unavailable_reason=_describe_node_unavailability(node),
         labels=node["Spec"].get("Labels") or {},
-        resources=count_by_kind(description.get("Resources", {}).get("GenericResources") or []),
+        resources=count_resources_by_kind(description.get("Resources", {}).get("GenericResources") or []),
         engine=description.get("Engine", {}).get("EngineVersion", ""),
     )
 
 
-def _describe_unavailability(node: dict[str, Any]) -> str:
+def _describe_node_unavailability(node: dict[str, Any]) -> str:
     if node["Status"]["State"] != "ready":
         return str(node["Status"]["State"])
     return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")

@@ -63,7 +63,7 @@ def list_task_ids(engine: DockerEngine, stack: str) -> frozenset[str]:
     return frozenset(task.id for task in cluster_state.list_tasks(engine, stack))
 
 
-def wait_until_running(
+def wait_until_services_running(
     engine: DockerEngine,
     stack: str,
     old_task_ids: frozenset[str],
@@ -87,19 +87,19 @@ def wait_until_running(
         services = cluster_state.list_services(engine, stack)
         tasks = cluster_state.list_tasks(engine, stack)
         new_tasks = [task for task in tasks if task.id not in old_task_ids]
-        _raise_if_unstartable(engine, stack, services, new_tasks, hosts)
+        _raise_if_tasks_failed_to_start(engine, stack, services, new_tasks, hosts)
         # Until Swarm has created the new task, the newest one is the old one, whose state is irrelevant.
         stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
         tasks = [task for task in tasks if task.id not in stale_ids]
         states = [cluster_state.build_task_state(service.get_short_name(stack), tasks, service, hosts) for service in services]
-        _report_states(
+        _report_state_changes(
             states,
-            {service.get_short_name(stack) for service in services if _is_unchanged(service, tasks, old_task_ids)},
+            {service.get_short_name(stack) for service in services if _is_service_unchanged(service, tasks, old_task_ids)},
             progress,
             report_progress,
         )
         waiting = [state for state in states if not _has_converged(state)]
-        if not waiting and _is_steady(stack, services, new_tasks, progress):
+        if not waiting and _has_stable_tasks(stack, services, new_tasks, progress):
             return
         if waiting and _should_stop_waiting(waiting, progress, report_progress, timeouts):
             return
@@ -117,7 +117,7 @@ def _has_converged(state: TaskState) -> bool:
     )
 
 
-def _is_steady(stack: str, services: list[Service], new_tasks: list[Task], progress: _StartupProgress) -> bool:
+def _has_stable_tasks(stack: str, services: list[Service], new_tasks: list[Task], progress: _StartupProgress) -> bool:
     """Return whether the started tasks have run long enough to rule out containers that fail immediately."""
     coordinator = cluster_state.find_coordinator(services, stack)
     has_coordinator_failed = coordinator is not None and any(
@@ -128,25 +128,25 @@ def _is_steady(stack: str, services: list[Service], new_tasks: list[Task], progr
     )
 
 
-def _is_unchanged(service: Service, tasks: list[Task], old_task_ids: frozenset[str]) -> bool:
+def _is_service_unchanged(service: Service, tasks: list[Task], old_task_ids: frozenset[str]) -> bool:
     task = cluster_state.find_newest_task(tasks, service.id)
     return task is not None and task.id in old_task_ids and task.state in ("running", "complete")
 
 
-def _report_states(
+def _report_state_changes(
     states: list[TaskState], unchanged_nodes: set[str], progress: _StartupProgress, report_progress: ProgressReporter
 ) -> None:
     for state in states:
         if state.node in unchanged_nodes:
             continue
-        line = _format_state(state)
+        line = _format_task_state(state)
         if progress.reported_lines.get(state.node) != line:
             progress.reported_lines[state.node] = line
             progress.changed_at = progress.reminded_at = time.monotonic()
             report_progress(line)
 
 
-def _format_state(state: TaskState) -> str:
+def _format_task_state(state: TaskState) -> str:
     location = f" on {state.host}" if state.host else ""
     return f"{state.node}{location}: {state.state}{f', {state.reason}' if state.reason else ''}"
 
@@ -155,7 +155,7 @@ def _should_stop_waiting(
     waiting: list[TaskState], progress: _StartupProgress, report_progress: ProgressReporter, timeouts: SwarmTimeouts
 ) -> bool:
     now = time.monotonic()
-    names = "; ".join(_format_state(state) for state in waiting)
+    names = "; ".join(_format_task_state(state) for state in waiting)
     all_pending = all(state.state in ("new", "allocated", "pending") for state in waiting)
     if (all_pending and now - progress.changed_at > timeouts.pending_seconds) or now - progress.started_at > _START_TIMEOUT_SECONDS:
         report_progress(f"no longer waiting for: {names}")
@@ -166,7 +166,9 @@ def _should_stop_waiting(
     return False
 
 
-def _raise_if_unstartable(engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], hosts: dict[str, str]) -> None:
+def _raise_if_tasks_failed_to_start(
+    engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], hosts: dict[str, str]
+) -> None:
     complaints = []
     hints = []
     for service in services:
@@ -184,7 +186,7 @@ def _raise_if_unstartable(engine: DockerEngine, stack: str, services: list[Servi
             ((limit, hint) for final_lines, limit, hint in _START_FAILURES if final_lines.lower() in reason.lower()), default
         )
         if len(failed_tasks) >= limit:
-            final_lines = _read_final_lines(engine, service, name) if failed_tasks[-1].state == "failed" else ""
+            final_lines = _read_last_log_lines(engine, service, name) if failed_tasks[-1].state == "failed" else ""
             complaints.append(f"{name} on {hosts.get(failed_tasks[-1].node_id, 'no host')}: {reason}{final_lines}")
             hints.append(hint)
     if complaints:
@@ -201,9 +203,9 @@ def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:
     return task.state == "rejected" and _CONSTRAINTS_NOT_MET not in task.reason
 
 
-def _read_final_lines(engine: DockerEngine, service: Service, name: str) -> str:
+def _read_last_log_lines(engine: DockerEngine, service: Service, name: str) -> str:
     lines = [
-        line.text for line in container_logs.read_lines(engine, service.api_path, name, tail=_FINAL_LINES) if line.parse_event() is None
+        line.text for line in container_logs.read_log_lines(engine, service.api_path, name, tail=_FINAL_LINES) if line.parse_event() is None
     ]
     # Lines that differ only in numbers count as repeats.
     return "".join(f"\n  {line}" for line in {re.sub(r"\d+", "", line): line for line in lines}.values())

@@ -76,7 +76,7 @@ def _check_image(engine: DockerEngine, plan: Plan) -> list[Finding]:
         image_contents = contents.read_contents(engine.get(f"/images/{pinned.reference}/json"))
     except EngineError:  # this engine does not have the image, and only those that do know its contents
         return []
-    built, added = contents.find_changes(image_contents, Path.cwd(), {item.name for item in plan.cargo.code})
+    built, added = contents.find_changed_files_and_folders(image_contents, Path.cwd(), {item.name for item in plan.cargo.code})
     if not built and not added:
         return []
     message = f"changed since it was built: {', '.join([*built, *(f'{name}/' for name in added)])}"

@@ -92,7 +92,7 @@ def _describe_restart_cause(desired: StackSpecs, existing: StackState, ended: En
     if ended is None:
         return ""
     is_unchanged = all(
-        name in existing.services and not _describe_change(spec, existing.services[name], existing)[0]
+        name in existing.services and not _describe_service_change(spec, existing.services[name], existing)[0]
         for name, spec in desired.services.items()
     )
     if is_unchanged and not ended.failed:
@@ -116,7 +116,7 @@ def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause
         if service is None:
             steps.append(ReconcileStep(StepVerb.create, ObjectKind.service, name, "does not exist", spec))
             continue
-        cause, restarts = _describe_change(spec, service, existing)
+        cause, restarts = _describe_service_change(spec, service, existing)
         if restart_cause or cause:
             new = _set_force_update(spec, service, increment=bool(restart_cause))
             interrupts = restarts and not restart_cause and service.replicas > 0
@@ -145,7 +145,7 @@ def _set_force_update(spec: ApiSpec, service: Service, *, increment: bool) -> Ap
     return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ForceUpdate": count}} if count else spec
 
 
-def _describe_change(spec: ApiSpec, service: Service, existing: StackState) -> tuple[str, bool]:
+def _describe_service_change(spec: ApiSpec, service: Service, existing: StackState) -> tuple[str, bool]:
     """Return a description of the difference between `spec` and `service` for the user, and whether it replaces the container."""
     new, old = canonicalize_spec(spec, existing.network_ids), canonicalize_spec(service.spec, existing.network_ids)
     paths = _find_differences(new, old, "")
@@ -195,10 +195,10 @@ def _find_differences(new: Any, old: Any, path: str) -> list[tuple[str, Any, Any
 
 def _format_difference(path: str, old: Any, new: Any) -> str:
     short_path = path.removeprefix("TaskTemplate.").removeprefix("ContainerSpec.")
-    return f"{short_path} {_format_value(old)} → {_format_value(new)}"
+    return f"{short_path} {_format_spec_value(old)} → {_format_spec_value(new)}"
 
 
-def _format_value(value: Any) -> str:
+def _format_spec_value(value: Any) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -241,7 +241,7 @@ def find_network_changes(spec: ApiSpec, network: Mapping[str, Any]) -> list[str]
     pairs += [(key, options.get(key), spec["Options"].get(key)) for key in sorted({*options, *spec["Options"]})]
     if "IPAM" in spec:
         pairs.append(("Subnet", _list_subnets(network.get("IPAM") or {}), _list_subnets(spec["IPAM"])))
-    return [f"{key} {_format_value(old)}, wanted {_format_value(new)}" for key, old, new in pairs if old != new]
+    return [f"{key} {_format_spec_value(old)}, wanted {_format_spec_value(new)}" for key, old, new in pairs if old != new]
 
 
 def _list_subnets(ipam: Mapping[str, Any]) -> list[str]:

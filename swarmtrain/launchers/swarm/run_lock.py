@@ -21,7 +21,7 @@ from typing import Any
 
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import ProgressReporter
-from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.launchers.swarm.cluster_state import LABEL_LOCK, LABEL_LOCK_ACTION, LABEL_LOCK_OWNER
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.process import defer_signals
@@ -66,20 +66,20 @@ class RunLock:
         self._released = threading.Event()
 
     @contextlib.contextmanager
-    def holding(self, report_progress: ProgressReporter) -> Iterator[None]:
+    def hold_lock(self, report_progress: ProgressReporter) -> Iterator[None]:
         """Acquire the lock, reporting its holder while waiting, and release the lock at the end of the body. Raises EngineError."""
         try:
-            self._wait_until_ours(report_progress)
-            threading.Thread(target=self._renew_periodically, name=f"lock of {self._run}", daemon=True).start()
+            self._wait_and_acquire_lock(report_progress)
+            threading.Thread(target=self._renew_lock_periodically, name=f"lock of {self._run}", daemon=True).start()
             yield
         except BaseException:
             # A lock that cannot be released now is taken over by the next command.
             with contextlib.suppress(EngineError):
-                self._release()
+                self._release_lock()
             raise
-        self._release()
+        self._release_lock()
 
-    def check_held(self) -> None:
+    def check_lock_held(self) -> None:
         """Check that this process still holds the lock, before each change. Raises StackError if the lock has been lost."""
         if self._is_lost or time.monotonic() - self._renewed_at > self._timeouts.lock_valid_seconds:
             raise StackError(
@@ -91,39 +91,39 @@ class RunLock:
     def allow_preemption(self) -> None:
         """Make the lock preemptible: other commands may take it from now on. Raises EngineError, StackError."""
         self._is_preemptible = True
-        if not self._rewrite():
-            raise self.build_preempted_error()
+        if not self._rewrite_lock():
+            raise self.build_preemption_error()
 
-    def reacquire(self) -> bool:
+    def reacquire_lock(self) -> bool:
         """Hold the preemptible lock again. Return False if another command has taken it meanwhile. Raises EngineError."""
         self._is_preemptible = False
-        self._is_lost = not self._rewrite()
+        self._is_lost = not self._rewrite_lock()
         return not self._is_lost
 
     def write_labels(self) -> None:
         """Write the current `labels` to the lock. Raises EngineError; StackError if the lock has been lost."""
-        if not self._rewrite():
-            raise self.build_preempted_error()
+        if not self._rewrite_lock():
+            raise self.build_preemption_error()
 
-    def is_ours(self) -> bool:
+    def is_held_by_this_command(self) -> bool:
         """Return whether no other command has taken the lock since it became preemptible. Raises EngineError."""
-        state = self._read_state()
+        state = self._read_lock_state()
         return state is not None and state.labels.get(_TOKEN_LABEL) == self._token
 
-    def build_preempted_error(self) -> StackError:
+    def build_preemption_error(self) -> StackError:
         """Return the error for a lock that another command has taken. Raises EngineError."""
-        state = self._read_state()
+        state = self._read_lock_state()
         owner = str(state) if state else "another command has changed or removed it"
         return StackError(
             f"{owner} meanwhile; this command changes nothing", place=f"run {self._run}", hint=f"swarmtrain status {self._run}"
         )
 
-    def _wait_until_ours(self, report_progress: ProgressReporter) -> None:
+    def _wait_and_acquire_lock(self, report_progress: ProgressReporter) -> None:
         previous_state, unchanged_polls, reported_at = None, 0, float("-inf")
         while True:
-            state = self._read_state()
+            state = self._read_lock_state()
             if state is None:
-                if self._try_create():
+                if self._try_create_lock():
                     return
                 continue
             unchanged_polls, previous_state = (unchanged_polls + 1 if state == previous_state else 1), state
@@ -134,45 +134,45 @@ class RunLock:
                 report_progress(f"waiting: {state}, since {state.labels.get(_SINCE_LABEL, 'an unknown time')}")
             time.sleep(_POLL_SECONDS)
 
-    def _renew_periodically(self) -> None:
+    def _renew_lock_periodically(self) -> None:
         while not self._released.wait(self._timeouts.lock_renew_seconds):
             with contextlib.suppress(EngineError):
-                if not self._is_preemptible and not self._rewrite() and not self._is_preemptible and not self._released.is_set():
+                if not self._is_preemptible and not self._rewrite_lock() and not self._is_preemptible and not self._released.is_set():
                     self._is_lost = True
 
-    def _release(self) -> None:
+    def _release_lock(self) -> None:
         with defer_signals():
             self._released.set()
             # Reacquired first: somebody else may take a preemptible lock at any moment, and then it is not ours to remove.
-            if self.reacquire():
+            if self.reacquire_lock():
                 self._engine.delete(f"/configs/{self._name}")
 
-    def _rewrite(self) -> bool:
+    def _rewrite_lock(self) -> bool:
         """Write the lock again, held or preemptible. Return False if another command has it."""
         while True:
-            state = self._read_state()
+            state = self._read_lock_state()
             if state is None or state.labels.get(_TOKEN_LABEL) != self._token:
                 return False
             if self._try_update_lock(state):
                 return True
 
-    def _read_state(self) -> _LockState | None:
+    def _read_lock_state(self) -> _LockState | None:
         try:
             item = self._engine.get(f"/configs/{self._name}")
         except EngineError as error:
-            if is_not_found(error):
+            if is_not_found_error(error):
                 return None
             raise
         return _LockState(item["ID"], item["Version"]["Index"], item["Spec"].get("Labels") or {})
 
-    def _try_create(self) -> bool:
+    def _try_create_lock(self) -> bool:
         """Create the lock. Return False if another command was faster."""
         data = base64.b64encode(
             f"A command is changing the run {self._run} of swarmtrain. The labels identify its owner.\n".encode()
         ).decode()
         started_at = time.monotonic()
         try:
-            self._engine.post("/configs/create", {**self._build_spec(), "Data": data})
+            self._engine.post("/configs/create", {**self._build_lock_spec(), "Data": data})
         except EngineError as error:
             if error.status == 409:
                 return False
@@ -184,15 +184,15 @@ class RunLock:
         """Acquire or renew the lock. Return False if the lock has changed since it was read."""
         started_at = time.monotonic()
         try:
-            self._engine.post(f"/configs/{state.id}/update", self._build_spec(), {"version": str(state.version)})
+            self._engine.post(f"/configs/{state.id}/update", self._build_lock_spec(), {"version": str(state.version)})
         except EngineError as error:
-            if is_not_found(error) or "out of sequence" in error.message:
+            if is_not_found_error(error) or "out of sequence" in error.message:
                 return False
             raise
         self._renewed_at = started_at
         return True
 
-    def _build_spec(self) -> dict[str, Any]:
+    def _build_lock_spec(self) -> dict[str, Any]:
         labels = {
             self._kind_label: self._run,
             _TOKEN_LABEL: self._token,

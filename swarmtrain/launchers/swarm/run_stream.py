@@ -62,7 +62,7 @@ def watch_run(engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTi
 
 
 @contextlib.contextmanager
-def recording_final_lines(engine: DockerEngine, run: str, services: list[Service]) -> Iterator[None]:
+def record_final_log_lines(engine: DockerEngine, run: str, services: list[Service]) -> Iterator[None]:
     """Record the services' output during the block in the state directory: Swarm deletes a task's log with the task."""
     lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
     readers = [
@@ -76,7 +76,7 @@ def recording_final_lines(engine: DockerEngine, run: str, services: list[Service
     finally:
         recorder = LogRecorder(run)
         for line in sorted(_drain_queue(lines), key=lambda line: line.time):
-            recorder.append(line)
+            recorder.append_line(line)
         recorder.close()
         for reader in readers:
             reader.close()
@@ -88,7 +88,7 @@ def _drain_queue(lines: queue.Queue[ContainerLogLine]) -> Iterator[ContainerLogL
             yield lines.get_nowait()
 
 
-def describe_manager(engine: DockerEngine) -> str:
+def format_manager_name(engine: DockerEngine) -> str:
     """Return the manager's name for messages; updates about the manager have this name as their node."""
     return f"the manager at {engine.address}"
 
@@ -115,15 +115,15 @@ class _SwarmStream:
         outcome_at: float | None = None
         self._poller.start()
         while True:
-            yield from self._stream_states()
-            batch = self._take_lines()
+            yield from self._stream_task_states()
+            batch = self._take_log_lines()
             for line in batch:
-                update = self._convert_line(line)
+                update = self._convert_log_line_to_update(line)
                 if update is not None:
                     yield update
                     if isinstance(update, Event) and update.kind == EVENT_OUTCOME:
                         outcome_at = time.monotonic()
-            if self._is_done(outcome_at, is_quiet=not batch):
+            if self._is_stream_finished(outcome_at, is_quiet=not batch):
                 return
 
     def close(self) -> None:
@@ -133,15 +133,15 @@ class _SwarmStream:
             reader.close()
         self._recorder.close()
 
-    def _take_lines(self) -> list[ContainerLogLine]:
+    def _take_log_lines(self) -> list[ContainerLogLine]:
         """Return the lines of the next batch, ordered by time, and record them."""
         lines = take_line_batch(self._lines)
         for line in lines:
-            self._recorder.append(line)
+            self._recorder.append_line(line)
         self._recorder.flush()
         return lines
 
-    def _convert_line(self, line: ContainerLogLine) -> RunUpdate | None:
+    def _convert_log_line_to_update(self, line: ContainerLogLine) -> RunUpdate | None:
         event = line.parse_event()
         if event is None:
             return line.to_log_line()
@@ -149,41 +149,41 @@ class _SwarmStream:
         stale = event.kind == EVENT_OUTCOME and line.task in self._replaced_coordinators
         return None if stale else event
 
-    def _is_done(self, outcome_at: float | None, *, is_quiet: bool) -> bool:
+    def _is_stream_finished(self, outcome_at: float | None, *, is_quiet: bool) -> bool:
         now = time.monotonic()
         if outcome_at is not None:
             return now - outcome_at > (_TRAILING_LINES_SECONDS if is_quiet else _MAX_TRAILING_LINES_SECONDS)
         return is_quiet and (self._is_removed or (self._finished_since is not None and now - self._finished_since > _FINISHED_SECONDS))
 
-    def _stream_states(self) -> Iterator[RunUpdate]:
+    def _stream_task_states(self) -> Iterator[RunUpdate]:
         """Yield updates from the newest snapshots, or one update that there are none. Raises EngineError if there are none for too long."""
         while not self._poller.snapshots.empty():
             snapshot = self._poller.snapshots.get()
             self._answered_at = time.monotonic()
             if self._lost_reason:
                 self._lost_reason = ""
-                yield self._build_note("answers again")
+                yield self._build_manager_note("answers again")
             yield from self._process_snapshot(snapshot)
         unanswered_seconds = time.monotonic() - self._answered_at
         if unanswered_seconds > UNREACHABLE_AFTER_SECONDS and not self._lost_reason:
-            self._lost_reason = self._describe_lost()
-            yield self._build_note(f"{self._lost_reason}; {self._run} continues; the log stream is lost, reconnecting")
+            self._lost_reason = self._describe_connection_loss()
+            yield self._build_manager_note(f"{self._lost_reason}; {self._run} continues; the log stream is lost, reconnecting")
         if unanswered_seconds > self._timeouts.manager_seconds:
             raise EngineError(
-                f"{self._describe_lost()} for {unanswered_seconds:.0f} s",
-                place=describe_manager(self._engine),
-                hint=self._suggest_next_step(),
+                f"{self._describe_connection_loss()} for {unanswered_seconds:.0f} s",
+                place=format_manager_name(self._engine),
+                hint=self._build_reconnect_hint(),
             )
 
-    def _build_note(self, message: str) -> Event:
-        return Event(EVENT_NOTE, {"node": describe_manager(self._engine), "message": message})
+    def _build_manager_note(self, message: str) -> Event:
+        return Event(EVENT_NOTE, {"node": format_manager_name(self._engine), "message": message})
 
-    def _describe_lost(self) -> str:
+    def _describe_connection_loss(self) -> str:
         error = self._poller.last_error
         # Without a status, there was no response at all, whatever the error's message says.
         return error.message if error and error.status is not None else "does not answer"
 
-    def _suggest_next_step(self) -> str:
+    def _build_reconnect_hint(self) -> str:
         other_managers = f", or through another manager ({', '.join(self._poller.managers)}) with DOCKER_HOST=ssh://MANAGER"
         alternative = other_managers if len(self._poller.managers) > 1 else ""
         return f"{self._run} continues; follow it again with swarmtrain logs -f {self._run}{alternative}"
@@ -191,16 +191,16 @@ class _SwarmStream:
     def _process_snapshot(self, snapshot: SwarmSnapshot) -> list[TaskState]:
         self._is_removed = not snapshot.services
         self._remember_replaced_coordinators(snapshot)
-        self._start_new_readers(snapshot.services)
-        self._update_finished_since(snapshot)
-        return self._collect_changed_states(snapshot)
+        self._start_new_log_readers(snapshot.services)
+        self._update_finish_time(snapshot)
+        return self._collect_changed_task_states(snapshot)
 
     def _remember_replaced_coordinators(self, snapshot: SwarmSnapshot) -> None:
         coordinator = cluster_state.find_coordinator(snapshot.services, self._run)
         if coordinator is not None:
-            self._replaced_coordinators = cluster_state.find_replaced_tasks(snapshot.tasks, coordinator.id)
+            self._replaced_coordinators = cluster_state.find_replaced_task_ids(snapshot.tasks, coordinator.id)
 
-    def _start_new_readers(self, services: list[Service]) -> None:
+    def _start_new_log_readers(self, services: list[Service]) -> None:
         for service in services:
             node = service.get_short_name(self._run)
             if service.id not in self._readers and (node == RENDEZVOUS_SERVICE or self._scope.node in (None, node)):
@@ -213,7 +213,7 @@ class _SwarmStream:
                 self._readers[service.id] = reader
                 reader.start()
 
-    def _reconnect_silent_readers(self, services: list[Service], ended_nodes: set[str]) -> None:
+    def _reconnect_silent_log_readers(self, services: list[Service], ended_nodes: set[str]) -> None:
         for service in services:
             reader, node = self._readers.get(service.id), service.get_short_name(self._run)
             if reader is None:
@@ -223,14 +223,14 @@ class _SwarmStream:
             ):
                 reader.reconnect()
 
-    def _update_finished_since(self, snapshot: SwarmSnapshot) -> None:
+    def _update_finish_time(self, snapshot: SwarmSnapshot) -> None:
         nodes = [service for service in snapshot.services if service.is_node]
         # The coordinator of a stopped run keeps running.
         is_stopped = bool(nodes) and not any(service.replicas for service in nodes)
-        is_finished = all(_is_finished(service, snapshot.tasks) for service in (nodes if is_stopped else snapshot.services))
+        is_finished = all(_is_service_finished(service, snapshot.tasks) for service in (nodes if is_stopped else snapshot.services))
         self._finished_since = (self._finished_since or time.monotonic()) if is_finished else None
 
-    def _collect_changed_states(self, snapshot: SwarmSnapshot) -> list[TaskState]:
+    def _collect_changed_task_states(self, snapshot: SwarmSnapshot) -> list[TaskState]:
         states = [
             cluster_state.build_task_state(service.get_short_name(self._run), snapshot.tasks, service, snapshot.hosts)
             for service in snapshot.services
@@ -238,12 +238,14 @@ class _SwarmStream:
         present = {state.node for state in states}
         removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
         changed = [state for state in states if self._states.get(state.node) != state]
-        self._reconnect_silent_readers(snapshot.services, {state.node for state in changed if state.state in cluster_state.FINAL_STATES})
+        self._reconnect_silent_log_readers(
+            snapshot.services, {state.node for state in changed if state.state in cluster_state.FINAL_STATES}
+        )
         self._states = {state.node: state for state in states}
         return [*changed, *removed]
 
 
-def _is_finished(service: Service, tasks: list[Task]) -> bool:
+def _is_service_finished(service: Service, tasks: list[Task]) -> bool:
     """Return whether all tasks of the service have ended and will not be restarted."""
     task = cluster_state.find_newest_task(tasks, service.id)
     if service.replicas == 0:

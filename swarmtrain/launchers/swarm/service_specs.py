@@ -52,16 +52,22 @@ def build_stack_specs(stack: Stack, pins: Mapping[str, PinnedImage]) -> StackSpe
     Raises StackError for a key that `docker stack deploy` might honour and this does not.
     """
     document = stack.document
-    _check_known_keys({key for key in document if not key.startswith("x-")}, _DOCUMENT_KEYS, "the document")
+    _reject_unknown_keys({key for key in document if not key.startswith("x-")}, _DOCUMENT_KEYS, "the document")
     networks = document.get("networks", {})
     for name, network in networks.items():
-        _check_known_keys(network, _NETWORK_KEYS, f"networks.{name}")
+        _reject_unknown_keys(network, _NETWORK_KEYS, f"networks.{name}")
     own_networks = {name: network for name, network in networks.items() if not network.get("external")}
     return StackSpecs(
         stack=stack.name,
         networks={resolve_network_name(stack, name): _build_network_spec(stack, network) for name, network in own_networks.items()},
-        configs={_add_stack_prefix(stack, key): _build_file_spec(stack, key, item) for key, item in document.get("configs", {}).items()},
-        secrets={_add_stack_prefix(stack, key): _build_file_spec(stack, key, item) for key, item in document.get("secrets", {}).items()},
+        configs={
+            _add_stack_prefix(stack, key): _build_config_or_secret_spec(stack, key, item)
+            for key, item in document.get("configs", {}).items()
+        },
+        secrets={
+            _add_stack_prefix(stack, key): _build_config_or_secret_spec(stack, key, item)
+            for key, item in document.get("secrets", {}).items()
+        },
         services={
             _add_stack_prefix(stack, name): _build_service_spec(stack, name, item, pins) for name, item in document["services"].items()
         },
@@ -99,15 +105,15 @@ def _build_network_spec(stack: Stack, network: ApiSpec) -> ApiSpec:
     return spec
 
 
-def _build_file_spec(stack: Stack, key: str, item: ApiSpec) -> ApiSpec:
+def _build_config_or_secret_spec(stack: Stack, key: str, item: ApiSpec) -> ApiSpec:
     data = base64.b64encode(stack.files[item["file"]]).decode()
     return {"Name": _add_stack_prefix(stack, key), "Labels": _add_stack_label(stack, item.get("labels")), "Data": data}
 
 
 def _build_service_spec(stack: Stack, name: str, service: ApiSpec, pins: Mapping[str, PinnedImage]) -> ApiSpec:
     deploy = service.get("deploy", {})
-    _check_known_keys(service, _SERVICE_KEYS, f"services.{name}")
-    _check_known_keys(deploy, _DEPLOY_KEYS, f"services.{name}.deploy")
+    _reject_unknown_keys(service, _SERVICE_KEYS, f"services.{name}")
+    _reject_unknown_keys(deploy, _DEPLOY_KEYS, f"services.{name}.deploy")
     pinned = pins[service["image"]]
     task: ApiSpec = {
         "ContainerSpec": _build_container_spec(stack, service, pinned),
@@ -143,8 +149,8 @@ def _build_container_spec(stack: Stack, service: ApiSpec, pinned: PinnedImage) -
         "Mounts": [build_mount(stack, mount) for mount in service.get("volumes", [])],
         "StopSignal": service.get("stop_signal"),
         "StopGracePeriod": parse_duration_ns(grace) if grace else None,
-        "Secrets": _build_file_references(stack, service.get("secrets", []), "SecretName"),
-        "Configs": _build_file_references(stack, service.get("configs", []), "ConfigName"),
+        "Secrets": _build_config_or_secret_references(stack, service.get("secrets", []), "SecretName"),
+        "Configs": _build_config_or_secret_references(stack, service.get("configs", []), "ConfigName"),
         "Sysctls": service.get("sysctls"),
         "CapabilityAdd": sorted({normalize_capability(name) for name in service.get("cap_add", [])}),
         "Ulimits": [build_ulimit(name, limit) for name, limit in sorted(service.get("ulimits", {}).items())],
@@ -153,7 +159,7 @@ def _build_container_spec(stack: Stack, service: ApiSpec, pinned: PinnedImage) -
     return {**_drop_empty_values(spec), "Privileges": {"CredentialSpec": None, "SELinuxContext": None}}
 
 
-def _build_file_references(stack: Stack, items: list[ApiSpec], name_key: str) -> list[ApiSpec]:
+def _build_config_or_secret_references(stack: Stack, items: list[ApiSpec], name_key: str) -> list[ApiSpec]:
     references = [
         {
             "File": {
@@ -299,7 +305,7 @@ def _drop_empty_values(spec: ApiSpec, keep: set[str] | frozenset[str] = frozense
     return {key: value for key, value in spec.items() if key in keep or key == "Resources" or value not in (None, "", 0, [], {})}
 
 
-def _check_known_keys(keys: Any, known_keys: set[str], location: str) -> None:
+def _reject_unknown_keys(keys: Any, known_keys: set[str], location: str) -> None:
     unknown = sorted(set(keys) - known_keys)
     if unknown:
         raise StackError(f"{location} has {', '.join(unknown)}, which the Swarm launcher does not support", place="stack document")

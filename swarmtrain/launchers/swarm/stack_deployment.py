@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from swarmtrain.errors import EngineError, StackError, SwarmtrainError
 from swarmtrain.launchers.base import ProgressReporter
-from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.launchers.swarm import cluster_state, teardown
-from swarmtrain.launchers.swarm.convergence import list_task_ids, wait_until_running
+from swarmtrain.launchers.swarm.convergence import list_task_ids, wait_until_services_running
 from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, waiting_for_resources
 from swarmtrain.launchers.swarm.run_lock import RunLock
@@ -34,8 +34,8 @@ def deploy_stack(
     while this waits for resources or containers: if another command takes the lock then, this deploy makes no more changes.
     """
     deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts)
-    with deployment.lock.holding(report_progress):
-        deployment.run()
+    with deployment.lock.hold_lock(report_progress):
+        deployment.deploy_stack()
 
 
 class _StackDeployment:
@@ -58,14 +58,14 @@ class _StackDeployment:
         self.lock = RunLock(engine, request.run, "is deploying it", timeouts)
         self._created: set[str] = set()
 
-    def run(self) -> None:
+    def deploy_stack(self) -> None:
         """Deploy the stack, with the lock held."""
         is_first_deploy = self._wait_for_earlier_teardown()
         try:
-            self._apply_and_wait()
+            self._apply_steps_and_wait()
         except BaseException:
             if is_first_deploy:
-                self._roll_back()
+                self._roll_back_deploy()
             raise
 
     def _wait_for_earlier_teardown(self) -> bool:
@@ -75,31 +75,31 @@ class _StackDeployment:
         if cluster_state.list_tasks(self._engine, self._stack):
             self.lock.allow_preemption()
             teardown.wait_until_tasks_cleared(self._engine, self._stack, self._report_progress)
-            if not self.lock.reacquire():
-                raise self.lock.build_preempted_error()
+            if not self.lock.reacquire_lock():
+                raise self.lock.build_preemption_error()
         return True
 
-    def _apply_and_wait(self) -> None:
-        with waiting_for_resources(self._engine, self._compute_request(), self.lock, self._report_progress, self._timeouts):
+    def _apply_steps_and_wait(self) -> None:
+        with waiting_for_resources(self._engine, self._compute_resource_request(), self.lock, self._report_progress, self._timeouts):
             old_task_ids = list_task_ids(self._engine, self._stack)
             applied = self._apply_steps()
         if not applied:
             self._report_progress(f"{self._stack} is up to date: nothing to do")
         self.lock.allow_preemption()
         restarted_service_ids = frozenset(step.id for step in applied if step.restarts)
-        wait_until_running(
+        wait_until_services_running(
             self._engine,
             self._stack,
             old_task_ids,
             restarted_service_ids,
             report_progress=self._report_progress,
-            check_ownership=self._check_ownership,
+            check_ownership=self._check_stack_ownership,
             timeouts=self._timeouts,
         )
         removed_services = [step.service for step in applied if step.verb is StepVerb.remove and step.service]
-        teardown.wait_until_stopped(self._engine, self._stack, removed_services, self._report_progress)
+        teardown.wait_until_services_stopped(self._engine, self._stack, removed_services, self._report_progress)
 
-    def _compute_request(self) -> ResourceRequest:
+    def _compute_resource_request(self) -> ResourceRequest:
         """Return the resources that the deploy must wait for. Empty if no container is to be started, as for an unchanged finished run."""
         starts_containers = self._request.amounts and any(
             step.kind is ObjectKind.service and step.verb is not StepVerb.remove for step in self._plan_steps()
@@ -119,29 +119,29 @@ class _StackDeployment:
                     steps,
                     created=self._created,
                     report_progress=self._report_progress,
-                    check_lock=self.lock.check_held,
+                    check_lock=self.lock.check_lock_held,
                 )
                 break
             except EngineError as error:
-                if not is_not_found(error) or not attempts_left:
+                if not is_not_found_error(error) or not attempts_left:
                     raise
                 self._report_progress(f"{error.message}: retrying")
             time.sleep(_RETRY_SECONDS)
         return applied
 
-    def _check_ownership(self) -> None:
+    def _check_stack_ownership(self) -> None:
         """Check that no other command has changed the stack or taken it down. Raises StackError if one has."""
-        if not self.lock.is_ours():
-            raise self.lock.build_preempted_error()
+        if not self.lock.is_held_by_this_command():
+            raise self.lock.build_preemption_error()
         if not cluster_state.list_services(self._engine, self._stack):
             raise StackError("was removed during this deploy", place=f"run {self._stack}", hint="deploy again")
 
-    def _roll_back(self) -> None:
+    def _roll_back_deploy(self) -> None:
         try:
-            if not self.lock.reacquire():
+            if not self.lock.reacquire_lock():
                 self._report_progress("failed or interrupted: another command has changed the run since, so nothing is removed")
                 return
             self._report_progress("failed or interrupted: removing the created objects")
-            teardown.roll_back_deploy(self._engine, self._stack, self._created, self._report_progress, self.lock.check_held)
+            teardown.roll_back_deploy(self._engine, self._stack, self._created, self._report_progress, self.lock.check_lock_held)
         except SwarmtrainError as error:
             self._report_progress(f"the created objects could not be removed: {error}; swarmtrain down {self._stack} does that")

@@ -46,7 +46,7 @@ def apply_steps(
         for step in services:
             report_progress(str(step))
         check_lock()
-        run_parallel(lambda step: _apply_service_step(engine, step, existing.configs, existing.secrets, created), services)
+        run_in_parallel(lambda step: _apply_service_step(engine, step, existing.configs, existing.secrets, created), services)
     for step in steps:
         if step.verb is StepVerb.remove and step.kind is not ObjectKind.service:
             report_progress(str(step))
@@ -54,7 +54,7 @@ def apply_steps(
             _remove_object(engine, step, report_progress)
 
 
-def run_parallel(work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
+def run_in_parallel(work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
     """Call `work` on all items, a few at a time. The first error is raised after the calls that have already started."""
     pool = ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="swarm")
     try:

@@ -14,8 +14,8 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.launchers.swarm.run_stream import recording_final_lines
-from swarmtrain.launchers.swarm.step_executor import LockCheck, run_parallel, update_service
+from swarmtrain.launchers.swarm.run_stream import record_final_log_lines
+from swarmtrain.launchers.swarm.step_executor import LockCheck, run_in_parallel, update_service
 
 _POLL_SECONDS = 0.3
 _LOG_INTERVAL_SECONDS = 5.0
@@ -30,8 +30,8 @@ def tear_down_stack(engine: DockerEngine, stack: str, report_progress: ProgressR
     `check_lock` is called before each change, and raises if nothing may be changed any more.
     """
     services = cluster_state.list_services(engine, stack)
-    with recording_final_lines(engine, stack, services):
-        for group in _group_nodes_first(services):
+    with record_final_log_lines(engine, stack, services):
+        for group in _group_services_for_removal(services):
             _remove_services(engine, stack, group, report_progress, check_lock)
         wait_until_tasks_cleared(engine, stack, report_progress)  # meanwhile their last output arrives
     check_lock()
@@ -41,9 +41,11 @@ def tear_down_stack(engine: DockerEngine, stack: str, report_progress: ProgressR
     check_lock()
     for secret in existing.secrets.values():
         engine.delete(f"/secrets/{secret}")
-    for config in _order_marker_last(existing):
+    for config in _list_config_ids_marker_last(existing):
         engine.delete(f"/configs/{config}")
-    _wait_until_gone(f"remaining objects of {stack}", _STOP_MARGIN_SECONDS, report_progress, lambda: _list_remaining_objects(engine, stack))
+    _wait_until_none_remain(
+        f"remaining objects of {stack}", _STOP_MARGIN_SECONDS, report_progress, lambda: _list_remaining_objects(engine, stack)
+    )
 
 
 def roll_back_deploy(
@@ -63,7 +65,7 @@ def roll_back_deploy(
     _remove_services(engine, stack, ours, report_progress, check_lock)
 
 
-def _order_marker_last(existing: cluster_state.StackState) -> list[str]:
+def _list_config_ids_marker_last(existing: cluster_state.StackState) -> list[str]:
     """Return the ids of the configs with the marker last: by the marker, a partly removed run is found."""
     return [
         existing.configs[name] for name in sorted(existing.configs, key=lambda name: cluster_state.is_marker_config(existing.stack, name))
@@ -77,15 +79,15 @@ def _remove_services(
         return
     check_lock()
     report_progress(f"removing {', '.join(service.name for service in services)}")
-    run_parallel(lambda service: engine.delete(f"/services/{service.id}"), services)
-    wait_until_stopped(engine, stack, services, report_progress)
+    run_in_parallel(lambda service: engine.delete(f"/services/{service.id}"), services)
+    wait_until_services_stopped(engine, stack, services, report_progress)
 
 
-def wait_until_stopped(engine: DockerEngine, stack: str, services: list[Service], report_progress: ProgressReporter) -> None:
+def wait_until_services_stopped(engine: DockerEngine, stack: str, services: list[Service], report_progress: ProgressReporter) -> None:
     """Wait until no container of `services` is running. Raises StackError if one still is after its grace period plus a minute."""
     service_ids = {service.id for service in services}
-    grace = max((_get_stop_grace(service) for service in services), default=0.0)
-    _wait_until_gone(
+    grace = max((_get_stop_grace_period(service) for service in services), default=0.0)
+    _wait_until_none_remain(
         "their containers",
         grace + _STOP_MARGIN_SECONDS,
         report_progress,
@@ -100,7 +102,7 @@ def wait_until_tasks_cleared(engine: DockerEngine, stack: str, report_progress: 
     """
     orphans = _list_orphaned_tasks(engine, stack)
     grace = max((task.stop_grace for task in orphans), default=0.0)
-    _wait_until_gone(
+    _wait_until_none_remain(
         "tasks that are shutting down", grace + _STOP_MARGIN_SECONDS, report_progress, lambda: _describe_uncleared_tasks(engine, stack)
     )
 
@@ -112,15 +114,15 @@ def stop_nodes(engine: DockerEngine, stack: str, services: list[Service], report
     """
     nodes = [service for service in services if service.is_node]
     running = [service for service in nodes if service.replicas]
-    with recording_final_lines(engine, stack, nodes):
+    with record_final_log_lines(engine, stack, nodes):
         if running:
             check_lock()
             report_progress(f"stopping {', '.join(service.name for service in running)}")
-            run_parallel(lambda service: _scale_to_zero(engine, service), running)
-        wait_until_stopped(engine, stack, nodes, report_progress)
+            run_in_parallel(lambda service: _scale_service_to_zero(engine, service), running)
+        wait_until_services_stopped(engine, stack, nodes, report_progress)
 
 
-def _group_nodes_first(services: list[Service]) -> list[list[Service]]:
+def _group_services_for_removal(services: list[Service]) -> list[list[Service]]:
     """Return the services in the order of removal: ranks that save before they exit still need the coordinator.
 
     A probe has nothing to save, and is removed at once.
@@ -130,11 +132,11 @@ def _group_nodes_first(services: list[Service]) -> list[list[Service]]:
     return [[service for service in services if service.is_node], [service for service in services if not service.is_node]]
 
 
-def _scale_to_zero(engine: DockerEngine, service: Service) -> None:
+def _scale_service_to_zero(engine: DockerEngine, service: Service) -> None:
     update_service(engine, service.id, service.version, {**service.spec, "Mode": {"Replicated": {"Replicas": 0}}})
 
 
-def _get_stop_grace(service: Service) -> float:
+def _get_stop_grace_period(service: Service) -> float:
     container = service.spec["TaskTemplate"].get("ContainerSpec", {})
     return float(container.get("StopGracePeriod", 10 * 10**9)) / 1e9
 
@@ -191,7 +193,9 @@ def _list_remaining_objects(engine: DockerEngine, stack: str) -> list[str]:
     return [*existing.services, *existing.networks, *existing.configs, *existing.secrets]
 
 
-def _wait_until_gone(subject: str, timeout: float, report_progress: ProgressReporter, list_remaining: Callable[[], list[str]]) -> None:
+def _wait_until_none_remain(
+    subject: str, timeout: float, report_progress: ProgressReporter, list_remaining: Callable[[], list[str]]
+) -> None:
     """Wait until `list_remaining` returns an empty list. Raises StackError after `timeout` seconds."""
     started_at = reported_at = time.monotonic()
     while remaining := list_remaining():

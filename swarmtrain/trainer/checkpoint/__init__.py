@@ -67,7 +67,7 @@ class Progress:
             initial_validation_loss=loss if self.initial_validation_loss is None else self.initial_validation_loss,
         )
 
-    def advance_to(self, step: int, consumed_samples: int) -> Progress:
+    def advance_to_step(self, step: int, consumed_samples: int) -> Progress:
         """Return the progress after another step, with number `step`. `consumed_samples`: samples consumed so far."""
         return replace(self, step=step, consumed_samples=consumed_samples, validation_loss=None)
 
@@ -121,7 +121,7 @@ class CheckpointManager:
 
         It stays valid, since no other world can commit there while this world can.
         """
-        self._await_rescue()
+        self._wait_for_just_in_time_checkpoint()
         self.storage = storage_backend.build_storage_backend(runtime, self.save_dir, report_warning) if self.save_dir else None
         self.generation = self.storage.claim_generation() if self.storage else 0
 
@@ -156,7 +156,7 @@ class CheckpointManager:
         if self.save_dir is not None and self.latest_step != progress.step:
             self._wait_for_commit(self._start_save(progress))
 
-    def stage_local_part(self, folder: Path, part: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
+    def stage_local_shard(self, folder: Path, part: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
         """Copy this rank's tensors into the staging buffer, without communication.
 
         Return the writer that will write them to `folder` as part number `part`, and the index of the part's tensors.
@@ -191,16 +191,16 @@ class CheckpointManager:
             raise ValueError("cannot save a checkpoint without trainer.save_dir")
         start_time, in_background = time.monotonic(), self._runtime.config.trainer.save_in_background
         folder = storage.create_staging_folder(progress.step, self.generation)
-        writer = storage.build_writer(folder, self._staging_buffer)
+        writer = storage.build_storage_writer(folder, self._staging_buffer)
         try:
             dcp.save(self._state.collect_tensors(), storage_writer=writer)
         except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
             raise CheckpointError(describe_first_failure(error), place=f"config trainer.save_dir {save_dir}") from None
-        storage.assign_parts(writer)
+        storage.assign_shards(writer)
         stall_seconds = time.monotonic() - start_time
 
-        def write_part() -> None:
-            write_completion_marker(folder, self._runtime.rank, writer.write())
+        def write_shard() -> None:
+            write_completion_marker(folder, self._runtime.rank, writer.write_staged_shards())
 
         def commit_when_written() -> SavedCheckpoint:
             path = storage.commit_checkpoint(
@@ -210,7 +210,7 @@ class CheckpointManager:
             return SavedCheckpoint(progress.step, path, save_seconds, stall_seconds if in_background else save_seconds)
 
         self._all_written.clear()
-        write_task = BackgroundTask(lambda: commit.run_translating_os_errors(save_dir, write_part))
+        write_task = BackgroundTask(lambda: commit.run_translating_os_errors(save_dir, write_shard))
         commit_task = BackgroundTask(commit_when_written) if storage.is_leader else None
         self._pending_save = _PendingSave(progress.step, folder, write_task, commit_task)
         self.latest_step = progress.step
@@ -258,13 +258,13 @@ class CheckpointManager:
             self._completed_saves.append(pending_save.commit_task.result())
             self._pending_save = replace(pending_save, commit_task=None)
 
-    def _await_rescue(self) -> None:
+    def _wait_for_just_in_time_checkpoint(self) -> None:
         """Wait until the surviving ranks of the previous world have written their just-in-time checkpoint.
 
         Claiming save_dir earlier would lose it.
         """
         if self._runtime.is_rank_zero and self._runtime.coordinator_address and self.save_dir:
-            just_in_time.await_rescue(CoordinatorClient(self._runtime.coordinator_address))
+            just_in_time.wait_for_just_in_time_checkpoint(CoordinatorClient(self._runtime.coordinator_address))
 
     def commit_checkpoint(
         self, save_dir: Path, staging_folder: Path, progress: Progress, files: FileDigests, tensors: dict[str, Any]

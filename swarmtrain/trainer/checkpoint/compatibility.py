@@ -39,24 +39,26 @@ class LoadRules:
         unexpected = config.allowed_unexpected_keys_in_checkpoint
         return cls(config.ignore_keys_in_checkpoint, missing, unexpected, config.load_optimizer_states)
 
-    def should_load(self, name: str) -> bool:
+    def should_load_tensor(self, name: str) -> bool:
         """Return whether to load the tensor `name` (model/… or optimizer/…), if the checkpoint has it."""
-        return not _matches_any(self.ignored_patterns, name) and (self.load_optimizer_state or name.startswith(_MODEL_PREFIX))
+        return not _matches_any_pattern(self.ignored_patterns, name) and (self.load_optimizer_state or name.startswith(_MODEL_PREFIX))
 
-    def is_allowed(self, name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
+    def is_missing_allowed(self, name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
         """Return whether the parameter `name` may be missing in the model or in the checkpoint.
 
         `in_checkpoint`: the checkpoint has it; `in_model`: the model has it.
         """
-        if _matches_any(self.ignored_patterns, name):
+        if _matches_any_pattern(self.ignored_patterns, name):
             return True
-        return (in_checkpoint or _matches_any(self.allowed_missing, name)) and (in_model or _matches_any(self.allowed_unexpected, name))
+        return (in_checkpoint or _matches_any_pattern(self.allowed_missing, name)) and (
+            in_model or _matches_any_pattern(self.allowed_unexpected, name)
+        )
 
 
 LOAD_EVERYTHING = LoadRules(should_log=False)
 
 
-def select_names_to_load(
+def select_tensors_to_load(
     available: TensorSizes, expected: TensorSizes, place: str, rules: LoadRules = LOAD_EVERYTHING, cause: str = ""
 ) -> list[str]:
     """Return the names of the `expected` tensors to load from a checkpoint with the tensors `available`.
@@ -80,8 +82,8 @@ def select_names_to_load(
             place=place,
             hint="restore the previous transformer_architecture, or choose another trainer.save_dir",
         )
-    loadable = {name: size for name, size in available.items() if rules.should_load(name)}
-    saved_kinds, expected_kinds = _group_state_kinds(loadable), _group_state_kinds(expected)
+    loadable = {name: size for name, size in available.items() if rules.should_load_tensor(name)}
+    saved_kinds, expected_kinds = _group_optimizer_state_kinds(loadable), _group_optimizer_state_kinds(expected)
     for name in sorted(expected_kinds):
         if f"{_MODEL_PREFIX}{name}" in loadable and saved_kinds[name] and saved_kinds[name] != expected_kinds[name]:
             _raise_optimizer_mismatch(name, saved_kinds[name], expected_kinds[name], place)
@@ -107,7 +109,7 @@ def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) ->
     return source_of
 
 
-def describe_selection(available: TensorSizes, expected: TensorSizes, names: Sequence[str]) -> str:
+def describe_loaded_tensors(available: TensorSizes, expected: TensorSizes, names: Sequence[str]) -> str:
     """Return a message that lists which parameters and how much optimizer state are loaded, if the tensors `names` are loaded."""
     clauses = []
     for kind, noun in ((_MODEL_PREFIX, "parameters"), (_OPTIMIZER_PREFIX, "tensors of optimizer state")):
@@ -144,12 +146,12 @@ def _is_allowed_difference(available: TensorSizes, expected: TensorSizes, name: 
     A tensor may be missing on one side if `rules` allow it. A tensor that both have may differ only if it is not loaded.
     """
     in_checkpoint, in_model = name in available, name in expected
-    return rules.is_allowed(name, in_checkpoint=in_checkpoint, in_model=in_model) and (
-        not (in_checkpoint and in_model) or not rules.should_load(name)
+    return rules.is_missing_allowed(name, in_checkpoint=in_checkpoint, in_model=in_model) and (
+        not (in_checkpoint and in_model) or not rules.should_load_tensor(name)
     )
 
 
-def _matches_any(patterns: Iterable[str], name: str) -> bool:
+def _matches_any_pattern(patterns: Iterable[str], name: str) -> bool:
     return any(re.search(pattern, name.rpartition("/")[2]) for pattern in patterns)
 
 
@@ -162,7 +164,7 @@ def _raise_optimizer_mismatch(name: str, saved_kinds: Iterable[str], expected_ki
     )
 
 
-def _group_state_kinds(sizes: TensorSizes) -> dict[str, set[str]]:
+def _group_optimizer_state_kinds(sizes: TensorSizes) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = defaultdict(set)
     for name in sizes:
         group, _, remainder = name.partition("/")

@@ -22,7 +22,7 @@ from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import commit
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, TensorStorageReader, describe_first_failure
 from swarmtrain.trainer.huggingface import pretrained
-from swarmtrain.trainer.model.peft import is_added_parameter
+from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.model.transformer import Transformer
 
 _MODEL_PREFIX = "model/"
@@ -59,7 +59,7 @@ class ConsolidatedCheckpoint:
             reason = f"this version cannot read its config: {error}"
             raise CheckpointError(reason, place=str(self.path), hint="use the version that wrote it") from None
 
-    def find_dtype(self, name: str) -> torch.dtype:
+    def find_parameter_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the parameter `name`. Raises CheckpointError if the checkpoint has no parameter with this name."""
         if _MODEL_PREFIX + name not in self.manifest.tensors:
             if self.manifest.base_fingerprint:
@@ -70,8 +70,8 @@ class ConsolidatedCheckpoint:
     def load_parameter(self, name: str, size: torch.Size | tuple[int, ...]) -> Tensor:
         """Return the full parameter `name`, with shape `size`, on the CPU. Raises CheckpointError if it cannot be read."""
         if self.manifest.base_fingerprint and _MODEL_PREFIX + name not in self.manifest.tensors:
-            return self._base_weights.load_parameter(name, torch.Size(size)).to(self.find_dtype(name))
-        values = {_MODEL_PREFIX + name: torch.empty(size, dtype=self.find_dtype(name))}
+            return self._base_weights.load_parameter(name, torch.Size(size)).to(self.find_parameter_dtype(name))
+        values = {_MODEL_PREFIX + name: torch.empty(size, dtype=self.find_parameter_dtype(name))}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that only this process reads, which is intended
             try:
@@ -88,7 +88,7 @@ class ConsolidatedCheckpoint:
         """
         architecture, folder = self.config.transformer_architecture, self.base_folder or self.config.trainer.init_from
         sizes = {
-            name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_added_parameter(name)
+            name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_peft_parameter(name)
         }
         if folder is None or not folder.exists():
             reason = f"is an adapter of the model {folder}, which is not on this machine"
@@ -109,10 +109,10 @@ def open_base_weights(
     number of shards). Raises IncompatibleCheckpoint with the differences if it is another model; CheckpointError if it cannot be read.
     """
     if not (folder / manifest.MANIFEST_NAME).exists():
-        return BaseWeights(pretrained.open_parameters(folder, architecture, sizes), pretrained.compute_fingerprint(folder))
+        return BaseWeights(pretrained.build_parameter_loader(folder, architecture, sizes), pretrained.compute_model_fingerprint(folder))
     checkpoint = ConsolidatedCheckpoint(folder, manifest.read_manifest(folder))
     saved_shape, place = checkpoint.config.transformer_architecture, f"config trainer.init_from {folder}"
-    if differing_fields := pretrained.find_differences(saved_shape, architecture):
+    if differing_fields := pretrained.find_architecture_differences(saved_shape, architecture):
         raise IncompatibleCheckpoint(
             f"is a different model: {'; '.join(differing_fields)}",
             place=place,

@@ -51,7 +51,7 @@ A coordinator whose machine failed too may be restarted within this time. torchr
 
 
 @contextmanager
-def saving_on_peer_failure(
+def save_checkpoint_on_peer_failure(
     runtime: Runtime,
     model: ParallelModel,
     optimizer: Optimizer,
@@ -79,7 +79,7 @@ def saving_on_peer_failure(
         raise
 
 
-def await_rescue(coordinator: CoordinatorClient) -> None:
+def wait_for_just_in_time_checkpoint(coordinator: CoordinatorClient) -> None:
     """Wait until no surviving ranks of another world are still saving. Returns at once if the coordinator is not reachable."""
     with contextlib.suppress(CoordinatorError):
         start_time = logged_time = time.monotonic()
@@ -125,11 +125,11 @@ def _run_rescue(
                 last_attempt = rescue.attempt
                 if rescue.step == progress.step + 1 and optimizer.is_prepared:
                     optimizer.step(rescue.step)
-                    progress = progress.advance_to(rescue.step, progress.consumed_samples + runtime.config.topology.samples_per_step)
+                    progress = progress.advance_to_step(rescue.step, progress.consumed_samples + runtime.config.topology.samples_per_step)
                     rescue_client.survivor_state = replace(survivor_state, step=rescue.step, ready=False)
                 if rescue.step != progress.step:  # assigned by this rank's earlier state: other ranks must be assigned
                     raise RuntimeError(f"this rank is at step {progress.step}, and step {rescue.step} is to be saved")
-                if _save_part(runtime, checkpoint_manager, progress, rescue, rescue_client):
+                if _save_shard(runtime, checkpoint_manager, progress, rescue, rescue_client):
                     saved_step = progress.step
             time.sleep(_POLL_SECONDS)
         return saved_step
@@ -143,7 +143,7 @@ def _has_disk_with_all_shards(disk_of_rank: Sequence[int], holders: Sequence[Seq
     return any(all(disk in {disk_of_rank[rank] for rank in ranks} for ranks in holders) for disk in set(disk_of_rank))
 
 
-def _save_part(
+def _save_shard(
     runtime: Runtime, checkpoint_manager: CheckpointManager, progress: Progress, rescue: RescueAssignment, rescue_client: _RescueClient
 ) -> bool:
     """Write this rank's part of the checkpoint. The first writer of each disk waits for all parts and commits.
@@ -156,36 +156,36 @@ def _save_part(
     start_time, local_writers = time.monotonic(), rescue_client.select_local_writers(rescue)
     is_leader = runtime.rank == local_writers[0]
     try:
-        if is_leader and _is_committed(save_dir, progress.step, checkpoint_manager):
+        if is_leader and _is_checkpoint_committed(save_dir, progress.step, checkpoint_manager):
             return True
         folder = save_dir / f".step-{progress.step:08}.rescue-{rescue.attempt}.world-{checkpoint_manager.generation}"
         folder.mkdir(exist_ok=True)
-        writer, index = checkpoint_manager.stage_local_part(folder, rescue_client.survivor_state.shard)
-        files = writer.write()
+        writer, index = checkpoint_manager.stage_local_shard(folder, rescue_client.survivor_state.shard)
+        files = writer.write_staged_shards()
         write_completion_marker(folder, runtime.rank, {"files": files, "tensors": index})
-        if not is_leader or not (markers := _collect_markers(folder, rescue, rescue_client)):
+        if not is_leader or not (markers := _collect_completion_markers(folder, rescue, rescue_client)):
             return False
-        path = checkpoint_manager.commit_checkpoint(save_dir, folder, progress, *_merge_markers(markers))
+        path = checkpoint_manager.commit_checkpoint(save_dir, folder, progress, *_merge_completion_markers(markers))
         checkpoint_manager.latest_step = progress.step
         seconds = round(time.monotonic() - start_time, 3)
         ranks = ", ".join(map(str, local_writers))
         LOG.warning("step %d is saved by the surviving ranks %s: %s, in %.2f s", progress.step, ranks, path, seconds)
         if runtime.rank == rescue.writers[0]:
             event_fields = {"step": progress.step, "path": str(path), "seconds": seconds, "surviving_ranks": list(rescue.writers)}
-            rescue_client.coordinator.post(Event(protocol.EVENT_CHECKPOINT, event_fields))
+            rescue_client.coordinator.post_event(Event(protocol.EVENT_CHECKPOINT, event_fields))
         return True
     finally:
         if is_leader:
             rescue_client.coordinator.report_rescue_finished(rescue_client.world, rescue.attempt, runtime.rank)
 
 
-def _is_committed(save_dir: Path, step: int, checkpoint_manager: CheckpointManager) -> bool:
+def _is_checkpoint_committed(save_dir: Path, step: int, checkpoint_manager: CheckpointManager) -> bool:
     """Return whether the checkpoint of `step` was already committed by this world, or is the one that this world resumed from."""
     newest = next(iter(commit.list_checkpoints_newest_first(save_dir)), None)
     return newest is not None and newest[1].step == step == checkpoint_manager.latest_step
 
 
-def _collect_markers(folder: Path, rescue: RescueAssignment, rescue_client: _RescueClient) -> list[dict[str, Any]]:
+def _collect_completion_markers(folder: Path, rescue: RescueAssignment, rescue_client: _RescueClient) -> list[dict[str, Any]]:
     """Wait for the completion markers of all writers to this disk, remove them, and return their contents; empty if a writer has died."""
     ranks = rescue_client.select_local_writers(rescue)
     while find_missing_markers(folder, ranks):
@@ -195,7 +195,7 @@ def _collect_markers(folder: Path, rescue: RescueAssignment, rescue_client: _Res
     return take_completion_markers(folder, ranks)
 
 
-def _merge_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _merge_completion_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the files and the tensor index of all parts together.
 
     A tensor chunk that several parts contain is taken from the first.
@@ -231,7 +231,7 @@ class _RescueClient:
         self._is_stopped = threading.Event()
 
     def __enter__(self) -> _RescueClient:
-        threading.Thread(target=self._report_until_over, name="rescue-client", daemon=True).start()
+        threading.Thread(target=self._report_state_until_rescue_ends, name="rescue-client", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -241,7 +241,7 @@ class _RescueClient:
         """Return the ranks among the writers of `rescue` that write to the same disk as this rank."""
         return tuple(rank for rank in rescue.writers if self._disk_of_rank[rank] == self._disk_of_rank[self._rank])
 
-    def _report_until_over(self) -> None:
+    def _report_state_until_rescue_ends(self) -> None:
         last_answer_time = start_time = time.monotonic()
         while not self._is_stopped.is_set() and not self.latest.is_finished:
             try:

@@ -67,7 +67,7 @@ class Manifest:
     def to_text(self) -> str:
         """Return the manifest as JSON text, including a digest of itself."""
         values = asdict(self)
-        return json.dumps({"digest": _compute_digest(values), **values}, indent=1) + "\n"
+        return json.dumps({"digest": _compute_json_digest(values), **values}, indent=1) + "\n"
 
     @classmethod
     def from_text(cls, text: str, place: str) -> Manifest:
@@ -87,7 +87,7 @@ class Manifest:
                 hint="continue with the version that wrote it, or set trainer.save_dir to another folder",
             )
         field_names = {item.name for item in fields(cls)}
-        if digest != _compute_digest(values) or set(values) != field_names:
+        if digest != _compute_json_digest(values) or set(values) != field_names:
             raise CheckpointError(f"its {MANIFEST_NAME} is damaged", place=place)
         return cls(**values)
 
@@ -123,7 +123,7 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             raise CheckpointError(f"{name} cannot be read: {error.strerror}", place=str(folder)) from None
 
 
-def _compute_digest(values: dict[str, Any]) -> str:
+def _compute_json_digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

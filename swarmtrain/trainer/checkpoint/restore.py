@@ -17,9 +17,9 @@ from swarmtrain.trainer.checkpoint.compatibility import (
     LOAD_EVERYTHING,
     LoadRules,
     assign_source_checkpoints,
-    describe_selection,
+    describe_loaded_tensors,
     diff_configs,
-    select_names_to_load,
+    select_tensors_to_load,
 )
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import discovery
@@ -48,13 +48,13 @@ def restore_training_state(
     loader = _CheckpointLoader(runtime, training_state, data_fingerprint, report_warning)
     if newest := checkpoint_manager.find_newest_checkpoint():
         progress = loader.build_progress(*newest, is_foreign=False)
-        loader.load([newest], loader.build_own_rules(*newest))
+        loader.load_training_state([newest], loader.build_rules_for_own_checkpoint(*newest))
         return progress, newest[0]
-    sources = [loader.find_source(folder) for folder in runtime.config.trainer.load_dir]
+    sources = [loader.find_source_checkpoint(folder) for folder in runtime.config.trainer.load_dir]
     if not sources:
         return Progress(), None
     progress = loader.build_progress(*sources[0], is_foreign=True)
-    loader.load(sources, LoadRules.from_config(runtime.config.trainer))
+    loader.load_training_state(sources, LoadRules.from_config(runtime.config.trainer))
     return progress, sources[0][0]
 
 
@@ -65,7 +65,7 @@ class _CheckpointLoader:
     data_fingerprint: str
     report_warning: WarningReporter
 
-    def find_source(self, folder: Path) -> FoundCheckpoint:
+    def find_source_checkpoint(self, folder: Path) -> FoundCheckpoint:
         checkpoint = discovery.find_newest_checkpoint_in_folder(self.runtime, folder, self.report_warning)
         if checkpoint is None:
             raise CheckpointError(
@@ -83,12 +83,12 @@ class _CheckpointLoader:
         if is_foreign:
             return Progress(manifest.step, 0, None)
         raise IncompatibleCheckpoint(
-            f"was trained on different data, or in a different order{self._describe_changes(manifest, 'data')}",
+            f"was trained on different data, or in a different order{self._describe_config_changes(manifest, 'data')}",
             place=str(path),
             hint="choose another trainer.save_dir, or restore the data",
         )
 
-    def build_own_rules(self, path: Path, manifest: Manifest) -> LoadRules:
+    def build_rules_for_own_checkpoint(self, path: Path, manifest: Manifest) -> LoadRules:
         """Return the load rules for the run's own checkpoint. Raises IncompatibleCheckpoint if it belongs to another base model."""
         if manifest.base_fingerprint is None:
             return LOAD_EVERYTHING
@@ -99,18 +99,22 @@ class _CheckpointLoader:
                 place=str(path),
                 hint=f"set trainer.init_from back to its previous value: {manifest.config['trainer']['init_from']}",
             )
-        return LoadRules(allowed_missing=tuple(f"^{re.escape(name)}$" for name in self.training_state.frozen_names), should_log=False)
+        return LoadRules(
+            allowed_missing=tuple(f"^{re.escape(name)}$" for name in self.training_state.frozen_parameter_names), should_log=False
+        )
 
-    def load(self, sources: Sequence[FoundCheckpoint], rules: LoadRules) -> None:
+    def load_training_state(self, sources: Sequence[FoundCheckpoint], rules: LoadRules) -> None:
         tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in sources)
         source_of = assign_source_checkpoints([manifest.tensors for _, manifest in sources])
         available = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in source_of.items()}
         # torch's planner handles sharding within a tensor. The names of tensors on other pipeline stages are gathered here.
         shapes = collectives.all_gather_objects({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         expected = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
-        names = select_names_to_load(available, expected, place, rules, self._describe_changes(sources[0][1], "transformer_architecture"))
+        names = select_tensors_to_load(
+            available, expected, place, rules, self._describe_config_changes(sources[0][1], "transformer_architecture")
+        )
         if rules.should_log or len(sources) > 1:
-            self.report_warning(f"{place}: {describe_selection(available, expected, names)}")
+            self.report_warning(f"{place}: {describe_loaded_tensors(available, expected, names)}")
         for number, (path, manifest) in enumerate(sources):
             loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
             try:
@@ -118,7 +122,7 @@ class _CheckpointLoader:
             except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
                 raise CheckpointError(describe_first_failure(error), place=str(path)) from None
 
-    def _describe_changes(self, manifest: Manifest, section: str) -> str:
+    def _describe_config_changes(self, manifest: Manifest, section: str) -> str:
         """Return a text with the values that differ between the checkpoint's config and the current config in `section`.
 
         Empty if none differ.

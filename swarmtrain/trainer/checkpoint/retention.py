@@ -36,7 +36,7 @@ class RetentionPolicy:
         return cls(config.keep_checkpoints, config.keep_best_checkpoints, config.keep_checkpoints_every, higher_is_better)
 
 
-def select_retained(checkpoints: Iterable[CheckpointInfo], policy: RetentionPolicy) -> set[CheckpointInfo]:
+def select_retained_checkpoints(checkpoints: Iterable[CheckpointInfo], policy: RetentionPolicy) -> set[CheckpointInfo]:
     """Return the checkpoints that `policy` keeps.
 
     A checkpoint of an older generation whose step is equal to or higher than that of a newer generation's checkpoint is superseded: the

@@ -55,7 +55,7 @@ class SaveInterval:
         self._clock = clock
         self._last_save_time = clock()
 
-    def is_due(self, step: int, consumed_samples: int, *, has_validation_loss: bool) -> bool:
+    def is_due_by_schedule(self, step: int, consumed_samples: int, *, has_validation_loss: bool) -> bool:
         """Return whether a checkpoint is due after `step` by the schedule of steps and epochs. All ranks get the same result.
 
         `consumed_samples`: samples consumed so far. `has_validation_loss`: the validation loss after this step is known.

@@ -44,24 +44,24 @@ class CheckpointScheduler:
 
         `save_requested`: any rank has requested one. Raises the errors of CheckpointManager.save.
         """
-        is_due = save_requested or self._save_interval.is_due(
+        is_due = save_requested or self._save_interval.is_due_by_schedule(
             progress.step, progress.consumed_samples, has_validation_loss=progress.validation_loss is not None
         )
         if not is_due or self._checkpoint_manager.save_dir is None or self._checkpoint_manager.latest_step == progress.step:
             return
         start_time = time.monotonic()
-        with self._collective_timeout.suspended():
+        with self._collective_timeout.use_initial_timeout():
             self._checkpoint_manager.save(progress)
         self._save_interval.record_stall(time.monotonic() - start_time)
-        self.report_saved()
+        self.report_saved_checkpoints()
 
     def save_and_wait(self, progress: Progress) -> None:
         """Save a checkpoint of `progress` and wait until it is committed. Raises the errors of CheckpointManager.save_and_wait."""
-        with self._collective_timeout.suspended():
+        with self._collective_timeout.use_initial_timeout():
             self._checkpoint_manager.save_and_wait(progress)
-        self.report_saved()
+        self.report_saved_checkpoints()
 
-    def report_saved(self) -> None:
+    def report_saved_checkpoints(self) -> None:
         """Report the checkpoints that were committed since the last call."""
         for saved in self._checkpoint_manager.take_completed_saves():
             self._reporter.report_checkpoint(saved)
@@ -71,6 +71,6 @@ class CheckpointScheduler:
         """Save a checkpoint of `progress`, then exit this rank gracefully by raising SystemExit."""
         if progress.step:
             self.save_and_wait(progress)
-        with self._collective_timeout.suspended():
+        with self._collective_timeout.use_initial_timeout():
             exit_code = self._reporter.report_graceful_exit(progress.step)
         raise SystemExit(exit_code)

@@ -47,11 +47,11 @@ class TrainingState:
         return {"data_parallel_size": mesh.data_size, "model_parallel_size": mesh.tensor_size, "pipe_parallel_size": mesh.pipe_size}
 
     def collect_tensors(self) -> dict[str, Tensor]:
-        excluded_names = {f"model/{name}" for name in self.frozen_names} if self.trainable_only else set()
+        excluded_names = {f"model/{name}" for name in self.frozen_parameter_names} if self.trainable_only else set()
         return {name: tensor for name, tensor in self.collect_all_tensors().items() if name not in excluded_names}
 
     @property
-    def frozen_names(self) -> set[str]:
+    def frozen_parameter_names(self) -> set[str]:
         """Names of the frozen parameters."""
         return set(self.model.parameter_names) - set(self.model.trained_names)
 

@@ -45,7 +45,7 @@ from swarmtrain.trainer.custom.training_loop import TrainingLoop
 from swarmtrain.trainer.custom.user_state import Stateful, UserState
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.metrics.event_poster import EventPoster
-from swarmtrain.trainer.metrics.reduction import MetricValue, MetricValues, ReductionOp, expand_metric, reduce_metrics
+from swarmtrain.trainer.metrics.reduction import MetricValue, MetricValues, ReductionOp, flatten_metric_results, reduce_metrics
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.jsonl import read_last_step
 from swarmtrain.trainer.object_factory import instantiate
@@ -223,7 +223,7 @@ class Run:
         for local_batch in self._loop.iterate_steps(data, epochs, max_steps, global_batch_size):
             yield local_batch
             self.callbacks.run_callbacks(CallbackEvent.step, self._loop.progress.step)
-        self._report_saved(self._loop.save_and_wait())
+        self._report_saved_checkpoints(self._loop.save_and_wait())
 
     def save_if_due(self, *, metric: float | None = None) -> None:
         """Save this step in the background, if a checkpoint is due by trainer.save_interval. Call it at the end of each step.
@@ -238,7 +238,7 @@ class Run:
                 place="save_if_due",
                 hint="call run.register_for_checkpointing(model=model, optimizer=optimizer) before the loop",
             )
-        self._report_saved(self._loop.save_if_due(metric))
+        self._report_saved_checkpoints(self._loop.save_if_due(metric))
 
     def save_and_exit(self) -> NoReturn:
         """Save this step, and exit this rank gracefully by raising SystemExit, so that it is restarted.
@@ -246,7 +246,7 @@ class Run:
         Raises CheckpointError, WorldError.
         """
         if self._loop:
-            self._report_saved(self._loop.save_and_wait())
+            self._report_saved_checkpoints(self._loop.save_and_wait())
         LOG.info("stop requested: stops after step %d", self._step)
         raise SystemExit(protocol.EXIT_PLANNED)
 
@@ -272,7 +272,9 @@ class Run:
         number = (current_step or self._step + 1) if step is None else step
         if self._resumed_step is None:
             self._resumed_step = self._step = self._step if self._step_was_set or number > self._step else number - 1
-        self._pending_metrics.setdefault(number, {}).update(each for name, value in values.items() for each in expand_metric(name, value))
+        self._pending_metrics.setdefault(number, {}).update(
+            each for name, value in values.items() for each in flatten_metric_results(name, value)
+        )
         self._step = max(self._step, number)
         if len(self._pending_metrics) >= self.runtime.config.logger.log_interval:
             self._write_pending_metrics()
@@ -313,13 +315,13 @@ class Run:
             line = {"step": step, **reduce_metrics([rank_metrics.get(step, {}) for rank_metrics in metrics_by_rank])}
             self._sinks.write(line)
         if line:
-            LOG.info("%s", _format_line(line))
+            LOG.info("%s", _format_metrics_line(line))
             self._post_progress(line)
 
     def _post_progress(self, line: Mapping[str, Any]) -> None:
         if self._poster:
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-            self._poster.post_progress(protocol.Event(protocol.EVENT_PROGRESS, numbers))
+            self._poster.queue_progress_event(protocol.Event(protocol.EVENT_PROGRESS, numbers))
 
     def _install_stop_flag(self) -> StopFlag:
         if self._installed_stop_flag is None:
@@ -329,11 +331,11 @@ class Run:
     def _finish_run(self) -> None:
         """Save the last step, and report the end of the run. Called when the body has completed without an error."""
         if loop := self._loop:
-            self._report_saved(loop.save_and_wait())
+            self._report_saved_checkpoints(loop.save_and_wait())
             if loop.is_done:
                 self._report_event(f"finished at step {loop.progress.step}", protocol.EVENT_TRAINING_FINISHED, step=loop.progress.step)
 
-    def _report_saved(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+    def _report_saved_checkpoints(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
         for checkpoint in checkpoints:
             message = f"saved {checkpoint.path} in {checkpoint.save_seconds:.2f} s (training stalled for {checkpoint.stall_seconds:.2f} s)"
             self._report_event(
@@ -349,14 +351,14 @@ class Run:
         if self.runtime.is_rank_zero:
             LOG.warning("%s", message)
             if self._poster:
-                self._poster.post(protocol.Event(protocol.EVENT_NOTE, {"node": self.runtime.node, "message": message}))
+                self._poster.queue_event(protocol.Event(protocol.EVENT_NOTE, {"node": self.runtime.node, "message": message}))
 
     def _report_event(self, message: str, kind: str, **data: Any) -> None:
         """Log an event and post it to the coordinator, on rank 0."""
         if self.runtime.is_rank_zero:
             LOG.info("%s", message)
             if self._poster:
-                self._poster.post(protocol.Event(kind, data))
+                self._poster.queue_event(protocol.Event(kind, data))
 
     def _close_run(self, *, all_ranks_present: bool) -> None:
         if all_ranks_present:
@@ -366,7 +368,7 @@ class Run:
             self._poster.close(_FLUSH_TIMEOUT_SECONDS)
 
 
-def _format_line(line: Mapping[str, Any]) -> str:
+def _format_metrics_line(line: Mapping[str, Any]) -> str:
     fields = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in line.items())
     return "  ".join(fields)
 

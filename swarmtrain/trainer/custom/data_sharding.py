@@ -101,7 +101,7 @@ class _SeededDataset(Dataset[Any]):
         return self._data.__getitems__([sample for _, sample in keys])  # type: ignore[attr-defined]
 
 
-def can_shard(loader: DataLoader[Any]) -> bool:
+def can_shard_loader(loader: DataLoader[Any]) -> bool:
     """Return whether the dataset of `loader` is map-style, so that its samples can be indexed."""
     return not isinstance(loader.dataset, IterableDataset)
 

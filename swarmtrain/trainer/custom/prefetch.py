@@ -23,14 +23,14 @@ class BatchPrefetcher:
         self.has_next = True
         """Whether there is a batch that was not taken yet."""
         self._next_batch: Any = None
-        self._prefetch_next()
+        self._prefetch_next_batch()
 
     def take_batch(self) -> tuple[Any, bool]:
         """Return the next batch and True; at the end of the data, the last batch again and False."""
         if not self.has_next:
             return self._last_batch, False
         self._last_batch = self._next_batch
-        self._prefetch_next()
+        self._prefetch_next_batch()
         return self._last_batch, True
 
     def skip_batches(self, limit: int) -> int:
@@ -41,7 +41,7 @@ class BatchPrefetcher:
             skipped += 1
         return skipped
 
-    def _prefetch_next(self) -> None:
+    def _prefetch_next_batch(self) -> None:
         self._number += 1
         self._before_read(self._number)
         try:

@@ -15,9 +15,9 @@ from swarmtrain.trainer.checkpoint import CheckpointManager, Progress, SavedChec
 from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
 from swarmtrain.trainer.checkpoint.storage import discovery
 from swarmtrain.trainer.checkpoint.storage.discovery import WarningReporter
-from swarmtrain.trainer.custom.data_sharding import ShardedLoader, can_shard
+from swarmtrain.trainer.custom.data_sharding import ShardedLoader, can_shard_loader
 from swarmtrain.trainer.custom.prefetch import BatchPrefetcher
-from swarmtrain.trainer.custom.user_state import UserState, find_changes
+from swarmtrain.trainer.custom.user_state import UserState, describe_changes_since_checkpoint
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.runtime import Runtime, seed_everything
 
@@ -63,8 +63,8 @@ class TrainingLoop:
         self.resumed_from = self._checkpoint_manager.find_newest_checkpoint()
         checkpoint = self.resumed_from or self._find_load_dir_checkpoint()
         if checkpoint:
-            user_state.load(*checkpoint)
-            for line in find_changes(checkpoint, runtime.config) if runtime.is_rank_zero else ():
+            user_state.load_checkpoint(*checkpoint)
+            for line in describe_changes_since_checkpoint(checkpoint, runtime.config) if runtime.is_rank_zero else ():
                 report_warning(f"{checkpoint[0]}: {line}")
             if self.resumed_from or runtime.config.trainer.load_context:
                 self.progress = Progress(checkpoint[1].step, checkpoint[1].consumed_samples)
@@ -80,7 +80,7 @@ class TrainingLoop:
             raise TrainingError(
                 "was called a second time", place="steps", hint="use steps() only in the training loop; iterate over other data directly"
             )
-        if isinstance(data, DataLoader) and can_shard(data):
+        if isinstance(data, DataLoader) and can_shard_loader(data):
             sharded_loader = ShardedLoader(
                 data,
                 self._runtime.rank,
@@ -88,13 +88,13 @@ class TrainingLoop:
                 self._seed,
                 global_batch_size or self._user_state.data_layout.get("global_batch_size"),
             )
-            batches = self._iterate_sharded(sharded_loader, epochs, max_steps)
+            batches = self._iterate_sharded_batches(sharded_loader, epochs, max_steps)
         else:
-            batches = self._iterate_unsharded(data, epochs, max_steps)
+            batches = self._iterate_unsharded_batches(data, epochs, max_steps)
         for local_batch in batches:
             number = self.progress.step + 1
             seed_everything(self._seed, "step", number, self._runtime.rank)
-            self.progress = self.progress.advance_to(number, number * int(self._user_state.data_layout["global_batch_size"]))
+            self.progress = self.progress.advance_to_step(number, number * int(self._user_state.data_layout["global_batch_size"]))
             yield local_batch
             if missing_calls := [line for name, line in _REQUIRED_CALLS.items() if name not in self._called_names]:
                 hint = "call both at the end of each step; without run.steps() neither is required"
@@ -105,7 +105,7 @@ class TrainingLoop:
     def stop_requested(self) -> bool:
         """Whether a stop was requested on any rank."""
         self._called_names.add("stop_requested")
-        return self._agree_on_step().stop_requested
+        return self._exchange_step_requests().stop_requested
 
     def save_if_due(self, metric: float | None) -> list[SavedCheckpoint]:
         """Start a checkpoint of this step if one is due. Return the checkpoints committed since the last call. Raises WorldError."""
@@ -117,7 +117,7 @@ class TrainingLoop:
             raise TrainingError(
                 "was called outside of the loop over run.steps()", place="save_if_due", hint="call it inside the loop over run.steps()"
             )
-        is_due = self._agree_on_step().save_requested or save_interval.is_due(
+        is_due = self._exchange_step_requests().save_requested or save_interval.is_due_by_schedule(
             progress.step, progress.consumed_samples, has_validation_loss=metric is not None
         )
         if is_due and self._checkpoint_manager.latest_step != progress.step:
@@ -138,7 +138,7 @@ class TrainingLoop:
             self._checkpoint_manager.save_and_wait(self.progress)
         return self._checkpoint_manager.take_completed_saves()
 
-    def _agree_on_step(self) -> _StepAgreement:
+    def _exchange_step_requests(self) -> _StepAgreement:
         """Exchange stop requests, save requests and remaining batches between ranks, with one collective per step."""
         if self._agreement.step != self.progress.step:
             is_save_due = self._runtime.is_rank_zero and self._save_interval is not None and self._save_interval.is_due_by_clock
@@ -148,7 +148,7 @@ class TrainingLoop:
             self._agreement = _StepAgreement(self.progress.step, stop_requested > 0, save_requested > 0, int(ranks_with_next_batch))
         return self._agreement
 
-    def _iterate_sharded(self, sharded_loader: ShardedLoader, epochs: int | None, max_steps: int | None) -> Iterator[Any]:
+    def _iterate_sharded_batches(self, sharded_loader: ShardedLoader, epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         data_layout = {
             "global_batch_size": sharded_loader.global_batch_size,
             "sample_count": sharded_loader.sample_count,
@@ -171,7 +171,7 @@ class TrainingLoop:
                 if not self._has_steps_left():
                     return
 
-    def _iterate_unsharded(self, data: Iterable[Any], epochs: int | None, max_steps: int | None) -> Iterator[Any]:
+    def _iterate_unsharded_batches(self, data: Iterable[Any], epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         """Yield data that cannot be sharded: it is read from the start, and batches that were processed before a restart are skipped."""
         saved_world_size = self._user_state.data_layout.get("ranks", self._runtime.world_size)
         if saved_world_size != self._runtime.world_size:
@@ -195,7 +195,7 @@ class TrainingLoop:
                 local_batch, is_new = prefetcher.take_batch()
                 self.loss_weight, self._has_next_batch = world_size / ranks_with_batch if is_new else 0.0, prefetcher.has_next
                 yield local_batch
-                ranks_with_batch = self._agree_on_step().ranks_with_next_batch
+                ranks_with_batch = self._exchange_step_requests().ranks_with_next_batch
 
     def _check_all_ranks_have_batch(self, prefetcher: BatchPrefetcher) -> None:
         """Raise TrainingError if the data of any rank has no batch."""

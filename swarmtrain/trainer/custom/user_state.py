@@ -65,7 +65,7 @@ class UserState:
         """Return all state that is not a tensor, as of the last call of collect_tensors()."""
         return self._state
 
-    def load(self, path: Path, content: Manifest) -> None:
+    def load_checkpoint(self, path: Path, content: Manifest) -> None:
         """Load the checkpoint at `path`, with the manifest `content`, into the objects. Called by all ranks together.
 
         Raises IncompatibleCheckpoint if it has other objects, CheckpointError if it cannot be read.
@@ -89,7 +89,7 @@ class UserState:
         self.data_layout = dict(content.state["data_layout"])
 
 
-def find_changes(checkpoint: FoundCheckpoint, config: Config) -> Iterator[str]:
+def describe_changes_since_checkpoint(checkpoint: FoundCheckpoint, config: Config) -> Iterator[str]:
     """Yield a description of each change in config, arguments and script since `checkpoint` was written."""
     content = checkpoint[1]
     yield from diff_configs(content.config, config.model_dump(mode="json"), "config")

@@ -22,7 +22,7 @@ MAX_PERIOD = 1 << 16
 """Approximate maximum period. Weights that need a longer period to be represented exactly are rounded to fractions of this."""
 
 
-def compute_weights(config: BlendedDatasetConfig, document_counts: Sequence[int]) -> list[Fraction]:
+def compute_dataset_weights(config: BlendedDatasetConfig, document_counts: Sequence[int]) -> list[Fraction]:
     """Return the relative weight of each data set. `document_counts`: number of documents in each set."""
     if config.weights is not None:
         return [Fraction(repr(weight)) for weight in config.weights]
@@ -31,7 +31,7 @@ def compute_weights(config: BlendedDatasetConfig, document_counts: Sequence[int]
     return [_compute_power(count, config.weighted_sampler_alpha) for count in document_counts]
 
 
-def compute_shares(weights: Sequence[Fraction]) -> list[int]:
+def compute_integer_weights(weights: Sequence[Fraction]) -> list[int]:
     """Return `weights` as integer shares, at least 1 each.
 
     They are exact if their sum is at most MAX_PERIOD, else rounded to fractions of MAX_PERIOD.
@@ -48,7 +48,7 @@ class Blend:
     def __init__(self, shares: Sequence[int]) -> None:
         """`shares`: share of each data set, positive integers."""
         self._shares = np.array(shares, dtype=np.int64)
-        self._period_sets, self._earlier_counts = _build_period(shares)
+        self._period_sets, self._earlier_counts = _build_interleaving_period(shares)
 
     def locate_positions(self, positions: Ids) -> tuple[Ids, Ids]:
         """Return for each of `positions` its data set, and the number of earlier samples of that set."""
@@ -57,7 +57,7 @@ class Blend:
         return sets, rounds * self._shares[sets] + self._earlier_counts[within]
 
 
-def _build_period(shares: Sequence[int]) -> tuple[Ids, Ids]:
+def _build_interleaving_period(shares: Sequence[int]) -> tuple[Ids, Ids]:
     """Return for each position of one period its data set, and the number of earlier samples of that set in the period."""
     period = sum(shares)
     windows = [

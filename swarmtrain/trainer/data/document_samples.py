@@ -28,7 +28,7 @@ class DocumentSamples:
         counts: Ids = np.clip(self._documents[ids, 1].astype(np.int64) - self.target_shift, 0, self._sequence_length)
         return counts
 
-    def locate_spans(self, ids: Ids) -> TokenSpans:
+    def locate_token_spans(self, ids: Ids) -> TokenSpans:
         """Return the token spans in the file of the samples `ids`."""
         rows = np.arange(len(ids))
         return TokenSpans(rows, np.zeros_like(rows), self._documents[ids, 0].astype(np.int64), self.count_targets(ids))

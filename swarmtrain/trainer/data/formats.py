@@ -54,26 +54,27 @@ def open_token_files(
     `document_token` separates documents in formats without an index. Raises OSError, ValueError if the files do not match each other, or
     TrainingError if the format cannot be detected.
     """
-    actual_format = detect_format(prefix) if format is TokenFileFormat.auto else format
+    actual_format = detect_token_file_format(prefix) if format is TokenFileFormat.auto else format
     if document_token is not None and actual_format in (TokenFileFormat.memory_map, TokenFileFormat.megatron):
         raise ValueError("has its own index: data.document_token is only for files without one")
     return _READERS[actual_format](prefix, array_type, document_token)
 
 
-def detect_format(prefix: Path) -> TokenFileFormat:
+def detect_token_file_format(prefix: Path) -> TokenFileFormat:
     """Return the format of the token files of `prefix`. Raises OSError, ValueError, or TrainingError if it cannot be detected."""
     megatron = (
-        build_file_path(prefix, "idx").exists() and _read_header(build_file_path(prefix, "idx"), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
+        build_token_file_path(prefix, "idx").exists()
+        and _read_header(build_token_file_path(prefix, "idx"), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
     )
-    if build_file_path(prefix, "meta.json").exists():
+    if build_token_file_path(prefix, "meta.json").exists():
         if megatron:
             raise ValueError(f"{prefix.name}.idx is Megatron's, and {prefix.name}.meta.json belongs to another .idx")
         return TokenFileFormat.memory_map
     if megatron:
         return TokenFileFormat.megatron
-    if build_file_path(prefix, "idx").exists() or not build_file_path(prefix, "bin").exists():
+    if build_token_file_path(prefix, "idx").exists() or not build_token_file_path(prefix, "bin").exists():
         return TokenFileFormat.memory_map
-    if _read_magic(build_file_path(prefix, "bin")) in {magic for magic, _ in _LLM_C_DTYPES}:
+    if _read_magic_number(build_token_file_path(prefix, "bin")) in {magic for magic, _ in _LLM_C_DTYPES}:
         return TokenFileFormat.llm_c
     raise TrainingError(
         f"{prefix}: there is no .idx, and .bin has no header that identifies its format",
@@ -82,31 +83,31 @@ def detect_format(prefix: Path) -> TokenFileFormat:
     )
 
 
-def build_file_path(prefix: Path, suffix: str) -> Path:
+def build_token_file_path(prefix: Path, suffix: str) -> Path:
     """Return the path of the file of `prefix` with this `suffix`."""
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
 def _open_memory_map(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
-    meta: dict[str, Any] = json.loads(build_file_path(prefix, "meta.json").read_text())
-    tokens = array_type(build_file_path(prefix, "bin"), _parse_integer_dtype(meta["dtype"]))
-    index = array_type(build_file_path(prefix, "idx"), _parse_integer_dtype(meta["index_dtype"])).array
+    meta: dict[str, Any] = json.loads(build_token_file_path(prefix, "meta.json").read_text())
+    tokens = array_type(build_token_file_path(prefix, "bin"), _parse_integer_dtype(meta["dtype"]))
+    index = array_type(build_token_file_path(prefix, "idx"), _parse_integer_dtype(meta["index_dtype"])).array
     documents: Tokens = index[: len(index) // 2 * 2].reshape(-1, 2)
     indexed = int(documents[-1].sum()) if len(documents) else 0
     if len(index) != 2 * meta.get("document_count", -1) or indexed != len(tokens):
         raise ValueError(CORRUPT_INDEX_MESSAGE)
-    loss_mask = array_type(build_file_path(prefix, "mask.bin"), np.dtype(np.uint8)) if meta.get("loss_mask") else None
+    loss_mask = array_type(build_token_file_path(prefix, "mask.bin"), np.dtype(np.uint8)) if meta.get("loss_mask") else None
     if loss_mask is not None and len(loss_mask) != len(tokens):
         raise ValueError(f"{prefix.name}.mask.bin has {len(loss_mask):,} bytes for {len(tokens):,} tokens; one of the files is corrupt")
     return TokenFileContents(TokenFileFormat.memory_map, tokens, documents, meta, loss_mask)
 
 
-def _open_megatron(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
+def _open_megatron_files(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
     """Open token files of Megatron-LM.
 
     A document consists of one or several sequences; the index has the byte offset of each sequence.
     """
-    index_path = build_file_path(prefix, "idx")
+    index_path = build_token_file_path(prefix, "idx")
     header = _read_header(index_path, 34)
     if len(header) < 34 or not header.startswith(_MEGATRON_MAGIC):
         raise ValueError(f"{index_path.name} does not begin with Megatron's header")
@@ -131,14 +132,14 @@ def _open_megatron(prefix: Path, array_type: FileArrayType, _: int | None) -> To
         raise ValueError(
             f"{index_path.name} has sequences that are not contiguous, or not at the offsets where its dtype, {dtype}, puts them"
         )
-    tokens = array_type(build_file_path(prefix, "bin"), dtype)
+    tokens = array_type(build_token_file_path(prefix, "bin"), dtype)
     if starts[-1] != len(tokens):
         raise ValueError(CORRUPT_INDEX_MESSAGE)
     return TokenFileContents(TokenFileFormat.megatron, tokens, _build_document_table(starts[ends]))
 
 
-def _open_llm_c(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
-    tokens_path = build_file_path(prefix, "bin")
+def _open_llm_c_files(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
+    tokens_path = build_token_file_path(prefix, "bin")
     header = _read_header(tokens_path, _LLM_C_HEADER_BYTES)
     if len(header) < _LLM_C_HEADER_BYTES:
         raise ValueError(f"{tokens_path.name} ends within its header")
@@ -152,9 +153,9 @@ def _open_llm_c(prefix: Path, array_type: FileArrayType, document_token: int | N
     return TokenFileContents(TokenFileFormat.llm_c, tokens, _split_documents(tokens, document_token, offset=0))
 
 
-def _open_nanogpt(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
-    tokens_path = build_file_path(prefix, "bin")
-    if _read_magic(tokens_path) in {magic for magic, _ in _LLM_C_DTYPES}:
+def _open_nanogpt_files(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
+    tokens_path = build_token_file_path(prefix, "bin")
+    if _read_magic_number(tokens_path) in {magic for magic, _ in _LLM_C_DTYPES}:
         raise ValueError(f"{tokens_path.name} has the header of an llm.c file")
     tokens = array_type(tokens_path, np.dtype("uint16"))
     return TokenFileContents(TokenFileFormat.nanogpt, tokens, _split_documents(tokens, document_token, offset=1))
@@ -184,14 +185,14 @@ def _read_header(file_path: Path, size: int) -> bytes:
         return stream.read(size)
 
 
-def _read_magic(file_path: Path) -> int:
+def _read_magic_number(file_path: Path) -> int:
     return int.from_bytes(_read_header(file_path, 4), "little", signed=True)
 
 
 CORRUPT_INDEX_MESSAGE = "its index does not match its tokens; one of the files is corrupt"
 _READERS: dict[TokenFileFormat, Callable[[Path, FileArrayType, int | None], TokenFileContents]] = {
     TokenFileFormat.memory_map: _open_memory_map,
-    TokenFileFormat.megatron: _open_megatron,
-    TokenFileFormat.llm_c: _open_llm_c,
-    TokenFileFormat.nanogpt: _open_nanogpt,
+    TokenFileFormat.megatron: _open_megatron_files,
+    TokenFileFormat.llm_c: _open_llm_c_files,
+    TokenFileFormat.nanogpt: _open_nanogpt_files,
 }

@@ -65,9 +65,9 @@ class MemoryMap:
     @property
     def tokens_path(self) -> Path:
         """Path of the file with the tokens."""
-        return formats.build_file_path(self.prefix, "bin")
+        return formats.build_token_file_path(self.prefix, "bin")
 
-    def select_fraction(self, low: float, high: float) -> Self:
+    def select_document_fraction(self, low: float, high: float) -> Self:
         """Return the same files restricted to a range of documents, from the fraction `low` to the fraction `high` of their number."""
         first, end = round(low * len(self.documents)), round(high * len(self.documents))
         selection = copy.copy(self)
@@ -76,7 +76,7 @@ class MemoryMap:
         selection.token_end = int(selection.documents[-1].sum()) if end > first else 0
         return selection
 
-    def check_documents(self) -> None:
+    def check_document_boundaries(self) -> None:
         """Raise TrainingError if a document does not begin where the previous document ends, or has a negative length.
 
         Reads the whole index.
@@ -108,7 +108,7 @@ class MemoryMap:
 
 def has_token_files(prefix: Path) -> bool:
     """Return whether token files with this prefix exist."""
-    return formats.build_file_path(prefix, "bin").exists()
+    return formats.build_token_file_path(prefix, "bin").exists()
 
 
 def write_token_files(prefix: Path, documents: Iterable[Tokens], dtype: str, extra_meta: Mapping[str, Any] | None = None) -> None:
@@ -118,7 +118,7 @@ def write_token_files(prefix: Path, documents: Iterable[Tokens], dtype: str, ext
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     index, start = [], 0
-    bin_file, idx_file, meta_file = (formats.build_file_path(prefix, suffix) for suffix in ("bin", "idx", "meta.json"))
+    bin_file, idx_file, meta_file = (formats.build_token_file_path(prefix, suffix) for suffix in ("bin", "idx", "meta.json"))
     with _build_temporary_path(bin_file).open("wb") as file:
         for document in documents:
             file.write(np.asarray(document, dtype=dtype).tobytes())

@@ -33,7 +33,7 @@ class PackedSamples:
         self._first_full_sample = np.cumsum(full_counts) - full_counts
         self._starts = starts
         partial_documents = np.flatnonzero(input_counts % sequence_length)
-        packs = pack_best_fit((input_counts % sequence_length)[partial_documents], sequence_length)
+        packs = pack_items_best_fit((input_counts % sequence_length)[partial_documents], sequence_length)
         order = np.argsort(packs, kind="stable")
         self._packed_documents = partial_documents[order].astype(np.int32)
         """Numbers of the documents whose remainder is packed, in the order of packs."""
@@ -45,10 +45,10 @@ class PackedSamples:
 
     def count_targets(self, ids: Ids) -> Ids:
         """Return the number of targets of each of the samples `ids`, as an int64 array."""
-        spans = self.locate_spans(ids)
+        spans = self.locate_token_spans(ids)
         return np.bincount(spans.row, spans.count, minlength=len(ids)).astype(np.int64)
 
-    def locate_spans(self, ids: Ids) -> TokenSpans:
+    def locate_token_spans(self, ids: Ids) -> TokenSpans:
         """Return the token spans in the file of the samples `ids`."""
         rows, packed_documents = self._list_packed_documents(ids)
         remainders = self._input_counts[packed_documents] % self._sequence_length
@@ -60,11 +60,11 @@ class PackedSamples:
             [self._starts[documents] + offsets, self._starts[packed_documents] + self._input_counts[packed_documents] - remainders]
         )
         count = np.concatenate([np.full_like(full_rows, self._sequence_length), remainders])
-        return TokenSpans(row, _compute_columns(row, count), start, count)
+        return TokenSpans(row, _compute_span_columns(row, count), start, count)
 
     def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
         """Return rows and columns of the tokens in samples `ids` that begin a document, except those in column 0."""
-        spans = self.locate_spans(ids)
+        spans = self.locate_token_spans(ids)
         is_not_first = spans.column > 0
         return spans.row[is_not_first], spans.column[is_not_first]
 
@@ -78,7 +78,7 @@ class PackedSamples:
         return np.repeat(rows, counts), self._packed_documents[np.repeat(ends - counts, counts) + within]
 
 
-def pack_best_fit(sizes: Ids, capacity: int) -> Ids:
+def pack_items_best_fit(sizes: Ids, capacity: int) -> Ids:
     """Return for each of `sizes` the number of its pack. Each pack has space for `capacity`; sizes are from 1 to `capacity`."""
     packs = np.empty(len(sizes), dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
@@ -121,7 +121,7 @@ def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, 
     return items[placed:]
 
 
-def _compute_columns(row: Ids, count: Ids) -> Ids:
+def _compute_span_columns(row: Ids, count: Ids) -> Ids:
     """Return the column at which each span begins: after all earlier spans of the same row."""
     order = np.argsort(row, kind="stable")
     before = np.cumsum(count[order]) - count[order]

@@ -32,7 +32,7 @@ class SampleIndex(Protocol):
     def count_targets(self, ids: Ids) -> Ids:
         """Return the number of targets of each of the samples `ids`, as an int64 array."""
 
-    def locate_spans(self, ids: Ids) -> TokenSpans:
+    def locate_token_spans(self, ids: Ids) -> TokenSpans:
         """Return the token spans in the file of the samples `ids`."""
 
     def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:

@@ -123,7 +123,7 @@ class TokenDataset:
         self.sequence_length, self.vocab_size, self.seed = architecture.sequence_length, architecture.vocab_size, seed
         self._has_documents = architecture.needs_document_ids
         open_file = partial(MemoryMap, use_mmap=use_mmap, format=format, document_token=document_token)
-        self.token_files = [open_file(prefix).select_fraction(*document_fractions) for prefix in prefixes]
+        self.token_files = [open_file(prefix).select_document_fraction(*document_fractions) for prefix in prefixes]
         index_type = (
             EmbeddingSamples
             if architecture.embedding_head_config
@@ -146,25 +146,29 @@ class TokenDataset:
         """Number of rows of a sample in a batch: one, and one for each companion data set."""
         if self._has_documents or index_type is not StreamSamples:
             for file in self.token_files:
-                file.check_documents()
+                file.check_document_boundaries()
         self._sample_indexes: list[SampleIndex] = [index_type(file, self.sequence_length) for file in self.token_files]
         for file, sample_index in zip(self.token_files, self._sample_indexes, strict=True):
             if not len(sample_index):
                 raise _build_no_samples_error(file, packing, document_fractions)
             vocabulary_check.check_tokenizer(file, self.vocab_size)
-            for tokens in _probe_ends(file):
+            for tokens in _read_first_and_last_tokens(file):
                 vocabulary_check.check_tokens(tokens, self.vocab_size, f": {file.prefix}")
         self._sample_ends = np.cumsum([len(each) for each in self._sample_indexes])
         for companion in self.companion_datasets:
-            _check_companion_counts(self, companion)
+            _check_companion_document_counts(self, companion)
         self._sample_starts = np.concatenate([[0], self._sample_ends[:-1]])
         document_counts = [len(file.documents) for file in self.token_files]
-        shares = blend.compute_shares(blend.compute_weights(blend_config, document_counts)) if blend_config and blend_config.enabled else []
+        shares = (
+            blend.compute_integer_weights(blend.compute_dataset_weights(blend_config, document_counts))
+            if blend_config and blend_config.is_enabled
+            else []
+        )
         self._blend = Blend(shares) if shares else None
         is_default_order = (packing, document_fractions, shares) == (Packing.stream, (0.0, 1.0), [])
         shortest_epoch = min(len(each) for each in self._sample_indexes) if self._blend else len(self)
         self._block_size = size = min(max(shortest_epoch, _MIN_BLOCK_POSITIONS), _MAX_BLOCK_POSITIONS)
-        self._cached_block_ids = lru_cache(maxsize=2)(lambda number: self._compute_ids(number * size, size))
+        self._cached_block_ids = lru_cache(maxsize=2)(lambda number: self._compute_sample_ids(number * size, size))
         document_token_key = "" if document_token is None else f" {document_token}"
         self._cached_batch = lru_cache(maxsize=2)(self._build_batch)
         self._order_key = document_token_key if is_default_order else f"{packing} {document_fractions} {shares}{document_token_key}"
@@ -191,20 +195,20 @@ class TokenDataset:
 
     def count_loss_tokens(self, ids: Ids) -> int:
         """Return the number of loss tokens in the samples `ids`, including companion samples."""
-        own_count = sum(self._count_file_loss_tokens(number, within) for number, _, within in self._group_by_file(ids))
+        own_count = sum(self._count_file_loss_tokens(number, within) for number, _, within in self._group_samples_by_file(ids))
         return own_count + sum(companion.count_loss_tokens(ids) for companion in self.companion_datasets)
 
     def compute_loss_denominator(self, ids: Ids) -> int:
         """Return the divisor of the summed loss of the samples `ids`: number of loss tokens, or of samples if a sample has several rows."""
         return len(ids) if self.rows_per_sample > 1 else self.count_loss_tokens(ids)
 
-    def load(self, ids: Ids) -> TokenBatch:
+    def load_samples(self, ids: Ids) -> TokenBatch:
         """Return the samples `ids` as a batch, each followed by its companion samples.
 
         Raises DataError for a token outside the vocabulary.
         """
         start_time = time.perf_counter()
-        rows = self._load_tokens(ids).interleave_with([companion.load(ids) for companion in self.companion_datasets])
+        rows = self._load_tokens(ids).interleave_with([companion.load_samples(ids) for companion in self.companion_datasets])
         self.load_seconds += time.perf_counter() - start_time
         return rows
 
@@ -212,9 +216,9 @@ class TokenDataset:
         shape = (len(ids), self.sequence_length)
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
         document_starts = np.zeros(shape, dtype=np.int64) if self._has_documents else None
-        for number, rows, within in self._group_by_file(ids):
+        for number, rows, within in self._group_samples_by_file(ids):
             file, sample_index = self.token_files[number], self._sample_indexes[number]
-            spans = sample_index.locate_spans(within)
+            spans = sample_index.locate_token_spans(within)
             for row, column, start, count in zip(rows[spans.row], spans.column, spans.start, spans.count, strict=True):
                 window = file.tokens[start : start + count + sample_index.target_shift]
                 inputs[row, column : column + count] = window[:count]
@@ -233,17 +237,17 @@ class TokenDataset:
 
     def locate_sample(self, sample: int) -> tuple[MemoryMap, TokenSpans, int]:
         """Return the token file that contains the sample with id `sample`, its token spans in the file, and its target shift."""
-        ((number, _, within),) = self._group_by_file(np.array([sample]))
+        ((number, _, within),) = self._group_samples_by_file(np.array([sample]))
         sample_index = self._sample_indexes[number]
-        return self.token_files[number], sample_index.locate_spans(within), sample_index.target_shift
+        return self.token_files[number], sample_index.locate_token_spans(within), sample_index.target_shift
 
     def prefetch_samples(self, ids: Ids) -> None:
         """Ask the operating system to read the samples `ids` from the disk in the background."""
         for companion in self.companion_datasets:
             companion.prefetch_samples(ids)
-        for number, _, within in self._group_by_file(ids):
+        for number, _, within in self._group_samples_by_file(ids):
             sample_index = self._sample_indexes[number]
-            spans = sample_index.locate_spans(within)
+            spans = sample_index.locate_token_spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
                 self.token_files[number].tokens.prefetch_range(start, count + sample_index.target_shift)
                 if mask := self.token_files[number].loss_mask:
@@ -265,7 +269,7 @@ class TokenDataset:
             digest.update(companion.fingerprint.encode())
         for file in self.token_files:
             digest.update(f"{file.tokens.dtype} {len(file.tokens)}".encode())
-            for tokens in _probe_ends(file):
+            for tokens in _read_first_and_last_tokens(file):
                 digest.update(tokens.tobytes())
             if file.loss_mask is not None:
                 digest.update(file.loss_mask[:_PROBE_TOKENS].tobytes() + file.loss_mask[-_PROBE_TOKENS:].tobytes())
@@ -276,7 +280,7 @@ class TokenDataset:
         mask, sample_index = self.token_files[number].loss_mask, self._sample_indexes[number]
         if mask is None:
             return int(sample_index.count_targets(within).sum())
-        spans = sample_index.locate_spans(within)
+        spans = sample_index.locate_token_spans(within)
         spanned = zip(spans.start.tolist(), spans.count.tolist(), strict=True)
         return sum(
             int(np.count_nonzero(mask[start + sample_index.target_shift : start + sample_index.target_shift + count]))
@@ -285,15 +289,15 @@ class TokenDataset:
 
     def _raise_invalid_token(self, ids: Ids) -> None:
         """Raise DataError for the first token outside the vocabulary in the samples `ids`."""
-        for number, _, within in self._group_by_file(ids):
+        for number, _, within in self._group_samples_by_file(ids):
             sample_index, file = self._sample_indexes[number], self.token_files[number]
-            spans = sample_index.locate_spans(within)
+            spans = sample_index.locate_token_spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
                 vocabulary_check.check_tokens(
                     file.tokens[start : start + count + sample_index.target_shift], self.vocab_size, f": {file.prefix}", start
                 )
 
-    def _compute_ids(self, position: int, count: int) -> Ids:
+    def _compute_sample_ids(self, position: int, count: int) -> Ids:
         if self._blend is None:
             return shuffle.compute_sample_ids(position, count, len(self), self.seed)
         sets, earlier_counts = self._blend.locate_positions(np.arange(position, position + count, dtype=np.int64))
@@ -306,7 +310,7 @@ class TokenDataset:
             ids[in_set] = self._sample_starts[number] + within
         return ids
 
-    def _group_by_file(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+    def _group_samples_by_file(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
         """Yield the samples `ids` by token file: file index, indices in `ids` of the file's samples, and their indices in the file."""
         files = np.searchsorted(self._sample_ends, ids, side="right")
         for number in np.unique(files).tolist():
@@ -314,7 +318,7 @@ class TokenDataset:
             yield number, rows, ids[rows] - self._sample_starts[number]
 
 
-def _check_companion_counts(dataset: TokenDataset, companion: TokenDataset) -> None:
+def _check_companion_document_counts(dataset: TokenDataset, companion: TokenDataset) -> None:
     """Raise TrainingError if a file of `dataset` and the matching file of `companion` differ in the number of documents."""
     for file, companion_file in zip(dataset.token_files, companion.token_files, strict=True):
         if len(file.documents) != len(companion_file.documents):
@@ -325,7 +329,7 @@ def _check_companion_counts(dataset: TokenDataset, companion: TokenDataset) -> N
             )
 
 
-def _probe_ends(file: MemoryMap) -> tuple[Tokens, Tokens]:
+def _read_first_and_last_tokens(file: MemoryMap) -> tuple[Tokens, Tokens]:
     return file.tokens[:_PROBE_TOKENS], file.tokens[-_PROBE_TOKENS:]
 
 

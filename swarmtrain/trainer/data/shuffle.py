@@ -38,13 +38,13 @@ def permute_indices(indices: Ids, size: int, key: int) -> Ids:
     """Return the results of applying a permutation of 0..size-1, determined by `key`, to each of `indices`."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = np.array([derive_seed(key, number) for number in range(_ROUNDS)], dtype=np.uint64)
-    values = _apply_feistel(indices.astype(np.uint64), half, keys)
+    values = _apply_feistel_network(indices.astype(np.uint64), half, keys)
     while (is_outside := values >= size).any():
-        values[is_outside] = _apply_feistel(values[is_outside], half, keys)
+        values[is_outside] = _apply_feistel_network(values[is_outside], half, keys)
     return values.astype(np.int64)
 
 
-def _apply_feistel(values: npt.NDArray[np.uint64], half: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _apply_feistel_network(values: npt.NDArray[np.uint64], half: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = values >> shift, values & mask
     for key in keys:

@@ -28,7 +28,7 @@ class StreamSamples:
         """Return the number of targets of each of the samples `ids`, as an int64 array."""
         return np.minimum(self._sequence_length, self._target_count - ids * self._sequence_length)
 
-    def locate_spans(self, ids: Ids) -> TokenSpans:
+    def locate_token_spans(self, ids: Ids) -> TokenSpans:
         """Return the token spans in the file of the samples `ids`."""
         rows = np.arange(len(ids))
         return TokenSpans(rows, np.zeros_like(rows), self._file.token_start + ids * self._sequence_length, self.count_targets(ids))

@@ -37,7 +37,7 @@ class MappedArray:
         """
         self.dtype, self._offset = dtype, offset
         with path.open("rb") as file:
-            _check_size(path, os.fstat(file.fileno()).st_size - offset, dtype)
+            _check_file_size(path, os.fstat(file.fileno()).st_size - offset, dtype)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.array: Tokens = np.frombuffer(self._map, dtype=dtype, offset=offset)
 
@@ -65,7 +65,7 @@ class PreadArray:
         self.dtype, self._path, self._offset = dtype, path, offset
         self._descriptor = os.open(path, os.O_RDONLY)
         self._byte_count = os.fstat(self._descriptor).st_size - offset
-        _check_size(path, self._byte_count, dtype)
+        _check_file_size(path, self._byte_count, dtype)
 
     def __len__(self) -> int:
         return self._byte_count // self.dtype.itemsize
@@ -97,7 +97,7 @@ class PreadArray:
             try:
                 if last_error:  # a stale file handle must be reopened
                     self._reopen_file()
-                return b"".join(self._iterate_pieces(start, end))
+                return b"".join(self._iterate_byte_chunks(start, end))
             except OSError as error:
                 if error.errno not in _TRANSIENT_ERRNOS:
                     raise
@@ -113,7 +113,7 @@ class PreadArray:
         old_descriptor, self._descriptor = self._descriptor, os.open(self._path, os.O_RDONLY)
         os.close(old_descriptor)
 
-    def _iterate_pieces(self, start: int, end: int) -> Iterator[bytes]:
+    def _iterate_byte_chunks(self, start: int, end: int) -> Iterator[bytes]:
         while start < end:
             piece = os.pread(self._descriptor, min(end - start, 1 << 30), start)
             if not piece:
@@ -122,6 +122,6 @@ class PreadArray:
             start += len(piece)
 
 
-def _check_size(path: Path, size: int, dtype: np.dtype[Any]) -> None:
+def _check_file_size(path: Path, size: int, dtype: np.dtype[Any]) -> None:
     if size <= 0 or size % dtype.itemsize:
         raise ValueError(f"{path.name} is empty" if size <= 0 else f"{path.name} is truncated within a value: {size} bytes of {dtype}")

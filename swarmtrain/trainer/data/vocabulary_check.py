@@ -100,7 +100,7 @@ def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: 
     if not by_name:
         return
     record_path = save_dir / _RECORD_NAME if save_dir else None
-    unscanned = collectives.run_on_rank_zero(lambda: _list_unscanned(by_name, _read_record(record_path), vocab_size))
+    unscanned = collectives.run_on_rank_zero(lambda: _list_unscanned_files(by_name, _read_scan_record(record_path), vocab_size))
     if not unscanned:
         return
     start_time = time.monotonic()
@@ -109,11 +109,11 @@ def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: 
     )
     if runtime.is_rank_zero:
         scans = {name: reduce(TokenScan.merge, file_scans) for name, *file_scans in zip(unscanned, *scans_by_rank, strict=True)}
-        _log_coverage(scans, time.monotonic() - start_time)
-        _write_record(record_path, {**_read_record(record_path), **scans})
+        _log_scan_coverage(scans, time.monotonic() - start_time)
+        _write_scan_record(record_path, {**_read_scan_record(record_path), **scans})
 
 
-def _list_unscanned(files: Mapping[str, MemoryMap], recorded: Mapping[str, TokenScan], vocab_size: int) -> list[str]:
+def _list_unscanned_files(files: Mapping[str, MemoryMap], recorded: Mapping[str, TokenScan], vocab_size: int) -> list[str]:
     """Return the names of those `files` that have not been scanned since they were last modified."""
     return [
         name
@@ -156,7 +156,7 @@ def _start_scan(file: MemoryMap) -> TokenScan:
     return TokenScan(file_stat.st_size, file_stat.st_mtime_ns)
 
 
-def _log_coverage(scans: Mapping[str, TokenScan], seconds: float) -> None:
+def _log_scan_coverage(scans: Mapping[str, TokenScan], seconds: float) -> None:
     total_bytes, scanned_bytes = (sum(values) for values in zip(*((scan.size, scan.scanned_bytes) for scan in scans.values()), strict=True))
     if scanned_bytes < total_bytes:
         LOG.info(
@@ -167,7 +167,7 @@ def _log_coverage(scans: Mapping[str, TokenScan], seconds: float) -> None:
         LOG.info("scanned all data for tokens outside the vocabulary: %.1f GB in %.1f s", scanned_bytes / 1e9, seconds)
 
 
-def _read_record(record_path: Path | None) -> dict[str, TokenScan]:
+def _read_scan_record(record_path: Path | None) -> dict[str, TokenScan]:
     """Return the recorded scans by file prefix; empty if the record cannot be read, since scanning again is harmless."""
     try:
         return {name: TokenScan(**values) for name, values in json.loads(record_path.read_text()).items()} if record_path else {}
@@ -175,7 +175,7 @@ def _read_record(record_path: Path | None) -> dict[str, TokenScan]:
         return {}
 
 
-def _write_record(record_path: Path | None, scans: Mapping[str, TokenScan]) -> None:
+def _write_scan_record(record_path: Path | None, scans: Mapping[str, TokenScan]) -> None:
     if record_path:
         with suppress(OSError):  # if the disk is full, the checkpoints will report it
             text = json.dumps({name: asdict(scan) for name, scan in scans.items()}, indent=1) + "\n"

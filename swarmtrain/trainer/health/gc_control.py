@@ -33,7 +33,7 @@ class GcController:
         if self._was_enabled:
             gc.enable()
 
-    def after_step(self, number: int) -> None:
+    def collect_garbage_if_due(self, number: int) -> None:
         """Run the garbage collector if it is due after step `number` of the run. Called on all ranks at the same step."""
         self._steps_done += 1
         if self._steps_done == _FREEZE_AFTER_STEPS:

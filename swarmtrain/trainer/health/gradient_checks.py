@@ -19,13 +19,13 @@ _HINT_BY_MESSAGE = {
 """Fragments of error messages of torch's checks, and the hint for each."""
 
 
-def count_non_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def count_non_finite_values(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of NaN/Inf values in this rank's shard of each tensor, by name. Tensors without such values are omitted."""
-    counts = {name: int((~_to_local(tensor).isfinite()).sum()) for name, tensor in tensors.items()}
+    counts = {name: int((~_to_local_tensor(tensor).isfinite()).sum()) for name, tensor in tensors.items()}
     return {name: count for name, count in counts.items() if count}
 
 
-def describe_non_finite(counts: Mapping[str, int]) -> str:
+def describe_non_finite_gradients(counts: Mapping[str, int]) -> str:
     """Return a description of the gradients with NaN/Inf values on the first rank that has any. Called by all ranks together.
 
     `counts`: result of `count_non_finite` on this rank.
@@ -43,7 +43,7 @@ def describe_non_finite(counts: Mapping[str, int]) -> str:
 
 
 @contextmanager
-def explaining_torch_errors(number: int) -> Iterator[None]:
+def explain_torch_errors(number: int) -> Iterator[None]:
     """Context manager for step `number`: errors of torch's anomaly and deterministic modes are raised as TrainingError with a hint."""
     try:
         yield
@@ -55,5 +55,5 @@ def explaining_torch_errors(number: int) -> Iterator[None]:
         raise
 
 
-def _to_local(tensor: Tensor) -> Tensor:
+def _to_local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

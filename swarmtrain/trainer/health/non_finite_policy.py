@@ -17,7 +17,7 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import Progress
 from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.samples import TokenDataset
-from swarmtrain.trainer.metrics.audit_log import finite_or_none
+from swarmtrain.trainer.metrics.audit_log import replace_non_finite
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import StepResult
 
@@ -52,7 +52,7 @@ class NonFinitePolicy:
         samples = data.build_batch(position, self._runtime.config.topology.samples_per_step).ids
         match self._config.non_finite:
             case NonFiniteAction.roll_back:
-                record_note = collectives.run_on_rank_zero(lambda: self._record_batch(result, samples, skip_position=position))
+                record_note = collectives.run_on_rank_zero(lambda: self._record_non_finite_batch(result, samples, skip_position=position))
                 error = TrainingError(
                     f"{result.non_finite_reason}; rolls back and skips this batch", place=f"step {result.number}", hint=record_note
                 )
@@ -61,7 +61,7 @@ class NonFinitePolicy:
             case NonFiniteAction.skip if self._consecutive_count < self._config.non_finite_steps:
                 return
         count_text = f"; non-finite for {self._consecutive_count} steps in a row" if self._consecutive_count > 1 else ""
-        record_note = collectives.run_on_rank_zero(lambda: self._record_batch(result, samples))
+        record_note = collectives.run_on_rank_zero(lambda: self._record_non_finite_batch(result, samples))
         raise TrainingError(
             f"{result.non_finite_reason}{count_text}",
             place=f"step {result.number}",
@@ -76,7 +76,7 @@ class NonFinitePolicy:
             message = describe_os_error(error) if isinstance(error, OSError) else "is corrupt"
             raise CheckpointError(message, place=str(file), hint="remove the file; then no batch is skipped") from None
 
-    def _record_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
+    def _record_non_finite_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
         """Record the sample ids of a non-finite step in save_dir, and with `skip_position` also that the batch is to be skipped.
 
         Return a note that names the file; empty if nothing was recorded. Raises CheckpointError if a batch to skip cannot be recorded.
@@ -89,7 +89,7 @@ class NonFinitePolicy:
             record_path: _encode_json(
                 {
                     "step": result.number,
-                    "loss": finite_or_none(result.loss),
+                    "loss": replace_non_finite(result.loss),
                     "reason": result.non_finite_reason,
                     "samples": samples.tolist(),
                 }

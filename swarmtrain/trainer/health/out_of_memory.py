@@ -21,7 +21,7 @@ _HINT += "topology.activation_checkpointing_type: every_layer, or topology.data_
 
 
 @contextmanager
-def explaining_out_of_memory(
+def explain_out_of_memory_error(
     place: str, get_allocated_tensors: Callable[[], Mapping[str, Iterable[Tensor | None]]] = dict
 ) -> Iterator[None]:
     """Context manager that raises an out-of-memory error of the body as TrainingError with an explanation.
@@ -36,17 +36,19 @@ def explaining_out_of_memory(
             fragment in text for fragment in _OUT_OF_MEMORY_MESSAGES
         ):
             raise
-        raise TrainingError(_format_reason(text) + _format_allocated(get_allocated_tensors()), place=place, hint=_HINT) from None
+        raise TrainingError(
+            _summarize_error_message(text) + _format_allocated_memory(get_allocated_tensors()), place=place, hint=_HINT
+        ) from None
 
 
-def _format_reason(text: str) -> str:
+def _summarize_error_message(text: str) -> str:
     """Return the useful part of torch's error message: the device, and the size of the failed allocation."""
     if match := _REQUESTED_BYTES.search(text):
         return f"can't allocate memory: {_format_size(int(match[1]))} more were requested"
     return ". ".join(text.splitlines()[0].split(". ")[:2]).strip(". ")
 
 
-def _format_allocated(tensors_by_purpose: Mapping[str, Iterable[Tensor | None]]) -> str:
+def _format_allocated_memory(tensors_by_purpose: Mapping[str, Iterable[Tensor | None]]) -> str:
     sizes = {
         purpose: sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
         for purpose, tensors in tensors_by_purpose.items()

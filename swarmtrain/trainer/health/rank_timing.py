@@ -68,8 +68,8 @@ class RankTimer:
         self._interval_steps = MIN_INTERVAL_STEPS
         if runtime.world_size > 1:
             for block in self._timed_blocks:
-                block.register_forward_pre_hook(self._before_block)
-                block.register_forward_hook(self._after_block, prepend=True)  # before fully_shard's own hook
+                block.register_forward_pre_hook(self._record_block_start)
+                block.register_forward_hook(self._record_block_end, prepend=True)  # before fully_shard's own hook
 
     @contextmanager
     def measure_step(self) -> Iterator[None]:
@@ -101,14 +101,14 @@ class RankTimer:
         self._interval_steps = max(MIN_INTERVAL_STEPS, ceil(MIN_INTERVAL_SECONDS / max(timing.step_seconds for timing in timings)))
         return timings
 
-    def _before_block(self, block: nn.Module, _inputs: Any) -> None:
+    def _record_block_start(self, block: nn.Module, _inputs: Any) -> None:
         if block in self._pending_blocks:
-            self._marks.record_mark()
+            self._marks.record_timestamp()
 
-    def _after_block(self, block: nn.Module, _inputs: Any, _output: Any) -> None:
+    def _record_block_end(self, block: nn.Module, _inputs: Any, _output: Any) -> None:
         if block in self._pending_blocks:
             self._pending_blocks.remove(block)
-            self._marks.record_mark()
+            self._marks.record_timestamp()
 
 
 class _HostClockMarks:
@@ -117,7 +117,7 @@ class _HostClockMarks:
     def __init__(self) -> None:
         self._marks: list[float] = []
 
-    def record_mark(self) -> None:
+    def record_timestamp(self) -> None:
         """Record a timestamp."""
         self._marks.append(time.perf_counter())
 
@@ -134,7 +134,7 @@ class _CudaEventMarks:
         self._events: list[torch.cuda.Event] = []
         self._count = 0
 
-    def record_mark(self) -> None:
+    def record_timestamp(self) -> None:
         """Record an event in the current stream."""
         if self._count == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

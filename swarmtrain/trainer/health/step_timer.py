@@ -59,10 +59,10 @@ class StepTimer:
         """Start `phase`, which ends the current phase. `indices`: micro batch and pipeline stage that it belongs to, if any."""
         step = self._steps[-1]
         step.phases.append((phase, indices))
-        step.marks.append(self._record_mark())
+        step.marks.append(self._record_timestamp())
 
     @contextmanager
-    def phase(self, phase: str, *indices: int) -> Iterator[None]:
+    def time_phase(self, phase: str, *indices: int) -> Iterator[None]:
         """Context manager that runs `phase` in the body, then returns to the previous phase."""
         previous_phase, previous_indices = self._steps[-1].phases[-1]
         self.start_phase(phase, *indices)
@@ -74,7 +74,7 @@ class StepTimer:
 
         Return the seconds per phase of the last step whose timestamps are known: on a GPU usually the previous step.
         """
-        end = self._record_mark()
+        end = self._record_timestamp()
         self._steps[-1].marks.append(end)
         self._steps.append(_StepMarks([(OTHER, ())], [end]))
         self.read_finished_steps()
@@ -82,10 +82,10 @@ class StepTimer:
 
     def read_finished_steps(self) -> None:
         """Read the timestamps of the steps whose end the device has passed."""
-        while len(self._steps) > 1 and _has_passed(self._steps[0].marks[-1]):
-            self._phase_seconds = self._sum_phases(self._steps.popleft())
+        while len(self._steps) > 1 and _has_device_passed(self._steps[0].marks[-1]):
+            self._phase_seconds = self._sum_phase_seconds(self._steps.popleft())
 
-    def _sum_phases(self, step: _StepMarks) -> dict[str, float]:
+    def _sum_phase_seconds(self, step: _StepMarks) -> dict[str, float]:
         seconds: dict[str, float] = defaultdict(float)
         for (phase, _), begin, end in zip(step.phases, step.marks, step.marks[1:], strict=False):
             seconds[phase] += compute_elapsed_seconds(begin, end)
@@ -95,7 +95,7 @@ class StepTimer:
         self._free_events += [mark for mark in step.marks[:-1] if isinstance(mark, torch.cuda.Event)]
         return dict(seconds)
 
-    def _record_mark(self) -> Mark:
+    def _record_timestamp(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
         event = self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class StepTimer:
         return event
 
 
-def _has_passed(mark: Mark) -> bool:
+def _has_device_passed(mark: Mark) -> bool:
     return isinstance(mark, float) or bool(mark.query())  # type: ignore[no-untyped-call]
 
 

@@ -73,7 +73,7 @@ class CollectiveTimeout:
         self._step_seconds: list[float] = []
         self._timeout_seconds: float | None = None
 
-    def record_step(self, seconds: float) -> None:
+    def record_step_time(self, seconds: float) -> None:
         """Record that a step took `seconds`. The median of the first three steps sets the timeout."""
         if self._timeout_seconds is None:
             self._step_seconds.append(seconds)
@@ -84,7 +84,7 @@ class CollectiveTimeout:
                 set_collective_timeout(self._timeout_seconds, self._groups)
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def use_initial_timeout(self) -> Iterator[None]:
         """Context manager that restores the initial timeout for the body, which may write to a slow disk."""
         set_collective_timeout(None, self._groups)
         yield

@@ -90,19 +90,19 @@ class StragglerDetector:
         self._comparisons: deque[dict[tuple[int, str], Straggler]] = deque(maxlen=CONSECUTIVE_COMPARISONS)
         self._reported: tuple[str, str] | None = None
 
-    def update(self, slow_ranks: Sequence[Straggler]) -> StragglerReport | None:
+    def add_comparison(self, slow_ranks: Sequence[Straggler]) -> StragglerReport | None:
         """Add the `slow_ranks` of one comparison. Return a report if the straggler has changed since the last report, else None."""
         self._comparisons.append({(each.rank, each.phase): each for each in slow_ranks if each.slowdown >= SLOWDOWN_THRESHOLD})
         if len(self._comparisons) < CONSECUTIVE_COMPARISONS:
             return None
-        persistent = [self._find_median(key) for key in set.intersection(*(set(comparison) for comparison in self._comparisons))]
+        persistent = [self._find_median_comparison(key) for key in set.intersection(*(set(comparison) for comparison in self._comparisons))]
         if any((each.node, each.phase) == self._reported for each in persistent):
             return None
         if persistent:
             worst = max(persistent, key=lambda each: each.slowdown)
             self._reported = worst.node, worst.phase
             return StragglerReport(
-                worst, _format_message(worst, [each.rank for each in persistent if (each.node, each.phase) == self._reported])
+                worst, _format_straggler_message(worst, [each.rank for each in persistent if (each.node, each.phase) == self._reported])
             )
         if self._reported and not any(
             (each.node, each.phase) == self._reported for comparison in self._comparisons for each in comparison.values()
@@ -111,11 +111,11 @@ class StragglerDetector:
             return StragglerReport(None, f"{node} is no longer a straggler")
         return None
 
-    def _find_median(self, key: tuple[int, str]) -> Straggler:
+    def _find_median_comparison(self, key: tuple[int, str]) -> Straggler:
         """Return the comparison of a rank and phase with the median slowdown."""
         return sorted((comparison[key] for comparison in self._comparisons), key=lambda each: each.slowdown)[len(self._comparisons) // 2]
 
 
-def _format_message(worst: Straggler, ranks: Sequence[int]) -> str:
+def _format_straggler_message(worst: Straggler, ranks: Sequence[int]) -> str:
     ranks_text = f"rank {worst.rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
     return f"{ranks_text} on {worst.node}: other ranks wait, a step takes {worst.slowdown:.0%} longer, since {_CAUSE_BY_PHASE[worst.phase]}"

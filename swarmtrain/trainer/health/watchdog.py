@@ -107,19 +107,19 @@ class Watchdog:
                 and number is not None
                 and self._elapsed_seconds > (limit if self._stop_requested else _UNREQUESTED_FACTOR * limit)
             ):
-                self._terminate(number)
+                self._terminate_hung_rank(number)
 
     def _read_signals(self) -> None:
         """Read pending signals from the wakeup file descriptor, to which the interpreter writes them even if the main thread is blocked."""
         with suppress(BlockingIOError):
             self._stop_requested |= signal.SIGTERM in os.read(self._wakeup_read_fd, 64)
 
-    def _terminate(self, number: int) -> None:
+    def _terminate_hung_rank(self, number: int) -> None:
         frames = traceback.extract_stack(sys._current_frames()[self._main_thread_id])
         slowdown = self._elapsed_seconds / sorted(self._recent_step_seconds)[len(self._recent_step_seconds) // 2]
         error = (
             f"hangs in step {number}, for {self._elapsed_seconds:.0f} s, {slowdown:,.0f} "
-            f"times the usual step time, in {_format_location(frames)}"
+            f"times the usual step time, in {_format_code_location(frames)}"
         )
         sys.stderr.write(f"rank {self._runtime.rank} {error}\n")
         sys.stderr.flush()
@@ -137,11 +137,11 @@ class Watchdog:
                 "world": build_world_key(os.environ),
             }
             with suppress(CoordinatorError):
-                CoordinatorClient(runtime.coordinator_address).post(
+                CoordinatorClient(runtime.coordinator_address).post_event(
                     Event(EVENT_FAILURE, {**rank_fields, "error": error, "exit_code": 1, "traceback": trace})
                 )
 
 
-def _format_location(frames: traceback.StackSummary) -> str:
+def _format_code_location(frames: traceback.StackSummary) -> str:
     frame = frames[-1]
     return f"{frame.name}, {os.path.basename(frame.filename)} line {frame.lineno}"  # noqa: PTH119  # no file is accessed

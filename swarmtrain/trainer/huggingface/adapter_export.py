@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from swarmtrain.config.huggingface_config import find_family
+from swarmtrain.config.huggingface_config import find_model_family
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.export import writing_atomically
+from swarmtrain.trainer.huggingface.export import write_folder_atomically
 from swarmtrain.trainer.huggingface.names import TensorMapping
 from swarmtrain.trainer.model.peft import LORA_KEY
 from swarmtrain.trainer.model.transformer import Transformer
@@ -40,7 +40,7 @@ def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dic
     if conflicts := [name for name, is_set in also_trained.items() if is_set]:
         reason = f"may have trained parameters other than LoRA: {conflicts[0]} is set"
         raise CheckpointError(reason, place=str(checkpoint.path), hint="omit --adapter to write the whole model")
-    model_family = find_family(architecture)
+    model_family = find_model_family(architecture)
     sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}
     mapping = TensorMapping(model_family, architecture, {name: size for name, size in sizes.items() if LORA_KEY not in name})
     our_names: dict[str, str] = {}
@@ -68,7 +68,7 @@ def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dic
         "target_modules": sorted({theirs.split(".lora_")[0].rpartition(".")[2] for theirs in our_names}),
         "inference_mode": True,
     }
-    with writing_atomically(output) as staging:
+    with write_folder_atomically(output) as staging:
         (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         file = "adapter_model.safetensors"
         safetensors.write_tensors(

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from swarmtrain.config.files import describe_os_error
-from swarmtrain.config.huggingface_config import build_config_json, find_family
+from swarmtrain.config.huggingface_config import build_config_json, find_model_family
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
 from swarmtrain.trainer.huggingface import safetensors, sentence_transformers
 from swarmtrain.trainer.huggingface.names import TensorMapping
-from swarmtrain.trainer.model.peft import LORA_KEY, is_added_parameter
+from swarmtrain.trainer.model.peft import LORA_KEY, is_peft_parameter
 from swarmtrain.trainer.model.peft.lora import merge_lora_weight
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize.progress import ProgressBar
@@ -44,12 +44,12 @@ def export_checkpoint(
     tokenizer_files = _find_tokenizer_files(tokenizer) if tokenizer else []
     checkpoint = consolidated.find_checkpoint(source, base)
     architecture = checkpoint.config.transformer_architecture
-    model_family = find_family(architecture)
-    sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_added_parameter(name)}
-    export_dtype = safetensors.parse_dtype(dtype) or checkpoint.find_dtype(next(iter(sizes)))
+    model_family = find_model_family(architecture)
+    sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_peft_parameter(name)}
+    export_dtype = safetensors.parse_dtype(dtype) or checkpoint.find_parameter_dtype(next(iter(sizes)))
     mapping = TensorMapping(model_family, architecture, sizes)
-    specs = {their_name: safetensors.TensorSpec(export_dtype, mapping.compute_size(their_name)) for their_name in mapping.sources}
-    files = _split_into_files(specs, shard_bytes)
+    specs = {their_name: safetensors.TensorSpec(export_dtype, mapping.compute_tensor_shape(their_name)) for their_name in mapping.sources}
+    files = _split_tensors_into_files(specs, shard_bytes)
     progress_bar = ProgressBar("", sum(spec.nbytes for spec in specs.values()), verb="writing")
 
     def build_tensor(their_name: str) -> Tensor:
@@ -59,7 +59,7 @@ def export_checkpoint(
             their_name, [_load_merged_parameter(checkpoint, name, sizes[name]) for name in mapping.sources[their_name]]
         )
 
-    with writing_atomically(output) as staging:
+    with write_folder_atomically(output) as staging:
         (staging / "config.json").write_text(
             json.dumps(build_config_json(architecture, str(export_dtype).removeprefix("torch.")), indent=2) + "\n"
         )
@@ -90,7 +90,7 @@ def export_checkpoint(
 
 
 @contextmanager
-def writing_atomically(output: Path) -> Iterator[Path]:
+def write_folder_atomically(output: Path) -> Iterator[Path]:
     """Context manager that yields a staging folder, which is renamed to `output` if the body succeeds, and removed otherwise.
 
     Raises CheckpointError if `output` exists or cannot be written.
@@ -144,7 +144,7 @@ def _choose_pad_token(tokenizer: Path, architecture: TransformerArchitectureConf
     return {"pad_token": special_tokens[0]} if special_tokens and architecture.embedding_head_config else {}
 
 
-def _split_into_files(specs: Mapping[str, safetensors.TensorSpec], max_bytes: int) -> dict[str, dict[str, safetensors.TensorSpec]]:
+def _split_tensors_into_files(specs: Mapping[str, safetensors.TensorSpec], max_bytes: int) -> dict[str, dict[str, safetensors.TensorSpec]]:
     """Return the tensors of each file, by file name. `max_bytes`: maximum bytes of tensors in a file."""
     files: list[dict[str, safetensors.TensorSpec]] = [{}]
     for name, spec in specs.items():

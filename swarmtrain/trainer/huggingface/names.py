@@ -82,7 +82,7 @@ class TensorMapping:
         self.sources: dict[str, list[str]] = {}
         """For each tensor of the family, the swarmtrain parameters that it consists of: one, or query, key and value."""
         for name in sizes:
-            self.sources.setdefault(self._map_name(name), []).append(name)
+            self.sources.setdefault(self._map_parameter_name(name), []).append(name)
         self._locations = {
             name: (their_name, index) for their_name, our_names in self.sources.items() for index, name in enumerate(our_names)
         }
@@ -107,7 +107,7 @@ class TensorMapping:
         their_name, _ = self._locations[name]
         return their_name if len(self.sources[their_name]) == 1 and not self._is_transposed(their_name) else None
 
-    def compute_size(self, their_name: str) -> tuple[int, ...]:
+    def compute_tensor_shape(self, their_name: str) -> tuple[int, ...]:
         """Return the shape of the family's tensor `their_name`."""
         rows, *columns = zip(*(self._sizes[name] for name in self.sources[their_name]), strict=True)
         fused_size = (sum(rows), *(dimension[0] for dimension in columns))
@@ -135,7 +135,7 @@ class TensorMapping:
         """Return whether the family stores the tensor `their_name` transposed."""
         return self._transposes and their_name.startswith(self._names.layer_prefix) and len(self._sizes[self.sources[their_name][0]]) > 1
 
-    def _map_name(self, name: str) -> str:
+    def _map_parameter_name(self, name: str) -> str:
         module, _, suffix = name.rpartition(".")
         if not module.startswith("blocks."):
             return f"{self._names.top_level[module]}.{suffix}"
@@ -143,6 +143,6 @@ class TensorMapping:
         return f"{self._names.layer_prefix}.{layer}.{self._names.per_layer[layer_module]}.{suffix}"
 
 
-def exclude_buffers(names: Iterable[str]) -> list[str]:
+def exclude_buffer_names(names: Iterable[str]) -> list[str]:
     """Return `names` without the names of computed buffers that some models save."""
     return [name for name in names if not name.endswith(_BUFFER_SUFFIXES)]

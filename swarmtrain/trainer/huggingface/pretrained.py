@@ -18,7 +18,7 @@ from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.names import TensorMapping, exclude_buffers
+from swarmtrain.trainer.huggingface.names import TensorMapping, exclude_buffer_names
 
 CONFIG_FILE, _INDEX_FILE, _SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_SHOWN_DIFFERENCES = 4
@@ -38,7 +38,7 @@ _UNCOMPARED_PREFIXES = (
 """Prefixes of architecture fields that are not compared: they do not change the parameters, or are compared separately."""
 
 
-def open_parameters(
+def build_parameter_loader(
     folder: Path, architecture: TransformerArchitectureConfig, sizes: Mapping[str, torch.Size]
 ) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that loads full parameters by name: views of the files in `folder`, in the dtype of the files.
@@ -49,36 +49,38 @@ def open_parameters(
     try:
         values, place = read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)
         loaded_architecture = huggingface_config.read_architecture(values, place)
-        if mismatches := find_differences(loaded_architecture, architecture):
+        if mismatches := find_architecture_differences(loaded_architecture, architecture):
             raise IncompatibleCheckpoint(
                 f"is a different model: {'; '.join(mismatches)}",
                 place=f"config trainer.init_from {folder}",
                 hint=f"copy transformer_architecture from the output of: swarmtrain import {place}",
             )
-        mapping = TensorMapping(huggingface_config.identify_family(values, place), architecture, sizes)
+        mapping = TensorMapping(huggingface_config.read_model_family(values, place), architecture, sizes)
     except CheckpointError:
         raise
     except SwarmtrainError as error:
         raise IncompatibleCheckpoint(error.message, place=error.place, hint=error.hint) from None
     tensors = _add_base_prefix(_read_tensors(folder), mapping.base_prefix)
-    _check_tensors(folder, tensors, mapping, headless=architecture.has_tied_embeddings or architecture.embedding_head_config is not None)
+    _check_tensor_names_and_shapes(
+        folder, tensors, mapping, headless=architecture.has_tied_embeddings or architecture.embedding_head_config is not None
+    )
     return lambda name, _: mapping.extract_parameter(name, tensors)
 
 
-def compute_fingerprint(folder: Path) -> str:
+def compute_model_fingerprint(folder: Path) -> str:
     """Return a digest of the model in `folder`: of its config, and of the header, size and last bytes of each tensor file."""
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-    for path in _find_files(folder):
-        digest.update(safetensors.read_signature(path))
+    for path in _find_safetensors_files(folder):
+        digest.update(safetensors.read_fingerprint_bytes(path))
     return digest.hexdigest()
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors in all files in `folder`, by name. Raises CheckpointError if a file cannot be read."""
-    return {name: tensor for path in _find_files(folder) for name, tensor in safetensors.read_tensors(path).items()}
+    return {name: tensor for path in _find_safetensors_files(folder) for name, tensor in safetensors.read_tensors(path).items()}
 
 
-def _find_files(folder: Path) -> list[Path]:
+def _find_safetensors_files(folder: Path) -> list[Path]:
     """Return the paths of the safetensors files in `folder`. Raises CheckpointError if there are none."""
     if (folder / _INDEX_FILE).exists():
         index = read_json(folder / _INDEX_FILE).get("weight_map")
@@ -108,7 +110,9 @@ def _add_base_prefix(tensors: Mapping[str, Tensor], base_prefix: str) -> Mapping
     )
 
 
-def find_differences(loaded_architecture: TransformerArchitectureConfig, architecture: TransformerArchitectureConfig) -> list[str]:
+def find_architecture_differences(
+    loaded_architecture: TransformerArchitectureConfig, architecture: TransformerArchitectureConfig
+) -> list[str]:
     """Return a description of each difference between two architectures, with both values."""
     pairs = {
         name: (getattr(loaded_architecture, name), getattr(architecture, name))
@@ -129,13 +133,13 @@ def find_differences(loaded_architecture: TransformerArchitectureConfig, archite
     ]
 
 
-def _check_tensors(folder: Path, tensors: Mapping[str, Tensor], mapping: TensorMapping, *, headless: bool) -> None:
+def _check_tensor_names_and_shapes(folder: Path, tensors: Mapping[str, Tensor], mapping: TensorMapping, *, headless: bool) -> None:
     """Raise IncompatibleCheckpoint if names or shapes of the tensors differ from those that the mapping expects.
 
     `headless`: the head's tensor is optional.
     """
-    expected = {their_name: mapping.compute_size(their_name) for their_name in mapping.sources}
-    extra = set(exclude_buffers(tensors)) - expected.keys() - ({mapping.head_name} if headless else set())
+    expected = {their_name: mapping.compute_tensor_shape(their_name) for their_name in mapping.sources}
+    extra = set(exclude_buffer_names(tensors)) - expected.keys() - ({mapping.head_name} if headless else set())
     mismatches = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     mismatches += [f"{name} is unexpected" for name in sorted(extra)]
     sizes = [(name, tuple(tensors[name].shape), size) for name, size in expected.items() if name in tensors]

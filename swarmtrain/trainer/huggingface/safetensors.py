@@ -83,7 +83,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
-def read_signature(path: Path) -> bytes:
+def read_fingerprint_bytes(path: Path) -> bytes:
     """Return bytes that identify a safetensors file: its size, header and last bytes. Raises CheckpointError if it cannot be read."""
     try:
         with path.open("rb") as file:

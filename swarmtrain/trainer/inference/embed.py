@@ -83,7 +83,7 @@ def embed_documents(
     order = sorted(range(len(documents)), key=lambda number: -len(documents[number].tokens))
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
-        rows = [_build_row(documents[number], model.architecture.sequence_length) for number in numbers]
+        rows = [_build_inputs_and_targets(documents[number], model.architecture.sequence_length) for number in numbers]
         inputs, targets = (pad_sequence(list(each), batch_first=True, padding_value=IGNORE_INDEX) for each in zip(*rows, strict=True))
         vectors |= zip(numbers, model(inputs.clamp_min(0).to(device), targets.to(device)).cpu(), strict=True)
         progress_bar.update(sum(len(documents[number].tokens) for number in numbers), len(numbers))
@@ -94,7 +94,7 @@ def embed_documents(
     return torch.stack([vectors[number] for number in range(len(documents))])
 
 
-def _build_row(document: Document, max_length: int) -> tuple[Tensor, Tensor]:
+def _build_inputs_and_targets(document: Document, max_length: int) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets of a document, truncated to `max_length` tokens.
 
     Targets are IGNORE_INDEX where the loss mask is 0.

@@ -13,7 +13,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer.cli_exit import handle_cli_errors
 from swarmtrain.trainer.data.samples import open_data
-from swarmtrain.trainer.huggingface.pretrained import find_differences
+from swarmtrain.trainer.huggingface.pretrained import find_architecture_differences
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.model.transformer import Transformer
@@ -51,7 +51,7 @@ def _evaluate_tasks(options: Mapping[str, Any]) -> None:
         )
         if runtime.is_rank_zero:
             report = {"model": str(model.path), "step": model.step, "results": results["results"]}
-            sys.stdout.write(f"{json.dumps(report) if options['json'] else lm_eval_harness.format_table(results)}\n")
+            sys.stdout.write(f"{json.dumps(report) if options['json'] else lm_eval_harness.format_results_table(results)}\n")
 
 
 def _resolve_model_folder(options: Mapping[str, Any], config: Config) -> Path:
@@ -67,7 +67,7 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         model_source.open_model(_resolve_model_folder(options, config), config.trainer.init_from),
         config.transformer_architecture,
     )
-    mismatches = find_differences(model.architecture, architecture)
+    mismatches = find_architecture_differences(model.architecture, architecture)
     adapter_fields = [
         (name, getattr(model.architecture, name), getattr(architecture, name))
         for name in sorted({*model.architecture.peft_fields, *architecture.peft_fields})
@@ -101,10 +101,10 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
                 report["perplexity"] = math.exp(validation.loss)
             if validation.accuracy is not None:
                 report["accuracy"] = validation.accuracy
-            sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_result(report, objective.loss_unit)}\n")
+            sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_validation_result(report, objective.loss_unit)}\n")
 
 
-def _format_result(report: Mapping[str, Any], unit: str) -> str:
+def _format_validation_result(report: Mapping[str, Any], unit: str) -> str:
     step = "" if report["step"] is None else f" at step {report['step']}"
     units = f"nats per {unit}" + (f", perplexity {report['perplexity']:.2f}" if "perplexity" in report else "")
     units += f", accuracy {report['accuracy']:.1%}" if "accuracy" in report else ""

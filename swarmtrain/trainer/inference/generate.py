@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.inference.kv_cache import CachedPrefix, caching_key_values
+from swarmtrain.trainer.inference.kv_cache import CachedPrefix, enable_kv_cache
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.runtime import derive_seed
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
@@ -92,7 +92,7 @@ def generate_tokens(
         documents = (torch.arange(longest, device=device) >= document_starts).long()
     generators = [torch.Generator().manual_seed(derive_seed(sampling_params.seed, number)) for number in range(len(prompts))]
     finished = [False] * len(prompts)
-    with caching_key_values(model, longest + max(token_budgets)) if use_cache else nullcontext(CachedPrefix()) as prefix:
+    with enable_kv_cache(model, longest + max(token_budgets)) if use_cache else nullcontext(CachedPrefix()) as prefix:
         for token_count in range(1, max(token_budgets) + 1):
             logits = gather_logits(model.compute_next_token_logits(tokens, documents)).float().cpu()
             if not logits.isfinite().all():

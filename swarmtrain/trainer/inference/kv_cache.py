@@ -48,7 +48,7 @@ class _LayerCache:
 
 
 @contextmanager
-def caching_key_values(model: Transformer, capacity: int) -> Iterator[CachedPrefix]:
+def enable_kv_cache(model: Transformer, capacity: int) -> Iterator[CachedPrefix]:
     """Context manager that adds a KV cache to `model`, for up to `capacity` tokens per sequence.
 
     It yields the CachedPrefix, whose `cached_length` the caller updates after each forward pass.

@@ -147,7 +147,7 @@ def _build_task_manager(tasks: Sequence[str], task_folder: Path | None) -> TaskM
     return local_manager if local_manager and set(tasks) <= set(local_manager.all_subtasks) else TaskManager(include_path=task_folder)
 
 
-def format_table(results: dict[str, Any]) -> str:
+def format_results_table(results: dict[str, Any]) -> str:
     """Return `results` formatted as the harness's own table."""
     text: str = make_table(results)
     return text

@@ -76,7 +76,7 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
         sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}
         tokenizer_path = path / "tokenizer.json"
         names = (str(tokenizer_path),) if tokenizer_path.exists() else _list_byte_tokenizers(architecture)
-        return ModelSource(path, None, architecture, pretrained.open_parameters(path, architecture, sizes), names)
+        return ModelSource(path, None, architecture, pretrained.build_parameter_loader(path, architecture, sizes), names)
     if not path.is_dir():
         raise CheckpointError(
             "is not a folder", place=str(path), hint="pass a run's save_dir, a checkpoint, or a folder with a config.json"
@@ -88,21 +88,21 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
         checkpoint.manifest.step,
         config.transformer_architecture,
         checkpoint.load_parameter,
-        find_tokenizers(config),
-        _find_end_token(config),
+        list_tokenizer_candidates(config),
+        _read_recorded_end_token(config),
     )
 
 
-def find_tokenizers(config: Config) -> tuple[str, ...]:
+def list_tokenizer_candidates(config: Config) -> tuple[str, ...]:
     """Return candidates for the tokenizer of the config's data, the most likely first: paths, or BYTE_TOKENIZER."""
     recorded = [name for prefix in config.data.data_prefixes if (name := _find_recorded_tokenizer(prefix))]
     return (*recorded, *_list_byte_tokenizers(config.transformer_architecture))
 
 
-def _find_end_token(config: Config) -> int | None:
+def _read_recorded_end_token(config: Config) -> int | None:
     for prefix in config.data.data_prefixes[:1]:
         with suppress(OSError, ValueError, LookupError, TypeError):
-            token = json.loads(formats.build_file_path(prefix, "meta.json").read_text())["prepared"]["end_token"]
+            token = json.loads(formats.build_token_file_path(prefix, "meta.json").read_text())["prepared"]["end_token"]
             return None if token is None else int(token)
     return None
 
@@ -114,7 +114,7 @@ def _list_byte_tokenizers(architecture: TransformerArchitectureConfig) -> tuple[
 def _find_recorded_tokenizer(prefix: Path) -> str | None:
     """Return the tokenizer that `data tokenize` has recorded in the token files; None if none is recorded, or if it has changed since."""
     try:
-        recorded = json.loads(formats.build_file_path(prefix, "meta.json").read_text())["prepared"]["tokenizer"]
+        recorded = json.loads(formats.build_token_file_path(prefix, "meta.json").read_text())["prepared"]["tokenizer"]
         return str(recorded["name"]) if tokenizer_backends.open_tokenizer(recorded["name"]).sha256 == recorded["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError, TrainingError):
         return None

@@ -10,7 +10,7 @@ from swarmtrain import distributed_env
 from swarmtrain.config import Config
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.forward_backward import autocast
+from swarmtrain.trainer.forward_backward import build_autocast_context
 from swarmtrain.trainer.inference.model_source import ModelSource
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import ParallelModel, parallelize
@@ -46,5 +46,5 @@ def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> I
         transformer.initial_value = model.load_parameter
         parallel_model = parallelize(transformer, runtime)
         parallel_model.local_model.eval()
-        with autocast(runtime):
+        with build_autocast_context(runtime):
             yield parallel_model, runtime

@@ -26,19 +26,19 @@ class TextStream:
         self.text = self._tokenizer.decode(self.tokens)
         if stop_positions := [position for stop in self._stop_texts if (position := self.text.find(stop)) >= 0]:
             self.text, self.stopped = self.text[: min(stop_positions)], True
-            return self._emit_until(len(self.text))
+            return self._emit_text_until(len(self.text))
         certain_length = len(self.text.rstrip(_REPLACEMENT_CHARACTER))
-        return self._emit_until(certain_length - self._count_partial_stop(self.text[:certain_length]))
+        return self._emit_text_until(certain_length - self._count_partial_stop_characters(self.text[:certain_length]))
 
     def flush_text(self) -> str:
         """Return the remaining text that was not returned yet."""
-        return self._emit_until(len(self.text))
+        return self._emit_text_until(len(self.text))
 
-    def _emit_until(self, end: int) -> str:
+    def _emit_text_until(self, end: int) -> str:
         new_text, self._emitted_length = self.text[self._emitted_length : end], max(self._emitted_length, end)
         return new_text
 
-    def _count_partial_stop(self, text: str) -> int:
+    def _count_partial_stop_characters(self, text: str) -> int:
         """Return the number of characters at the end of `text` that may be the beginning of a stop text."""
         lengths = (length for stop in self._stop_texts for length in range(1, len(stop)) if text.endswith(stop[:length]))
         return max(lengths, default=0)

@@ -6,7 +6,7 @@ import torch
 
 from swarmtrain.config.schema.trainer import SamplingConfig
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.forward_backward import autocast
+from swarmtrain.trainer.forward_backward import build_autocast_context
 from swarmtrain.trainer.health.step_timer import VALIDATION, StepTimer
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.generate import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
@@ -48,7 +48,7 @@ class TrainingSampler:
         gather_logits, completions = build_logits_gather(self._model.mesh.tensor_group), []
         local.eval()
         # Compiling would specialize for each text length.
-        with timer.phase(VALIDATION), autocast(self._runtime), torch.compiler.set_stance("force_eager"):
+        with timer.time_phase(VALIDATION), build_autocast_context(self._runtime), torch.compiler.set_stance("force_eager"):
             for prompt in self._prompts:  # one by one: for prompts of different lengths the model would have to separate documents
                 sampled = generate_tokens(
                     local, [prompt], sampling_params, max_tokens=config.max_tokens, end_tokens=self._end_tokens, gather_logits=gather_logits
@@ -62,7 +62,7 @@ class TrainingSampler:
 
     def _encode_prompts(self, config: SamplingConfig) -> tuple[list[list[int]], set[int]]:
         architecture, place = self._runtime.config.transformer_architecture, "config trainer.sampling_config"
-        tokenizer_names = (config.tokenizer,) if config.tokenizer else model_source.find_tokenizers(self._runtime.config)
+        tokenizer_names = (config.tokenizer,) if config.tokenizer else model_source.list_tokenizer_candidates(self._runtime.config)
         self._tokenizer = encoder = model_source.open_model_tokenizer(
             tokenizer_names, architecture, place, "trainer.sampling_config.tokenizer"
         )

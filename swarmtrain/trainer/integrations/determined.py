@@ -50,7 +50,7 @@ class DeterminedTrial:
         """
         return (
             EXIT_PLANNED
-            if not distributed_env.is_determined_trial(os.environ) or not collectives.run_on_rank_zero(self._send_acknowledgment)
+            if not distributed_env.is_determined_trial(os.environ) or not collectives.run_on_rank_zero(self._send_preemption_acknowledgment)
             else 0
         )
 
@@ -63,9 +63,9 @@ class DeterminedTrial:
             return
         step, metrics = values["step"], {name: value for name, value in values.items() if name != "step" and value is not None}
         if "validation_loss" in metrics:
-            self._try_reporting(lambda: self._context.train.report_validation_metrics(step, metrics))
+            self._try_reporting_metrics(lambda: self._context.train.report_validation_metrics(step, metrics))
         elif step % self._log_interval == 0 or step == self._total_steps:
-            self._try_reporting(lambda: self._context.train.report_training_metrics(step, metrics))
+            self._try_reporting_metrics(lambda: self._context.train.report_training_metrics(step, metrics))
 
     def close(self) -> None:
         """Send pending metrics, for at most 30 s, and disconnect."""
@@ -87,7 +87,7 @@ class DeterminedTrial:
             self._context.start()
         except Exception as error:  # whatever its client raises
             raise TrainingError(str(error), place="Determined trial", hint="make its master reachable from the container") from error
-        threading.Thread(target=self._try_reporting, args=(self._poll_preemption,), daemon=True).start()
+        threading.Thread(target=self._try_reporting_metrics, args=(self._poll_preemption,), daemon=True).start()
 
     def _poll_preemption(self) -> None:
         """Wait until the Determined master requests preemption.
@@ -98,18 +98,18 @@ class DeterminedTrial:
             time.sleep(_POLL_SECONDS)
         self._preemption_requested = True
 
-    def _send_acknowledgment(self) -> bool:
+    def _send_preemption_acknowledgment(self) -> bool:
         return self._preemption_requested and self._run_with_timeout(self._context.preempt.acknowledge_preemption_signal)
 
     def _run_with_timeout(self, action: Callable[[], object]) -> bool:
         """Run `action` in a thread, and wait for at most 30 s. Return whether it succeeded."""
         outcomes: list[bool] = []
-        thread = threading.Thread(target=lambda: outcomes.append(self._try_reporting(action)), daemon=True)
+        thread = threading.Thread(target=lambda: outcomes.append(self._try_reporting_metrics(action)), daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_SECONDS)
         return outcomes == [True]
 
-    def _try_reporting(self, action: Callable[[], object]) -> bool:
+    def _try_reporting_metrics(self, action: Callable[[], object]) -> bool:
         try:
             action()
         except Exception as error:  # noqa: BLE001  # whatever its client raises: training continues

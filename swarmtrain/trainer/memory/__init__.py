@@ -59,7 +59,7 @@ def estimate_memory(config: Config, world_size: int) -> list[RankMemoryEstimate]
     of ranks does not match the config, or if the step cannot be simulated.
     """
     pipe_size = config.topology.pipeline_parallel_size
-    return [_estimate_rank(config, world_size, pipe_rank * world_size // pipe_size) for pipe_rank in range(pipe_size)]
+    return [_estimate_rank_memory(config, world_size, pipe_rank * world_size // pipe_size) for pipe_rank in range(pipe_size)]
 
 
 def suggest_memory_savings(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], list[RankMemoryEstimate]]]:
@@ -79,42 +79,44 @@ def suggest_memory_savings(config: Config, world_size: int) -> Iterator[tuple[tu
         yield tuple(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()), estimates
 
 
-def _estimate_rank(config: Config, world_size: int, rank: int) -> RankMemoryEstimate:
+def _estimate_rank_memory(config: Config, world_size: int, rank: int) -> RankMemoryEstimate:
     topology = config.topology
     try:
         micro_batches = topology.assign_micro_batches(world_size)[0]
     except ValueError as error:
         hint = "set the number of ranks with --ranks"
         raise SwarmtrainError(str(error), place="config topology", hint=hint) from None
-    stages = tuple(range(rank * topology.pipeline_parallel_size // world_size, topology.pipeline_stages, topology.pipeline_parallel_size))
+    stages = tuple(
+        range(rank * topology.pipeline_parallel_size // world_size, topology.pipeline_stage_count, topology.pipeline_parallel_size)
+    )
     max_micro_batches = (
         _STEADY_MICRO_BATCHES if topology.pipeline_parallel_size == 1 else _STEADY_MICRO_BATCHES * topology.pipeline_parallel_size
     )
     if micro_batches <= max_micro_batches:
-        return _simulate_rank(config, world_size, rank, stages)
-    longer_estimate = _simulate_rank(_limit_micro_batches(config, world_size, max_micro_batches), world_size, rank, stages)
+        return _simulate_rank_memory(config, world_size, rank, stages)
+    longer_estimate = _simulate_rank_memory(_set_micro_batches_per_replica(config, world_size, max_micro_batches), world_size, rank, stages)
     if topology.pipeline_parallel_size == 1:
         return longer_estimate
     # A pipeline keeps buffers for each micro batch of a step, so it is simulated for two lengths and extrapolated.
-    shorter_estimate = _simulate_rank(
-        _limit_micro_batches(config, world_size, max_micro_batches - topology.pipeline_parallel_size), world_size, rank, stages
+    shorter_estimate = _simulate_rank_memory(
+        _set_micro_batches_per_replica(config, world_size, max_micro_batches - topology.pipeline_parallel_size), world_size, rank, stages
     )
     rounds = (micro_batches - max_micro_batches) / topology.pipeline_parallel_size
     breakdown = {
-        kind: _extrapolate_linearly(shorter_estimate.breakdown.get(kind, 0), longer_estimate.breakdown.get(kind, 0), rounds)
+        kind: _extrapolate_memory_linearly(shorter_estimate.breakdown.get(kind, 0), longer_estimate.breakdown.get(kind, 0), rounds)
         for kind in AllocationKind
     }
-    peak = _extrapolate_linearly(shorter_estimate.peak, longer_estimate.peak, rounds)
+    peak = _extrapolate_memory_linearly(shorter_estimate.peak, longer_estimate.peak, rounds)
     return RankMemoryEstimate(
         rank, stages, longer_estimate.startup_peak, peak, {kind: byte_count for kind, byte_count in breakdown.items() if byte_count}
     )
 
 
-def _extrapolate_linearly(before: int, after: int, rounds: float) -> int:
+def _extrapolate_memory_linearly(before: int, after: int, rounds: float) -> int:
     return round(after + (after - before) * rounds)
 
 
-def _simulate_rank(config: Config, world_size: int, rank: int, stages: tuple[int, ...]) -> RankMemoryEstimate:
+def _simulate_rank_memory(config: Config, world_size: int, rank: int, stages: tuple[int, ...]) -> RankMemoryEstimate:
     try:
         startup, peak = simulate_memory_peaks(config, world_size, rank)
     except SwarmtrainError:
@@ -129,7 +131,7 @@ def _simulate_rank(config: Config, world_size: int, rank: int, stages: tuple[int
     return RankMemoryEstimate(rank, stages, startup.size, peak.size, peak.breakdown)
 
 
-def _limit_micro_batches(config: Config, world_size: int, micro_batches: int) -> Config:
+def _set_micro_batches_per_replica(config: Config, world_size: int, micro_batches: int) -> Config:
     """Return `config` with a global batch size of `micro_batches` micro batches per replica."""
     topology = config.topology
     global_batch_size = micro_batches * topology.compute_data_parallel_size(world_size) * topology.samples_per_micro_batch

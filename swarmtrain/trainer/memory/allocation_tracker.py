@@ -73,7 +73,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
                 self._register_storage(tensor)
         if func is torch.ops.c10d.recv_.default:
-            self.assign_kind(args[0], AllocationKind.pipeline_buffers)
+            self.assign_allocation_kind(args[0], AllocationKind.pipeline_buffers)
         return out
 
     @contextmanager
@@ -86,7 +86,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             result = original_resize(storage, size)
             if (storage_id := self._storage_ids.get(storage._cdata)) is not None:
                 self._kinds[storage_id] = AllocationKind.gathered_parameters  # only fully_shard resizes storages
-                self._record_size(storage_id, storage.nbytes())
+                self._record_storage_size(storage_id, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # not an operation, so it is not dispatched
@@ -97,13 +97,13 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             torch.UntypedStorage.resize_ = original_resize  # type: ignore[method-assign]
 
     @contextmanager
-    def in_phase(self, phase: AllocationKind | None) -> Iterator[None]:
+    def attribute_allocations_to_phase(self, phase: AllocationKind | None) -> Iterator[None]:
         """Context manager that attributes allocations to `phase`; None: to the forward or backward pass."""
         previous_phase, self._phase = self._phase, phase
         yield
         self._phase = previous_phase
 
-    def assign_kind(self, tensors: Iterable[Tensor | None], kind: AllocationKind) -> None:
+    def assign_allocation_kind(self, tensors: Iterable[Tensor | None], kind: AllocationKind) -> None:
         """Set the purpose of the storages of `tensors` to `kind`."""
         for tensor in tensors:
             if tensor is not None:
@@ -113,14 +113,14 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         """Attribute each gradient of `parameters` to gradients when a backward pass has computed it."""
         for parameter in (candidate for candidate in parameters if candidate.requires_grad):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda made: self.assign_kind([made.grad], AllocationKind.gradients)
+                lambda made: self.assign_allocation_kind([made.grad], AllocationKind.gradients)
             )
 
-    def mark_position(self) -> int:
+    def get_ledger_position(self) -> int:
         """Return the current position in the ledger, to be passed to `find_peak`."""
         return len(self._changes)
 
-    def find_peak(self, since: int = 0, until: int | None = None) -> MemoryPeak:
+    def find_memory_peak(self, since: int = 0, until: int | None = None) -> MemoryPeak:
         """Return the peak between the ledger positions `since` and `until`; None: to the end."""
         current, highest, peak_position = 0, -1, 0
         for position, (_, change) in enumerate(self._changes[:until], 1):
@@ -138,21 +138,21 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         key = storage._cdata
         if key not in self._storage_ids:
             storage_id = self._storage_ids[key] = len(self._kinds)
-            self._kinds.append(self._infer_kind(tensor))
-            self._record_size(storage_id, storage.nbytes())
+            self._kinds.append(self._infer_allocation_kind(tensor))
+            self._record_storage_size(storage_id, storage.nbytes())
             self._storage_refs[key] = weakref.ref(storage, lambda _: self._release_storage(key))
         return self._storage_ids[key]
 
     def _release_storage(self, key: int) -> None:
         del self._storage_refs[key]
-        self._record_size(self._storage_ids.pop(key), 0)
+        self._record_storage_size(self._storage_ids.pop(key), 0)
 
-    def _record_size(self, storage_id: int, size: int) -> None:
+    def _record_storage_size(self, storage_id: int, size: int) -> None:
         previous_size = self._sizes.get(storage_id, 0)
         self._sizes[storage_id] = size
         self._changes.append((storage_id, size - previous_size))
 
-    def _infer_kind(self, tensor: Tensor) -> AllocationKind:
+    def _infer_allocation_kind(self, tensor: Tensor) -> AllocationKind:
         if self._phase is AllocationKind.startup:
             return AllocationKind.startup
         if self._has_fp64_sums and tensor.dtype is torch.float64 and tensor.dim():

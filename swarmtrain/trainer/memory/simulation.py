@@ -50,15 +50,15 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
         vocabulary_size=architecture.vocab_size // config.topology.tensor_parallel_size,
         has_fp64_sums=architecture.precision is Precision.float32,
     )
-    with _entering_fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), tracker.track_allocations():
+    with _enter_fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), tracker.track_allocations():
         model = parallelize(Transformer(architecture, config.trainer.seed), runtime)
         if isinstance(model.wrapped_model, DdpModel):
             model.wrapped_model._ddp.reducer = _StaticBucketReducer(model.wrapped_model._ddp.reducer)  # type: ignore[assignment]  # it delegates everything else
         optimizer = _TrackedOptimizer(model, config, tracker)
-        startup_end = tracker.mark_position()
-        with tracker.in_phase(None):
+        startup_end = tracker.get_ledger_position()
+        with tracker.attribute_allocations_to_phase(None):
             train_step(runtime, model, optimizer, _SyntheticSamples(config), position=0, number=1, stop=StopFlag())
-        return tracker.find_peak(0, startup_end), tracker.find_peak(startup_end)
+        return tracker.find_memory_peak(0, startup_end), tracker.find_memory_peak(startup_end)
 
 
 class _TrackedOptimizer(Optimizer):
@@ -67,17 +67,17 @@ class _TrackedOptimizer(Optimizer):
     def __init__(self, model: ParallelModel, config: Config, tracker: AllocationTracker) -> None:
         super().__init__(model, config)
         self._tracker = tracker
-        tracker.assign_kind([*model.local_model.buffers(), *model.parameters.values()], AllocationKind.parameters)
-        tracker.assign_kind(self.collect_state_tensors().values(), AllocationKind.optimizer_state)
+        tracker.assign_allocation_kind([*model.local_model.buffers(), *model.parameters.values()], AllocationKind.parameters)
+        tracker.assign_allocation_kind(self.collect_state_tensors().values(), AllocationKind.optimizer_state)
         tracker.track_gradients(model.local_model.parameters())
 
     def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
-        self._tracker.assign_kind([parameter.grad for parameter in self.parameters.values()], AllocationKind.gradients)
-        with self._tracker.in_phase(AllocationKind.optimizer_step):
+        self._tracker.assign_allocation_kind([parameter.grad for parameter in self.parameters.values()], AllocationKind.gradients)
+        with self._tracker.attribute_allocations_to_phase(AllocationKind.optimizer_step):
             return super().prepare_step(number, *extra_scalars)
 
     def step(self, number: int) -> OptimizerUpdate:
-        with self._tracker.in_phase(AllocationKind.optimizer_step):
+        with self._tracker.attribute_allocations_to_phase(AllocationKind.optimizer_step):
             return super().step(number)
 
 
@@ -98,7 +98,7 @@ class _SyntheticSamples(TokenDataset):
     def count_loss_tokens(self, ids: Sized) -> int:
         return self.rows_per_sample * len(ids) * self.sequence_length
 
-    def load(self, ids: Ids) -> TokenBatch:
+    def load_samples(self, ids: Ids) -> TokenBatch:
         tensors: list[Tensor] = [torch.zeros((self.rows_per_sample * len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
         return TokenBatch(tensors[0], tensors[1], tensors[2] if self._has_documents else None)
 
@@ -120,13 +120,13 @@ class _StaticBucketReducer:
 
 
 @contextmanager
-def _entering_fake_world(rank: int, world_size: int) -> Iterator[None]:
+def _enter_fake_world(rank: int, world_size: int) -> Iterator[None]:
     """Context manager in which this process is `rank` of `world_size` ranks, of which no other exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
             warnings.catch_warnings(action="ignore"),
-            _patching(_with_real_tensors, (mesh, "build_mesh"), *((DeviceMesh, name) for name in _MESH_METHODS)),
+            _patch_functions(_wrap_with_real_tensors, (mesh, "build_mesh"), *((DeviceMesh, name) for name in _MESH_METHODS)),
         ):
             yield
     finally:
@@ -139,7 +139,7 @@ _MESH_METHODS = "__init__", "__getitem__", "get_coordinate"
 """Methods of DeviceMesh that compute with tensor values, so they need real tensors."""
 
 
-def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     def call_with_real_tensors(*args: Any, **options: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **options)
@@ -148,7 +148,7 @@ def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _patching(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *targets: tuple[Any, str]) -> Iterator[None]:
+def _patch_functions(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *targets: tuple[Any, str]) -> Iterator[None]:
     originals = [vars(owner).get(name) for owner, name in targets]
     for owner, name in targets:
         setattr(owner, name, wrap(getattr(owner, name)))

@@ -22,12 +22,12 @@ from swarmtrain.trainer.health.rank_timing import RankTiming
 from swarmtrain.trainer.health.stragglers import StragglerDetector, find_slow_ranks
 from swarmtrain.trainer.integrations.determined import DeterminedTrial
 from swarmtrain.trainer.metrics import flops
-from swarmtrain.trainer.metrics.audit_log import finite_or_none
+from swarmtrain.trainer.metrics.audit_log import replace_non_finite
 from swarmtrain.trainer.metrics.event_poster import EventPoster
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample
-from swarmtrain.trainer.metrics.sinks.jsonl import append_missing_step
+from swarmtrain.trainer.metrics.sinks.jsonl import append_missing_step_metrics
 from swarmtrain.trainer.metrics.throughput import Throughput
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
@@ -95,13 +95,13 @@ class RunReporter:
         self._throughput = Throughput()
 
     def _report_environment(self, generation: int, model: ParallelModel) -> None:
-        report = run_report.gather_report(self._runtime, generation, model)
+        report = run_report.gather_run_report(self._runtime, generation, model)
         if not self._runtime.is_rank_zero:
             return
-        for line in run_report.format_log_lines(report):
+        for line in run_report.format_report_summary(report):
             LOG.info("%s", line)
         if folder := get_metrics_folder(self._runtime):
-            run_report.write_report(report, folder)
+            run_report.write_run_report(report, folder)
         for node, node_fields in run_report.summarize_nodes(report):
             self._post_event(protocol.EVENT_RUN_REPORT, node=node, **node_fields)
 
@@ -111,7 +111,7 @@ class RunReporter:
         self._throughput.record_step(result.loss_tokens)
         tokens_per_second, eta = self._throughput.tokens_per_second, self._throughput.estimate_seconds_left(self._total_steps - step)
         values = {
-            "loss": finite_or_none(result.loss),
+            "loss": replace_non_finite(result.loss),
             "learning_rate": update.learning_rate,
             "tokens_per_second": round(tokens_per_second, 1),
         }
@@ -144,7 +144,7 @@ class RunReporter:
                 "phases": phase_seconds,
                 "memory": self._memory_usage,
             }
-            self._poster.post_progress(Event(protocol.EVENT_PROGRESS, {**fields, "eta_seconds": round(eta, 1)}))
+            self._poster.queue_progress_event(Event(protocol.EVENT_PROGRESS, {**fields, "eta_seconds": round(eta, 1)}))
         if should_log or result.is_skipped:
             skip_reason = result.non_finite_reason or f"gradients overflow at loss scale {update.loss_scale or 1:g}"
             LOG.info(
@@ -166,13 +166,13 @@ class RunReporter:
         """Return the metrics of a step other than loss, learning rate and speed. Metrics that do not apply are omitted."""
         update, world_size = result.update, self._runtime.world_size
         extra_metrics: dict[str, Any] = {
-            "gradient_norm": finite_or_none(update.gradient_norm),
+            "gradient_norm": replace_non_finite(update.gradient_norm),
             "tflops": round(tokens_per_second * self._flops_per_token / 1e12, 4),
         }
         if result.accuracy is not None:
             extra_metrics["accuracy"] = result.accuracy
         if self._replica_count > 1:
-            extra_metrics["max_replica_loss"] = finite_or_none(result.max_replica_loss)
+            extra_metrics["max_replica_loss"] = replace_non_finite(result.max_replica_loss)
         if world_size > 1:
             extra_metrics["tokens_per_second_per_device"] = round(tokens_per_second / world_size, 1)
         if self._peak_flops:
@@ -193,12 +193,12 @@ class RunReporter:
             if slow_ranks
             else {"slowest_rank_slowdown": 0.0}
         )
-        if change := self._straggler_detector.update(slow_ranks):
+        if change := self._straggler_detector.add_comparison(slow_ranks):
             LOG.warning("%s", change.message)
             fields = asdict(change.straggler) if change.straggler else {"rank": None}
             self._post_event(protocol.EVENT_STRAGGLER, **fields, message=change.message)
 
-    def write_missing_step(self, step: int, result: StepResult | None) -> None:
+    def write_missing_step_metrics(self, step: int, result: StepResult | None) -> None:
         """Append the metrics line of `step`, which this rank has saved in a just-in-time checkpoint.
 
         Rank 0 may have died before it wrote the line. `result`: result of the last step on this rank; used if it is that of `step`.
@@ -207,11 +207,11 @@ class RunReporter:
         if folder and result and result.number == step:
             update = result.update
             values = {
-                "loss": finite_or_none(result.loss),
+                "loss": replace_non_finite(result.loss),
                 "learning_rate": update.learning_rate,
-                "gradient_norm": finite_or_none(update.gradient_norm),
+                "gradient_norm": replace_non_finite(update.gradient_norm),
             }
-            append_missing_step(folder, step, values)
+            append_missing_step_metrics(folder, step, values)
 
     def report_validation(self, step: int, result: ValidationResult) -> None:
         """Report the validation result after `step`."""
@@ -250,13 +250,13 @@ class RunReporter:
         LOG.info("stop requested: stops after step %d", step)
         return self._trial.acknowledge_preemption()
 
-    def report_finished(self, step: int, values: dict[str, Any]) -> None:
+    def report_training_finished(self, step: int, values: dict[str, Any]) -> None:
         """Report that training has finished at `step`, and its checkpoint is committed."""
         self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **values)
 
     def _post_event(self, kind: str, **data: Any) -> None:
         if self._poster:
-            self._poster.post(Event(kind, data))
+            self._poster.queue_event(Event(kind, data))
 
 
 def _format_accuracy(accuracy: float | None) -> str:

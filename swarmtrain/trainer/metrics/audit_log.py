@@ -29,17 +29,17 @@ class AuditLog:
             hint = "give the training user write access to it"
             raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.audit_dir", hint=hint) from None
 
-    def write(self, result: StepResult) -> None:
+    def write_step_record(self, result: StepResult) -> None:
         """Write this rank's sample ids in a step, the loss of the global batch, and whether the step was skipped."""
         if self._file is None:
             return
-        values = {"step": result.number, "samples": list(result.sample_ids), "loss": finite_or_none(result.loss)}
+        values = {"step": result.number, "samples": list(result.sample_ids), "loss": replace_non_finite(result.loss)}
         skipped = {"skipped": True} if result.is_skipped else {}
         self._file.write(json.dumps({**self._common_fields, **values, **skipped}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
-def finite_or_none(value: float) -> float | None:
+def replace_non_finite(value: float) -> float | None:
     """Return `value`; None if it is NaN/Inf, which JSON cannot represent."""
     return value if math.isfinite(value) else None

@@ -29,16 +29,16 @@ class EventPoster:
         self._latest_progress: Event | None = None
         self._close_deadline: float | None = None
         self._wake = threading.Condition()
-        self._thread = threading.Thread(target=self._post_until_closed, name="event-poster", daemon=True)
+        self._thread = threading.Thread(target=self._post_events_until_closed, name="event-poster", daemon=True)
         self._thread.start()
 
-    def post(self, event: Event) -> None:
+    def queue_event(self, event: Event) -> None:
         """Queue `event` for posting. It is kept until the coordinator has received it."""
         with self._wake:
             self._queue.append(event)
             self._wake.notify()
 
-    def post_progress(self, event: Event) -> None:
+    def queue_progress_event(self, event: Event) -> None:
         """Queue the progress event `event` for posting, replacing an earlier progress event that is still queued."""
         with self._wake:
             self._latest_progress = event
@@ -50,7 +50,7 @@ class EventPoster:
             self._wake.notify()
         self._thread.join(timeout + self._coordinator.timeout)
 
-    def _post_until_closed(self) -> None:
+    def _post_events_until_closed(self) -> None:
         while True:
             with self._wake:
                 if not self._queue and self._close_deadline is None:
@@ -58,24 +58,24 @@ class EventPoster:
                 deadline, latest, self._latest_progress = self._close_deadline, self._latest_progress, None
                 if latest is not None:
                     self._queue.append(latest)
-            if self._post_all() and deadline is not None:
+            if self._post_queued_events() and deadline is not None:
                 return
             if deadline is not None and time.monotonic() > deadline:
                 LOG.warning("coordinator %s: unreachable, %d events lost", self._coordinator.address, len(self._queue))
                 return
 
-    def _post_all(self) -> bool:
+    def _post_queued_events(self) -> bool:
         while self._queue:
             try:
-                self._coordinator.post(self._queue[0])
+                self._coordinator.post_event(self._queue[0])
             except CoordinatorError as error:
                 LOG.debug("%s", error)
-                self._drop_progress()
+                self._drop_progress_event()
                 time.sleep(_INTERVAL_SECONDS)
                 return False
             self._queue.popleft()
         return True
 
-    def _drop_progress(self) -> None:
+    def _drop_progress_event(self) -> None:
         with self._wake:
             self._queue = deque(event for event in self._queue if event.kind != "progress")

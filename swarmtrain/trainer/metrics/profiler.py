@@ -39,7 +39,7 @@ class TorchProfiler:
         self._steps_done = 0
         self._profiler: profile | None = None
 
-    def before_step(self) -> None:
+    def start_trace_if_due(self) -> None:
         """Start the profiler if the next step is the first warm-up step, or the first traced step without warm-up."""
         if self._active_steps and self._steps_done == self._start_step:
             self._profiler = self._create_profiler()
@@ -49,7 +49,7 @@ class TorchProfiler:
             elif self._config.memory_snapshot:
                 LOG.warning("profiler.memory_snapshot: there is no GPU here, and a snapshot of CPU memory is not available")
 
-    def after_step(self) -> None:
+    def write_trace_if_due(self) -> None:
         """Stop the profiler and write the trace if the step was the last traced step."""
         self._steps_done += 1
         if self._profiler:
@@ -87,13 +87,13 @@ class TorchProfiler:
             profiler.export_chrome_trace(str(self._trace_path))
             trace_path = _compress_file(self._trace_path) if self._trace_path.stat().st_size > _COMPRESS_ABOVE_BYTES else self._trace_path
             table_path = self._trace_path.with_name(f"{self._trace_path.name.partition('.')[0]}.txt")
-            table_path.write_text(self._format_table(profiler))
+            table_path.write_text(self._format_operator_table(profiler))
         except OSError as error:
             LOG.warning("%s: the trace cannot be written: %s", self._trace_path, describe_os_error(error))
         else:
             LOG.info("trace of %d steps: %s; operations by time: %s", self._active_steps, trace_path, table_path)
 
-    def _format_table(self, profiler: profile) -> str:
+    def _format_operator_table(self, profiler: profile) -> str:
         groups = profiler.key_averages(
             group_by_input_shape=self._config.record_shapes, group_by_stack_n=5 if self._config.with_stack else 0
         )

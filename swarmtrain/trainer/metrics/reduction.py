@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.audit_log import finite_or_none
+from swarmtrain.trainer.metrics.audit_log import replace_non_finite
 
 MetricValues = dict[str, "MetricValue"]
 """Metrics that one rank logs in one step, by name."""
@@ -41,7 +41,7 @@ class MetricValue:
         return MetricValue(self.value.flatten().tolist() if self.reduction is ReductionOp.cat else self.value.item(), self.reduction)
 
 
-def expand_metric(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
+def flatten_metric_results(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
     """Yield name and value of each metric that `value` contributes: several if `value` is a mapping or a metric with several results.
 
     Does not synchronize with the device. A tensor is cloned on its device, since the script may modify it afterwards. The `compute`
@@ -53,7 +53,7 @@ def expand_metric(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
         raw_value = compute()
     if isinstance(raw_value, Mapping):
         for key, item in raw_value.items():
-            yield from expand_metric(f"{name}.{key}", MetricValue(item, reduction))
+            yield from flatten_metric_results(f"{name}.{key}", MetricValue(item, reduction))
         return
     if isinstance(raw_value, Tensor):
         raw_value = raw_value.detach().clone()
@@ -62,9 +62,9 @@ def expand_metric(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
                 name, f"has {raw_value.numel()} elements", "reduce it to one value first, or use run.cat(...) for all of them"
             )
     elif reduction is ReductionOp.cat:
-        raw_value = [_to_number(name, each) for each in (raw_value if isinstance(raw_value, Sequence) else [raw_value])]
+        raw_value = [_convert_metric_to_number(name, each) for each in (raw_value if isinstance(raw_value, Sequence) else [raw_value])]
     else:
-        raw_value = _to_number(name, raw_value)
+        raw_value = _convert_metric_to_number(name, raw_value)
     yield name, MetricValue(raw_value, reduction)
 
 
@@ -90,7 +90,7 @@ _REDUCERS: dict[ReductionOp, Callable[[list[Any]], Any]] = {
 }
 
 
-def _to_number(name: str, value: Any) -> int | float:
+def _convert_metric_to_number(name: str, value: Any) -> int | float:
     if isinstance(value, int | float):
         return value
     try:
@@ -104,7 +104,7 @@ def _to_number(name: str, value: Any) -> int | float:
 def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_replace_non_finite(each) for each in value]
-    return finite_or_none(value) if isinstance(value, float) else value
+    return replace_non_finite(value) if isinstance(value, float) else value
 
 
 def _build_metric_error(name: str, message: str, hint: str) -> TrainingError:

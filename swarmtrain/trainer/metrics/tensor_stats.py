@@ -54,21 +54,21 @@ def needs_histogram(statistics: Collection[Statistic]) -> bool:
     return any(statistic in _QUANTILE_STATISTICS or "quantile" in statistic for statistic in statistics)
 
 
-def create_empty_columns(device: torch.device | None = None) -> Tensor:
+def create_empty_partial_statistics(device: torch.device | None = None) -> Tensor:
     """Return the row of columns for a tensor without values."""
     row = torch.zeros(COLUMN_COUNT, dtype=torch.float64, device=device)
     row[MAX:] = -math.inf
     return row
 
 
-def compute_columns(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def compute_partial_statistics(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the row of columns (COLUMN_COUNT) of `tensor`, in float64.
 
     `dtype`: precision to which its values are rounded when they are used.
     """
-    row = create_empty_columns(tensor.device)
+    row = create_empty_partial_statistics(tensor.device)
     for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK_SIZE):
-        row = merge_columns(row, _compute_chunk_columns(chunk, dtype)) if len(chunk) else row
+        row = merge_partial_statistics(row, _compute_chunk_statistics(chunk, dtype)) if len(chunk) else row
     return row
 
 
@@ -81,7 +81,7 @@ def compute_histogram(tensor: Tensor) -> Tensor:
     return histogram
 
 
-def merge_columns(first: Tensor, second: Tensor) -> Tensor:
+def merge_partial_statistics(first: Tensor, second: Tensor) -> Tensor:
     """Return the merged columns of two shards, or of several pairs of shards, row by row."""
     total = first + second
     total[..., MAX:] = torch.maximum(first[..., MAX:], second[..., MAX:])
@@ -109,7 +109,7 @@ def compute_statistics(row: Tensor, statistics: Collection[Statistic], histogram
     return {name: value if math.isfinite(value) else None for name, value in selected.items()}
 
 
-def _compute_chunk_columns(chunk: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute_chunk_statistics(chunk: Tensor, dtype: torch.dtype) -> Tensor:
     finite, cast = chunk.isfinite(), chunk.to(dtype)
     float64_values = torch.where(finite, chunk, 0).double()
     magnitude, number = float64_values.abs(), torch.clamp(finite.sum(), min=1)

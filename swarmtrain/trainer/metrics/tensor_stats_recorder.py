@@ -42,7 +42,7 @@ class TensorStatsRecorder:
         self._model, self._is_first_replica = model, model.mesh.device_mesh.get_local_rank("replica") == 0
         self._compute_dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision, torch.float32)
         self._file = MetricsFile(runtime.output_folder, resumed_step, "tensor-statistics.jsonl") if runtime.is_rank_zero else None
-        self._modules = {name: module for name, module in model.local_model.named_modules() if self._is_watched(name, module)}
+        self._modules = {name: module for name, module in model.local_model.named_modules() if self._is_watched_module(name, module)}
         self._statistics_by_key: dict[TensorKey, tuple[Statistic, ...]] = {}
         self._module_types = {
             name: kind for rank_types in collectives.all_gather_objects(self._list_module_types()) for name, kind in rank_types.items()
@@ -55,12 +55,12 @@ class TensorStatsRecorder:
                 if kind is TensorKind.gradients
                 else model.parameter_names
             ):
-                if statistics := self._find_statistics(name):
+                if statistics := self._find_configured_statistics(name):
                     self._statistics_by_key[kind, name] = statistics
         self._recorded_step: int | None = None
         self._hooks: list[Any] = []
 
-    def before_step(self, number: int) -> None:
+    def start_recording_if_due(self, number: int) -> None:
         """If step `number` is to be recorded, record the weights, and register hooks that record the outputs of modules."""
         if self._config is None or number % self._config.interval:
             return
@@ -68,12 +68,12 @@ class TensorStatsRecorder:
         self._columns_by_key: dict[TensorKey, Tensor] = {}
         self._histograms: dict[TensorKey, Tensor] = defaultdict(lambda: torch.zeros(tensor_stats.BIN_COUNT, dtype=torch.int64))
         for name, parameter in self._model.parameters.items():
-            self._add_shard(TensorKind.weights, name, parameter)
+            self._accumulate_primary_shard(TensorKind.weights, name, parameter)
         if any("activation" in kind for kind in self._config.kinds):
             for name, module in self._modules.items():
                 self._hooks.append(module.register_forward_hook(partial(self._record_activation, name)))
 
-    def after_backward(self) -> None:
+    def record_gradients(self) -> None:
         """Record the gradients, which are reduced but not yet clipped, and write the statistics of the step.
 
         Called by all ranks together.
@@ -85,18 +85,24 @@ class TensorStatsRecorder:
         self._hooks.clear()
         for name, parameter in self._model.parameters.items():
             if parameter.grad is not None:
-                self._add_shard(TensorKind.gradients, name, parameter.grad)
+                self._accumulate_primary_shard(TensorKind.gradients, name, parameter.grad)
         columns_by_rank = collectives.gather_to_rank_zero(
-            torch.stack([self._columns_by_key.get(key, tensor_stats.create_empty_columns()).cpu() for key in self._statistics_by_key])
+            torch.stack(
+                [self._columns_by_key.get(key, tensor_stats.create_empty_partial_statistics()).cpu() for key in self._statistics_by_key]
+            )
         )
-        rows = reduce(tensor_stats.merge_columns, columns_by_rank) if columns_by_rank else torch.empty(len(self._statistics_by_key), 0)
+        rows = (
+            reduce(tensor_stats.merge_partial_statistics, columns_by_rank)
+            if columns_by_rank
+            else torch.empty(len(self._statistics_by_key), 0)
+        )
         for row, (key, statistics) in zip(rows, self._statistics_by_key.items(), strict=True):
             histogram = None
             if tensor_stats.needs_histogram(statistics):
                 histogram = self._histograms[key].cpu()
                 dist.reduce(histogram, 0)
             if self._file and row[tensor_stats.COUNT]:
-                self._file.write(self._build_line(key, row, tensor_stats.compute_statistics(row, statistics, histogram)))
+                self._file.write(self._build_statistics_line(key, row, tensor_stats.compute_statistics(row, statistics, histogram)))
         self._recorded_step = None
 
     def close(self) -> None:
@@ -104,7 +110,7 @@ class TensorStatsRecorder:
         if self._config and self._file:
             self._file.close()
 
-    def _build_line(self, key: TensorKey, row: Tensor, statistics: dict[str, Any]) -> dict[str, Any]:
+    def _build_statistics_line(self, key: TensorKey, row: Tensor, statistics: dict[str, Any]) -> dict[str, Any]:
         kind, name = key
         line: dict[str, Any] = {"step": self._recorded_step, "name": name, "kind": str(kind)}
         if self._config and self._config.include_module_type:
@@ -118,29 +124,31 @@ class TensorStatsRecorder:
         """
         if not isinstance(output, Tensor) or not output.is_floating_point() or torch._C._current_graph_task_id() != -1:
             return
-        self._accumulate_tensor(TensorKind.activations, name, output)
+        self._accumulate_tensor_statistics(TensorKind.activations, name, output)
         if output.requires_grad and (TensorKind.activation_gradients, name) in self._statistics_by_key:
             output.register_hook(partial(self._record_activation_gradient, name))  # type: ignore[no-untyped-call]  # not typed in torch
 
     def _record_activation_gradient(self, name: str, gradient: Tensor) -> None:
-        self._accumulate_tensor(TensorKind.activation_gradients, name, gradient)
+        self._accumulate_tensor_statistics(TensorKind.activation_gradients, name, gradient)
 
-    def _add_shard(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
+    def _accumulate_primary_shard(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
         if self._is_first_replica and self._model.shard_layout.is_primary_copy(name):
-            self._accumulate_tensor(kind, name, tensor)
+            self._accumulate_tensor_statistics(kind, name, tensor)
 
     @torch.no_grad()
-    def _accumulate_tensor(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
+    def _accumulate_tensor_statistics(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
         key = kind, name
         if key not in self._statistics_by_key:
             return
         local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        row = tensor_stats.compute_columns(local_tensor, self._compute_dtype)
-        self._columns_by_key[key] = tensor_stats.merge_columns(self._columns_by_key[key], row) if key in self._columns_by_key else row
+        row = tensor_stats.compute_partial_statistics(local_tensor, self._compute_dtype)
+        self._columns_by_key[key] = (
+            tensor_stats.merge_partial_statistics(self._columns_by_key[key], row) if key in self._columns_by_key else row
+        )
         if tensor_stats.needs_histogram(self._statistics_by_key[key]):
             self._histograms[key] += tensor_stats.compute_histogram(local_tensor).cpu()
 
-    def _find_statistics(self, name: str) -> tuple[Statistic, ...]:
+    def _find_configured_statistics(self, name: str) -> tuple[Statistic, ...]:
         """Return the statistics configured for the module or parameter `name`; empty if there are none.
 
         A parameter is matched by its own name or by its module's name.
@@ -152,7 +160,7 @@ class TensorStatsRecorder:
     def _list_module_types(self) -> dict[str, str]:
         return {name: _get_module_type(module) for name, module in self._modules.items()}
 
-    def _is_watched(self, name: str, module: nn.Module) -> bool:
+    def _is_watched_module(self, name: str, module: nn.Module) -> bool:
         """Return whether a module exists in the unsharded model and has parameters on this rank."""
         return bool(name) and "parametrizations" not in name and next(module.parameters(), None) is not None
 

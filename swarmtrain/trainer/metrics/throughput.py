@@ -21,12 +21,12 @@ class Throughput:
     @property
     def tokens_per_second(self) -> float:
         """Loss tokens per second, summed over all ranks."""
-        return (self._marks[-1][1] - self._marks[0][1]) / self._seconds
+        return (self._marks[-1][1] - self._marks[0][1]) / self._elapsed_seconds
 
     def estimate_seconds_left(self, steps_left: int) -> float:
         """Return the estimated time in seconds for `steps_left` steps."""
-        return steps_left * self._seconds / max(1, len(self._marks) - 1)
+        return steps_left * self._elapsed_seconds / max(1, len(self._marks) - 1)
 
     @property
-    def _seconds(self) -> float:
+    def _elapsed_seconds(self) -> float:
         return max(1e-9, self._marks[-1][0] - self._marks[0][0])

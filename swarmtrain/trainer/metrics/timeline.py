@@ -67,16 +67,16 @@ class TimelineRecorder:
         self._steps_received = 0
         self._spans: list[tuple[int, str, tuple[int, ...], float, float]] = []
         if self._step_count:
-            timer.listener = self._receive_step
-            self._anchor = self._record_anchor()
+            timer.listener = self._receive_step_phases
+            self._anchor = self._record_clock_anchor()
 
-    def after_step(self, number: int) -> None:
+    def record_step_end(self, number: int) -> None:
         """Record that step `number` has ended. Called by all ranks together."""
         if not self._step_count:
             return
         self._step_numbers.append(number)
         if len(self._step_numbers) == self._start_step - 1:
-            self._anchor = self._record_anchor()  # the error of a GPU's clock grows with the age of the anchor
+            self._anchor = self._record_clock_anchor()  # the error of a GPU's clock grows with the age of the anchor
         elif len(self._step_numbers) > self._start_step + self._step_count:  # a GPU's timestamps of the last step are known one step later
             self.close()
 
@@ -107,7 +107,7 @@ class TimelineRecorder:
         else:
             LOG.info("timeline of %d ranks: %s, accurate to %.0f µs", len(timelines), path, _find_max_clock_error(timelines) * 1e6)
 
-    def _record_anchor(self) -> tuple[Mark, float]:
+    def _record_clock_anchor(self) -> tuple[Mark, float]:
         """Return a timestamp of the step timer, and the host clock's time in seconds at that moment."""
         if self._runtime.device.type != "cuda":
             return 0.0, 0.0
@@ -116,7 +116,7 @@ class TimelineRecorder:
         torch.cuda.synchronize()
         return event, time.perf_counter()
 
-    def _receive_step(self, phases: Sequence[PhaseKey], marks: Sequence[Mark]) -> None:
+    def _receive_step_phases(self, phases: Sequence[PhaseKey], marks: Sequence[Mark]) -> None:
         step_index, self._steps_received = self._steps_received, self._steps_received + 1
         if not self._start_step <= step_index < self._start_step + self._step_count:
             return
@@ -130,12 +130,12 @@ class TimelineRecorder:
 def build_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:
     """Return `timelines`, in rank order, in the Trace Event Format of Chrome and Perfetto."""
     nodes = list(dict.fromkeys(timeline.node for timeline in timelines))
-    events = [_build_name_event("process", pid, None, node) for pid, node in enumerate(nodes)]
+    events = [_build_name_metadata_event("process", pid, None, node) for pid, node in enumerate(nodes)]
     start = min((span.start_seconds for timeline in timelines for span in timeline.spans), default=0.0)
     for rank, timeline in enumerate(timelines):
         pid = nodes.index(timeline.node)
         events += [
-            _build_name_event("thread", pid, rank, f"rank {rank}: {timeline.coordinates}"),
+            _build_name_metadata_event("thread", pid, rank, f"rank {rank}: {timeline.coordinates}"),
             *_build_step_events(timeline, start, {"pid": pid, "tid": rank}),
         ]
     return {
@@ -154,7 +154,7 @@ def _build_step_events(timeline: RankTimeline, start: float, thread_ids: dict[st
             index_args = dict(zip(("micro_batch", "stage"), span.indices, strict=False))
             yield {
                 "ph": "X",
-                "name": _format_title(span),
+                "name": _format_span_title(span),
                 "cat": span.phase,
                 "ts": (span.start_seconds - start) * 1e6,
                 "dur": span.seconds * 1e6,
@@ -163,13 +163,13 @@ def _build_step_events(timeline: RankTimeline, start: float, thread_ids: dict[st
             }
 
 
-def _format_title(span: PhaseSpan) -> str:
+def _format_span_title(span: PhaseSpan) -> str:
     if span.indices:
         return f"{span.phase} {span.indices[0]}"
     return "waits for other stages" if span.phase == BACKWARD else span.phase
 
 
-def _build_name_event(kind: str, pid: int, tid: int | None, name: str) -> dict[str, Any]:
+def _build_name_metadata_event(kind: str, pid: int, tid: int | None, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": f"{kind}_name", "pid": pid, **({} if tid is None else {"tid": tid}), "args": {"name": name}}
 
 

@@ -69,8 +69,8 @@ class Attention(nn.Module):
             attended = self._compute_attention(query, key, value, masks, None)
         else:
             score_scale, output_scale = self.umup_scales
-            query, key, value = (umup.scale_values(heads, 1.0, output_scale) for heads in (query, key, value))
-            attended = umup.scale_values(self._compute_attention(query, key, value, masks, score_scale), output_scale)
+            query, key, value = (umup.scale_values_and_gradients(heads, 1.0, output_scale) for heads in (query, key, value))
+            attended = umup.scale_values_and_gradients(self._compute_attention(query, key, value, masks, score_scale), output_scale)
         return self.lora.forward_with_lora("output", self.output, attended.transpose(1, 2).flatten(2), noise)
 
     def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:

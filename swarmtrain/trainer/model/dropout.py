@@ -27,7 +27,7 @@ _SEED_AND_FIRST_SAMPLE: ContextVar[tuple[int, int]] = ContextVar("seed, and the 
 
 
 @contextmanager
-def seeded_dropout(seed: int, first_sample: int) -> Iterator[None]:
+def seed_dropout(seed: int, first_sample: int) -> Iterator[None]:
     """Context manager for a forward pass: set the seed of its dropout, and the number of its first sample in the step.
 
     `seed` is derived from the step; samples are numbered from `first_sample` on.

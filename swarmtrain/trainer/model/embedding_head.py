@@ -34,12 +34,12 @@ class EmbeddingHead(nn.Module):
         hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-            vectors = (self._compute_weights(targets, hidden.dtype)[:, None] @ hidden).squeeze(1)
+            vectors = (self._compute_pooling_weights(targets, hidden.dtype)[:, None] @ hidden).squeeze(1)
             for number, projection in enumerate(self.projections):
                 vectors = projection(functional.gelu(vectors) if number else vectors)
             return functional.normalize(vectors, dim=-1)
 
-    def _compute_weights(self, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def _compute_pooling_weights(self, targets: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the pooling weight of each token (texts, sequence).
 
         The weights of a text sum to 1, or to 0 if all its targets are IGNORE_INDEX.

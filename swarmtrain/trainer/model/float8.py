@@ -60,7 +60,7 @@ def build_recipe(config: FP8LinearConfig, *, emulate: bool) -> Float8Recipe:
     `emulate`: multiply the rounded values in float32.
     """
     forward, grad_input, grad_weight = (
-        _resolve_dtypes(each) for each in (config.dtypes_forward, config.dtypes_grad_input, config.dtypes_grad_weight)
+        _resolve_operand_dtypes(each) for each in (config.dtypes_forward, config.dtypes_grad_input, config.dtypes_grad_weight)
     )
     swapped = grad_weight and (grad_weight[1], grad_weight[0])  # rows of the weight are outputs, so the gradient is the left operand here
     return Float8Recipe(forward, grad_input, swapped, config.scaling is FP8Scaling.rowwise, emulate)
@@ -81,7 +81,7 @@ def compute_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: F
 
 def check_float8_support(architecture: TransformerArchitectureConfig, device: torch.device) -> None:
     """Raise TrainingError if `architecture` needs float8 products and `device` does not support them."""
-    if not architecture.float8_layers or architecture.fp8_emulate or _has_float8(device):
+    if not architecture.float8_layers or architecture.fp8_emulate or _has_float8_support(device):
         return
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise TrainingError(
@@ -179,14 +179,14 @@ def _dequantize_values(values: Tensor | Float8Tensor, dtype: torch.dtype) -> Ten
     return values.to(dtype) if isinstance(values, Tensor) else values.data.to(dtype) * values.scale.to(dtype)
 
 
-def _resolve_dtypes(config: FP8MatmulConfig | None) -> OperandDtypes | None:
+def _resolve_operand_dtypes(config: FP8MatmulConfig | None) -> OperandDtypes | None:
     dtypes = {FP8DType.e4m3: torch.float8_e4m3fn, FP8DType.e5m2: torch.float8_e5m2}
     if _is_mi300():
         dtypes = {FP8DType.e4m3: torch.float8_e4m3fnuz, FP8DType.e5m2: torch.float8_e5m2fnuz}
     return (dtypes[config.left_dtype], dtypes[config.right_dtype]) if config else None
 
 
-def _has_float8(device: torch.device) -> bool:
+def _has_float8_support(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if torch.version.hip:

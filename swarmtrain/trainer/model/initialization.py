@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model.peft import is_added_parameter
+from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.runtime import derive_seed
 
 _INIT_STD = 0.02
@@ -35,10 +35,10 @@ class ParameterInitializer:
         """Return the initial value of the full parameter `name` with shape `size`, in float32 on the CPU."""
         if len(size) < 2:
             return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
-        if is_added_parameter(name) and name.endswith((".b.weight", ".up_projection.weight")):
+        if is_peft_parameter(name) and name.endswith((".b.weight", ".up_projection.weight")):
             return torch.zeros(size)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, name))
-        if is_added_parameter(name):
+        if is_peft_parameter(name):
             return torch.empty(size).normal_(0, (3 * size[1]) ** -0.5, generator=generator)
         if self.architecture.umup.enable:
             return torch.empty(size).normal_(generator=generator)

@@ -119,7 +119,9 @@ def compute_attention(query: Tensor, key: Tensor, value: Tensor, mask: Attention
     """
     enable_gqa = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):
-        attended: Tensor = _compile_cached(flex_attention)(query, key, value, block_mask=mask, scale=how.scale, enable_gqa=enable_gqa)
+        attended: Tensor = _compile_function_cached(flex_attention)(
+            query, key, value, block_mask=mask, scale=how.scale, enable_gqa=enable_gqa
+        )
         return attended
     if enable_gqa and not _can_use_gqa(query, mask):
         repeats = query.shape[1] // key.shape[1]
@@ -142,5 +144,5 @@ def _build_block_mask(mask_mod: MaskMod, batch_size: int, size: tuple[int, int],
 
 
 @cache
-def _compile_cached(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_function_cached(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)

@@ -51,8 +51,8 @@ class Mlp(nn.Module):
 
     def _apply_unit_scaled_gelu(self, up: Tensor, multiplier: float) -> Tensor:
         scale = umup.compute_gelu_scale(multiplier)
-        activated = functional.gelu(multiplier * umup.scale_values(up, 1.0, scale), approximate=self.approximate)
-        return umup.scale_values(activated / multiplier, scale)
+        activated = functional.gelu(multiplier * umup.scale_values_and_gradients(up, 1.0, scale), approximate=self.approximate)
+        return umup.scale_values_and_gradients(activated / multiplier, scale)
 
 
 class SwiGlu(nn.Module):
@@ -88,5 +88,5 @@ class SwiGlu(nn.Module):
 
 def _apply_unit_scaled_swiglu(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
     scale = umup.compute_swiglu_scale(multiplier)
-    gate, up = (umup.scale_values(values, 1.0, scale) for values in (gate, up))
-    return umup.scale_values(functional.silu(multiplier * gate) * up / multiplier, scale)
+    gate, up = (umup.scale_values_and_gradients(values, 1.0, scale) for values in (gate, up))
+    return umup.scale_values_and_gradients(functional.silu(multiplier * gate) * up / multiplier, scale)

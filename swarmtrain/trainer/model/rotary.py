@@ -89,23 +89,23 @@ class _ApplyRotary(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor, position_type: PositionType) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.position_type = position_type
-        return _rotate_pairs(heads, cosine, sine, position_type, 1)
+        return _rotate_dimension_pairs(heads, cosine, sine, position_type, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _rotate_pairs(gradient, cosine, sine, ctx.position_type, -1), None, None, None
+        return _rotate_dimension_pairs(gradient, cosine, sine, ctx.position_type, -1), None, None, None
 
 
-def _rotate_pairs(heads: Tensor, cosine: Tensor, sine: Tensor, position_type: PositionType, direction: int) -> Tensor:
+def _rotate_dimension_pairs(heads: Tensor, cosine: Tensor, sine: Tensor, position_type: PositionType, direction: int) -> Tensor:
     rotated, pairs = heads * cosine, sine.shape[-1]
-    (first_output, second_output), (first, second) = (_split_pairs(values, pairs, position_type) for values in (rotated, heads))
+    (first_output, second_output), (first, second) = (_split_dimension_pairs(values, pairs, position_type) for values in (rotated, heads))
     first_output.addcmul_(second, sine, value=-direction)
     second_output.addcmul_(first, sine, value=direction)
     return rotated
 
 
-def _split_pairs(heads: Tensor, pairs: int, position_type: PositionType) -> tuple[Tensor, Tensor]:
+def _split_dimension_pairs(heads: Tensor, pairs: int, position_type: PositionType) -> tuple[Tensor, Tensor]:
     """Return the first and the second dimensions of all pairs, as views of `heads`: (…, pairs) each."""
     if position_type is PositionType.rotary_complex:
         return heads[..., : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2]

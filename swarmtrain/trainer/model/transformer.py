@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
         if positions is not None and targets is not None:
             targets = targets[:, positions]
-        hidden = self._compute_hidden(tokens, length, documents, positions)
+        hidden = self._compute_hidden_states(tokens, length, documents, positions)
         if targets is None:
             logits: Tensor = self.head(hidden)
             return logits
@@ -152,10 +152,10 @@ class Transformer(nn.Module):
         length = self._infer_sequence_length(tokens)
         positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
         with self.objective.generating_text(self):
-            logits: Tensor = self.head(self._compute_hidden(tokens, length, documents, positions)[:, -1:])
+            logits: Tensor = self.head(self._compute_hidden_states(tokens, length, documents, positions)[:, -1:])
         return logits[:, -1]
 
-    def _compute_hidden(self, tokens: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> Tensor:
+    def _compute_hidden_states(self, tokens: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> Tensor:
         """Return the input of the head (batch, sequence, hidden size).
 
         `positions`: positions of this rank's tokens in sequences of `length` tokens; None: all tokens.
@@ -288,10 +288,12 @@ class TransformerBlock(nn.Module):
         (attention_branch, attention_stream), (mlp_branch, mlp_stream) = self.scales
         # A branch's factor applies to its output in the forward pass and to its input's gradient in the backward pass: inside, the scale is
         # one.
-        hidden = hidden * attention_stream + umup.scale_values(
-            self._run_attention(umup.scale_values(hidden, 1.0, attention_branch), context), attention_branch
+        hidden = hidden * attention_stream + umup.scale_values_and_gradients(
+            self._run_attention(umup.scale_values_and_gradients(hidden, 1.0, attention_branch), context), attention_branch
         )
-        return hidden * mlp_stream + umup.scale_values(self._run_mlp(umup.scale_values(hidden, 1.0, mlp_branch), context), mlp_branch)
+        return hidden * mlp_stream + umup.scale_values_and_gradients(
+            self._run_mlp(umup.scale_values_and_gradients(hidden, 1.0, mlp_branch), context), mlp_branch
+        )
 
     def _run_attention(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         # By keyword: tensor parallelism transforms positional arguments.

@@ -23,7 +23,7 @@ LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Computes a linear layer's output from its input, weight and bias."""
 
 
-def scale_values(values: Tensor, forward: float = 1.0, backward: float = 1.0) -> Tensor:
+def scale_values_and_gradients(values: Tensor, forward: float = 1.0, backward: float = 1.0) -> Tensor:
     """Return `values` x `forward`. In the backward pass the gradient is multiplied by `backward`, not by `forward`."""
     result: Tensor = _ScaleForwardBackward.apply(values, forward, backward)  # type: ignore[no-untyped-call]  # torch's own is not typed
     return result
@@ -40,7 +40,11 @@ class UnitScaledLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         output_scale, gradient_scale = self.scales
-        return self.multiply(scale_values(input, output_scale, gradient_scale), scale_values(self.weight, 1.0, 1 / output_scale), self.bias)
+        return self.multiply(
+            scale_values_and_gradients(input, output_scale, gradient_scale),
+            scale_values_and_gradients(self.weight, 1.0, 1 / output_scale),
+            self.bias,
+        )
 
 
 class UnitScaledHead(UnitScaledLinear):
@@ -53,7 +57,7 @@ class UnitScaledHead(UnitScaledLinear):
         self.loss_gradient_scale = architecture.vocab_size / (architecture.vocab_size - 1) ** 0.5
 
     def forward(self, input: Tensor) -> Tensor:
-        return scale_values(super().forward(input), 1.0, self.loss_gradient_scale)
+        return scale_values_and_gradients(super().forward(input), 1.0, self.loss_gradient_scale)
 
 
 class _ScaleForwardBackward(torch.autograd.Function):
@@ -84,7 +88,7 @@ def compute_attention_scales(architecture: TransformerArchitectureConfig) -> tup
     multiplier = architecture.umup.attn_mult
     sharpness = 1 / (1 + 4 * architecture.head_size / multiplier**2)
     length = max(2, architecture.sequence_length)
-    std = _interpolate_log(sharpness, (math.log(length) / length) ** 0.5, 1.0)
+    std = _compute_log_interpolation(sharpness, (math.log(length) / length) ** 0.5, 1.0)
     return multiplier / architecture.head_size, (1 - architecture.dropout_attention_probs) ** 0.5 / std
 
 
@@ -93,7 +97,7 @@ def compute_gelu_scale(multiplier: float) -> float:
 
     This function lies between x / 2 (small multiplier) and max(x, 0) (large multiplier).
     """
-    return _interpolate_log(1 / (1 + 0.25 / multiplier**2), 2.0, (2 / (1 - 1 / math.pi)) ** 0.5)
+    return _compute_log_interpolation(1 / (1 + 0.25 / multiplier**2), 2.0, (2 / (1 - 1 / math.pi)) ** 0.5)
 
 
 def compute_swiglu_scale(multiplier: float) -> float:
@@ -101,7 +105,7 @@ def compute_swiglu_scale(multiplier: float) -> float:
 
     This function lies between x y / 2 (small multiplier) and x max(y, 0) (large multiplier).
     """
-    return 1 / _interpolate_log(1 / (1 + 1 / multiplier**2), 0.5, 0.5**0.5)
+    return 1 / _compute_log_interpolation(1 / (1 + 1 / multiplier**2), 0.5, 0.5**0.5)
 
 
 def compute_residual_scales(architecture: TransformerArchitectureConfig, layer: int) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -111,13 +115,13 @@ def compute_residual_scales(architecture: TransformerArchitectureConfig, layer: 
     without these factors.
     """
     mlp = architecture.umup.residual_mult * (2 / (1 + architecture.umup.residual_attn_ratio**2)) ** 0.5
-    variances = [multiplier**2 / count_branches(architecture) for multiplier in (architecture.umup.residual_attn_ratio * mlp, mlp)]
+    variances = [multiplier**2 / count_residual_branches(architecture) for multiplier in (architecture.umup.residual_attn_ratio * mlp, mlp)]
     stream_variance = 1 + layer * sum(variances)
     attention, feed_forward = variances[0] / stream_variance, variances[1] / (stream_variance + variances[0])
     return _compute_residual_weights(attention), _compute_residual_weights(feed_forward)
 
 
-def count_branches(architecture: TransformerArchitectureConfig) -> int:
+def count_residual_branches(architecture: TransformerArchitectureConfig) -> int:
     """Return the number of residual branches by which u-muP divides the variance of each branch."""
     return architecture.num_layers * (1 if architecture.umup.normalize_depth_to_num_layers else 2)
 
@@ -130,13 +134,13 @@ def compute_lr_multiplier(name: str, size: torch.Size, architecture: Transformer
         return float(size[1] ** -0.5)
     if not name.startswith("blocks."):
         return 1.0
-    return float(count_branches(architecture) ** -0.5 * (size[1] ** -0.5 if len(size) > 1 else 1.0))
+    return float(count_residual_branches(architecture) ** -0.5 * (size[1] ** -0.5 if len(size) > 1 else 1.0))
 
 
 def _compute_residual_weights(ratio: float) -> tuple[float, float]:
     return (ratio / (ratio + 1)) ** 0.5, (1 / (ratio + 1)) ** 0.5
 
 
-def _interpolate_log(fraction: float, low: float, high: float) -> float:
+def _compute_log_interpolation(fraction: float, low: float, high: float) -> float:
     """Return the geometric interpolation between `low` (fraction 0) and `high` (fraction 1)."""
     return math.exp(fraction * math.log(high) + (1 - fraction) * math.log(low))

@@ -28,7 +28,7 @@ from swarmtrain.trainer.optim.loss_scaler import LossScaler
 from swarmtrain.trainer.optim.lr_schedule import compute_learning_rate
 from swarmtrain.trainer.optim.muon import Muon
 from swarmtrain.trainer.optim.param_groups import ParameterGroup
-from swarmtrain.trainer.optim.update_rules import AdamW, Sgd, UpdateRule, require_gradient
+from swarmtrain.trainer.optim.update_rules import AdamW, Sgd, UpdateRule, get_gradient_or_raise
 from swarmtrain.trainer.parallel import EMBEDDING_WEIGHT, ParallelModel
 
 
@@ -68,7 +68,7 @@ class Optimizer:
         self._max_gradient_norm = config.optimizer.gradient_clipping
         self._total_steps = config.trainer.train_iterations
         self._loss_scaler = loss_scaler.build_loss_scaler(config)
-        self._frozen_rows = _find_frozen_rows(model, config)
+        self._frozen_rows = _build_frozen_row_masks(model, config)
         self._update_rules = [each for group in self.param_groups for each in _build_update_rules(group, model, config, self._frozen_rows)]
         self._prepared_update: OptimizerUpdate | None = None
         self.last_step = 0
@@ -78,7 +78,7 @@ class Optimizer:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale, which is the value to differentiate; `loss` itself without loss scaling."""
-        return loss * self._loss_scaler.current.factor if self._loss_scaler else loss
+        return loss * self._loss_scaler.current_state.factor if self._loss_scaler else loss
 
     @property
     def is_prepared(self) -> bool:
@@ -97,12 +97,12 @@ class Optimizer:
 
         Raises TrainingError if gradients are non-finite at the lowest loss scale.
         """
-        self._zero_frozen_rows()
-        gradients = {name: require_gradient(parameter) for name, parameter in self.parameters.items()}
-        loss_scale = self._loss_scaler.current.factor if self._loss_scaler else None
+        self._zero_frozen_row_gradients()
+        gradients = {name: get_gradient_or_raise(parameter) for name, parameter in self.parameters.items()}
+        loss_scale = self._loss_scaler.current_state.factor if self._loss_scaler else None
         if self._loss_scaler:
             loss_scaler.unscale_gradients(list(gradients.values()), self._loss_scaler)
-        norm_tensor = self._shard_layout.compute_norm(gradients)
+        norm_tensor = self._shard_layout.compute_global_norm(gradients)
         norm, *read_scalars = torch.stack([value.to(norm_tensor.device, torch.float64) for value in (norm_tensor, *extra_scalars)]).tolist()
         is_finite = math.isfinite(norm)
         if is_finite:
@@ -111,9 +111,9 @@ class Optimizer:
         if not skipped:
             for _, _, rule in self._update_rules:
                 rule.prepare_step()
-        non_finite = {} if is_finite else gradient_checks.count_non_finite(gradients)
+        non_finite = {} if is_finite else gradient_checks.count_non_finite_values(gradients)
         if skipped and self._loss_scaler and self._loss_scaler.is_at_minimum:
-            raise _build_lowest_scale_error(self._loss_scaler, number, non_finite)
+            raise _build_min_loss_scale_error(self._loss_scaler, number, non_finite)
         learning_rates = {group.name: compute_learning_rate(group.schedule, number, self._total_steps) for group in self.param_groups}
         clipped = is_finite and bool(self._max_gradient_norm) and norm > self._max_gradient_norm
         self._prepared_update = OptimizerUpdate(norm, learning_rates, loss_scale, skipped, non_finite, tuple(read_scalars), clipped)
@@ -148,13 +148,13 @@ class Optimizer:
             parameter.grad = None
         return update
 
-    def _zero_frozen_rows(self) -> None:
+    def _zero_frozen_row_gradients(self) -> None:
         """Set the gradients of frozen embedding rows to zero.
 
         Before the first step, also set their optimizer state to zero, which may come from another run.
         """
         for name, rows in self._frozen_rows.items():
-            require_gradient(self.parameters[name])[rows] = 0
+            get_gradient_or_raise(self.parameters[name])[rows] = 0
             for _, _, rule in self._update_rules if self.last_step == 0 else ():
                 for state in rule.moments.values():
                     if name in state:
@@ -178,19 +178,19 @@ class Optimizer:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor)
 
 
-def _build_lowest_scale_error(scaler: LossScaler, number: int, non_finite: Mapping[str, int]) -> TrainingError:
+def _build_min_loss_scale_error(scaler: LossScaler, number: int, non_finite: Mapping[str, int]) -> TrainingError:
     return TrainingError(
-        f"at the lowest loss scale {scaler.current.factor:g}, {gradient_checks.describe_non_finite(non_finite)}",
+        f"at the lowest loss scale {scaler.current_state.factor:g}, {gradient_checks.describe_non_finite_gradients(non_finite)}",
         place=f"step {number}",
         hint="lower learning_rate_scheduler.learning_rate, or train with transformer_architecture.precision: bfloat16",
     )
 
 
-def _find_frozen_rows(model: ParallelModel, config: Config) -> dict[str, Tensor]:
+def _build_frozen_row_masks(model: ParallelModel, config: Config) -> dict[str, Tensor]:
     """Return a boolean mask of the frozen rows in this rank's shard of the embedding, by parameter name; empty if all rows are trained."""
     if not config.trainer.finetunable_token_ids or EMBEDDING_WEIGHT not in model.parameters:
         return {}
-    trained = torch.isin(model.shard_layout.find_local_rows(EMBEDDING_WEIGHT), torch.tensor(config.trainer.finetunable_token_ids))
+    trained = torch.isin(model.shard_layout.find_local_row_indices(EMBEDDING_WEIGHT), torch.tensor(config.trainer.finetunable_token_ids))
     return {EMBEDDING_WEIGHT: (~trained).to(model.parameters[EMBEDDING_WEIGHT].device)}
 
 
@@ -210,7 +210,9 @@ def _build_update_rules(
         parameter = model.parameters[name]
         lr_multiplier = umup.compute_lr_multiplier(name, shapes[name], config.transformer_architecture)
         parameters_by_rule[
-            lr_multiplier, param_groups.choose_method(group, name, parameter.dim(), config.optimizer.method), name in partly_frozen
+            lr_multiplier,
+            param_groups.choose_optimizer_method(group, name, parameter.dim(), config.optimizer.method),
+            name in partly_frozen,
         ][name] = parameter
     for (lr_multiplier, method, is_partly_frozen), parameters in parameters_by_rule.items():
         rule_group = replace(group, weight_decay=0.0) if is_partly_frozen else group

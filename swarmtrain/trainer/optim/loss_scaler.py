@@ -33,7 +33,7 @@ def build_initial_state(config: LossScalerConfig) -> LossScaleState:
     return LossScaleState(config.initial_scale, 0, config.hysteresis)
 
 
-def advance_state(state: LossScaleState, config: LossScalerConfig, *, overflow: bool) -> LossScaleState:
+def update_loss_scale_state(state: LossScaleState, config: LossScalerConfig, *, overflow: bool) -> LossScaleState:
     """Return the loss scale state after a step. `overflow`: the step was skipped because its gradients overflowed."""
     if overflow:
         if state.hysteresis > 1:
@@ -53,18 +53,20 @@ class LossScaler:
         self.state = torch.tensor(astuple(build_initial_state(config)), dtype=torch.float64)
 
     @property
-    def current(self) -> LossScaleState:
+    def current_state(self) -> LossScaleState:
         """Loss scale state before the next step."""
         return LossScaleState(*self.state.tolist())
 
     @property
     def is_at_minimum(self) -> bool:
         """True if the loss scale is at its minimum, so that another overflow cannot lower it."""
-        return self.current.factor <= self._config.min_scale
+        return self.current_state.factor <= self._config.min_scale
 
     def record_step(self, *, overflow: bool) -> None:
         """Update the loss scale state after a step. `overflow`: the step was skipped because its gradients overflowed."""
-        self.state.copy_(torch.tensor(astuple(advance_state(self.current, self._config, overflow=overflow)), dtype=torch.float64))
+        self.state.copy_(
+            torch.tensor(astuple(update_loss_scale_state(self.current_state, self._config, overflow=overflow)), dtype=torch.float64)
+        )
 
 
 def build_loss_scaler(config: Config) -> LossScaler | None:
@@ -77,4 +79,4 @@ def build_loss_scaler(config: Config) -> LossScaler | None:
 def unscale_gradients(gradients: list[Tensor], scaler: LossScaler) -> None:
     """Divide the gradients of a scaled loss by the loss scale, in place."""
     for gradient in gradients:
-        gradient.mul_(1 / scaler.current.factor)
+        gradient.mul_(1 / scaler.current_state.factor)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from swarmtrain.config.schema.optimizer import OptimizerConfig
-from swarmtrain.trainer.optim.update_rules import NamedParameters, create_zero_state, require_gradient
+from swarmtrain.trainer.optim.update_rules import NamedParameters, create_zero_state, get_gradient_or_raise
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
 
 _NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -47,8 +47,10 @@ class Muon:
         self.moments = {"muon_momentum": create_zero_state(parameters, config)}
         self._replica_group = replica_group
         # DTensor parameters are gathered on every replica, so all replicas compute their updates.
-        costs = {name: count_operations(parameter.shape) for name, parameter in parameters.items() if not isinstance(parameter, DTensor)}
-        self._owners = assign_matrices(costs, replica_group.size()) if replica_group and replica_group.size() > 1 else {}
+        costs = {
+            name: count_newton_schulz_flops(parameter.shape) for name, parameter in parameters.items() if not isinstance(parameter, DTensor)
+        }
+        self._owners = assign_matrices_to_replicas(costs, replica_group.size()) if replica_group and replica_group.size() > 1 else {}
         self._updates: dict[str, Tensor] = {}
 
     def prepare_step(self) -> None:
@@ -79,12 +81,12 @@ class Muon:
 
         It is computed twice: in `prepare_step`, and again in `step`, once nothing can fail any more.
         """
-        grad = require_gradient(self._parameters[name])
+        grad = get_gradient_or_raise(self._parameters[name])
         return self.moments["muon_momentum"][name].to(grad.dtype).lerp(grad, 1 - self._momentum)
 
     def _compute_nesterov_momentum(self, name: str) -> Tensor:
         """Return the Nesterov momentum of parameter `name`, in the precision in which it is orthogonalized."""
-        direction = require_gradient(self._parameters[name]).lerp(self._compute_momentum(name), self._momentum)  # Nesterov momentum
+        direction = get_gradient_or_raise(self._parameters[name]).lerp(self._compute_momentum(name), self._momentum)  # Nesterov momentum
         return direction if self._full_precision else direction.bfloat16()
 
     def _orthogonalize_update(self, name: str, direction: Tensor) -> Tensor:
@@ -125,13 +127,13 @@ def orthogonalize_matrix(matrix: Tensor) -> Tensor:
     return iterate.T if matrix.size(0) > matrix.size(1) else iterate
 
 
-def count_operations(shape: Sequence[int]) -> int:
+def count_newton_schulz_flops(shape: Sequence[int]) -> int:
     """Return the number of floating-point operations of one Newton-Schulz iteration on a matrix of `shape`."""
     short, long = sorted(shape)
     return 4 * short * short * long + 2 * short**3
 
 
-def assign_matrices(costs: Mapping[str, int], replica_count: int) -> dict[str, int]:
+def assign_matrices_to_replicas(costs: Mapping[str, int], replica_count: int) -> dict[str, int]:
     """Return for each matrix the index of the replica that computes its update, so that costs are balanced.
 
     `costs`: operations per matrix, by name. Greedy: the most expensive matrix first, to the least loaded of `replica_count` replicas.

@@ -51,12 +51,14 @@ def build_parameter_groups(names: Sequence[str], config: Config) -> list[Paramet
     ]
     groups_by_name = {name: [group.name for group in groups if name in group.parameter_names] for name in names}
     if empty := [group.name for group in groups if not group.parameter_names]:
-        raise _build_group_error(f"no parameter is in {_format_names(empty)}", names)
+        raise _build_group_error(f"no parameter is in {_format_parameter_names(empty)}", names)
     if duplicated := {name: group_names for name, group_names in groups_by_name.items() if len(group_names) > 1}:
         name, group_names = next(iter(duplicated.items()))
-        raise _build_group_error(f"{_format_names(duplicated)}: in more than one group ({name} in {' and '.join(group_names)})", names)
+        raise _build_group_error(
+            f"{_format_parameter_names(duplicated)}: in more than one group ({name} in {' and '.join(group_names)})", names
+        )
     if ungrouped := [name for name, group_names in groups_by_name.items() if not group_names]:
-        raise _build_group_error(f"{_format_names(ungrouped)}: in no group", names)
+        raise _build_group_error(f"{_format_parameter_names(ungrouped)}: in no group", names)
     return groups
 
 
@@ -67,7 +69,7 @@ def _compute_weight_decay(group: TrainingGroupConfig, schedule: LearningRateSche
     return group.weight_decay / schedule.learning_rate if schedule.learning_rate else 0.0
 
 
-def choose_method(group: ParameterGroup, name: str, dimensions: int, default_method: OptimizerMethod) -> OptimizerMethod:
+def choose_optimizer_method(group: ParameterGroup, name: str, dimensions: int, default_method: OptimizerMethod) -> OptimizerMethod:
     """Return the update rule for parameter `name` of `group`. `dimensions`: number of the parameter's dimensions.
 
     If the group sets no method, `default_method` of the config applies. Muon is then used only for the matrices of blocks; embeddings,
@@ -91,11 +93,11 @@ def _matches_group(group: TrainingGroupConfig, name: str) -> bool:
     return included and not any(re.search(pattern, name) for pattern in group.parameters_exclude)
 
 
-def _format_names(names: Iterable[str]) -> str:
+def _format_parameter_names(names: Iterable[str]) -> str:
     names = list(names)
     hidden_count = len(names) - _MAX_SHOWN_NAMES
     return ", ".join(names[:_MAX_SHOWN_NAMES]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
 
 
 def _build_group_error(message: str, names: Sequence[str]) -> TrainingError:
-    return TrainingError(message, place="config training_groups", hint=f"use parameter names such as {_format_names(names)}")
+    return TrainingError(message, place="config training_groups", hint=f"use parameter names such as {_format_parameter_names(names)}")

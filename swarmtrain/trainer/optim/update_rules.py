@@ -44,7 +44,7 @@ class AdamW:
     def __init__(self, parameters: NamedParameters, config: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> None:
         """`shapes`: shapes of the full parameters, by name."""
         self._parameters, self._config = parameters, config
-        self._fused_names = {name for name, parameter in parameters.items() if is_fusible(shapes[name], parameter.device)}
+        self._fused_names = {name for name, parameter in parameters.items() if can_use_fused_kernel(shapes[name], parameter.device)}
         self.moments = {kind: create_zero_state(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
         # One counter per parameter, since torch increments each. Counters are set before every step, so they are not saved.
         self._step_counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
@@ -81,7 +81,7 @@ class AdamW:
     ) -> None:
         adamw(
             [self._parameters[name] for name in names],
-            [require_gradient(self._parameters[name]) for name in names],
+            [get_gradient_or_raise(self._parameters[name]) for name in names],
             [moments["exp_avg"][name] for name in names],
             [moments["exp_avg_sq"][name] for name in names],
             [],
@@ -110,12 +110,12 @@ class Sgd:
     def step(self, number: int, learning_rate: float, weight_decay: float) -> None:
         for name, parameter in self._parameters.items():
             momentum = self.moments["sgd_momentum"][name]
-            new_momentum = momentum.to(parameter.dtype).mul_(self._momentum).add_(require_gradient(parameter))
+            new_momentum = momentum.to(parameter.dtype).mul_(self._momentum).add_(get_gradient_or_raise(parameter))
             momentum.copy_(new_momentum)
             parameter.mul_(1 - learning_rate * weight_decay).add_(new_momentum, alpha=-learning_rate)
 
 
-def is_fusible(shape: Sequence[int], device: torch.device) -> bool:
+def can_use_fused_kernel(shape: Sequence[int], device: torch.device) -> bool:
     """Return whether the fused kernel gives the same result for a parameter of `shape` however its rows are sharded over ranks.
 
     On a CPU the kernel rounds the remainder after the last full vector differently, so each row must consist of full vectors.
@@ -123,7 +123,7 @@ def is_fusible(shape: Sequence[int], device: torch.device) -> bool:
     return device.type != "cpu" or (len(shape) > 1 and math.prod(shape[1:]) % _MAX_VECTOR_ELEMENTS == 0)
 
 
-def require_gradient(parameter: nn.Parameter) -> Tensor:
+def get_gradient_or_raise(parameter: nn.Parameter) -> Tensor:
     """Return the gradient of `parameter`. Raises RuntimeError if it has none."""
     if parameter.grad is None:
         raise RuntimeError("a parameter did not contribute to the loss")

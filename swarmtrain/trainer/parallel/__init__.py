@@ -22,7 +22,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import BaseWeights
 from swarmtrain.trainer.model import initialization
-from swarmtrain.trainer.model.peft import is_added_parameter
+from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives import build_objective
 from swarmtrain.trainer.parallel import activation_checkpointing, compilation, context_parallel, mesh, pipeline_parallel, tensor_parallel
@@ -74,13 +74,13 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
     tied = layout.pipe_size > 1 and model.has_tied_embeddings and layout.pipe_rank in (0, layout.pipe_size - 1)
     has_tied_copy = tied and layout.pipe_rank > 0
     tensor_placements = _apply_model_parallelism(model, config, layout)
-    local_parameters = tensor_parallel.named_parameters(model)
+    local_parameters = tensor_parallel.collect_parameters_by_name(model)
     if has_tied_copy:
         local_parameters = {EMBEDDING_WEIGHT if name == "head.weight" else name: parameter for name, parameter in local_parameters.items()}
         tensor_placements = {
             EMBEDDING_WEIGHT if name == "head.weight" else name: placement for name, placement in tensor_placements.items()
         }
-    trained = select_trained_names(shapes, config)
+    trained = select_trained_parameter_names(shapes, config)
     for name, parameter in local_parameters.items():
         parameter.requires_grad_(name in trained)
     names = {parameter: name for name, parameter in local_parameters.items()}
@@ -124,7 +124,7 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
     )
 
 
-def select_trained_names(names: Iterable[str], config: Config) -> list[str]:
+def select_trained_parameter_names(names: Iterable[str], config: Config) -> list[str]:
     """Return those of the parameter `names` that the config selects for training.
 
     Raises TrainingError if no parameter is selected, or none in some pipeline stage: no gradient would flow back from that stage.
@@ -133,7 +133,7 @@ def select_trained_names(names: Iterable[str], config: Config) -> list[str]:
     if patterns is not None:
         selected = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
     elif config.transformer_architecture.peft_fields or config.trainer.finetunable_token_ids:
-        selected = [name for name in names if is_added_parameter(name)]
+        selected = [name for name in names if is_peft_parameter(name)]
     else:
         selected = names
     if config.trainer.finetunable_token_ids:
@@ -182,14 +182,14 @@ def _load_base_model(runtime: Runtime, shapes: Mapping[str, torch.Size]) -> Base
     folder = runtime.config.trainer.init_from
     if folder is None:
         return None
-    base_shapes = {name: shape for name, shape in shapes.items() if not is_added_parameter(name)}
+    base_shapes = {name: shape for name, shape in shapes.items() if not is_peft_parameter(name)}
     return consolidated.open_base_weights(
         folder, runtime.config.transformer_architecture, base_shapes, file_shard=(runtime.rank, runtime.world_size)
     )
 
 
 def _read_initial_value(base_model: BaseWeights, fallback: Callable[[str, torch.Size], Tensor], name: str, size: torch.Size) -> Tensor:
-    return fallback(name, size) if is_added_parameter(name) else base_model.load_parameter(name, size)
+    return fallback(name, size) if is_peft_parameter(name) else base_model.load_parameter(name, size)
 
 
 def _build_shard_initializer(

@@ -44,7 +44,7 @@ def checkpoint_layers(model: Transformer, mode: ActivationCheckpointing) -> None
     # torch.compile supports the default context_fn only if the argument is omitted.
     options: dict[str, Any] = {}
     if mode is ActivationCheckpointing.selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
     if mode in (ActivationCheckpointing.every_layer, ActivationCheckpointing.selective):
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
@@ -69,5 +69,5 @@ def checkpoint_stage(stage_model: Transformer, mode: ActivationCheckpointing) ->
     stage_model.forward = forward  # type: ignore[method-assign]  # replaces the computation only; the module's hooks stay
 
 
-def _choose_policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+def _choose_checkpoint_policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE

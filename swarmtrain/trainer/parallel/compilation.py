@@ -27,10 +27,10 @@ def compile_blocks(model: Transformer, device: torch.device) -> None:
     recompile_limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(recompile_limit, _GRAPHS_PER_BLOCK * len(model.blocks))  # for blocks that differ slightly
     for block in model.blocks:
-        block.forward = _use_compiled_in_training(torch.compile(block.forward, dynamic=False), block.forward)
+        block.forward = _use_compiled_forward_in_training(torch.compile(block.forward, dynamic=False), block.forward)
 
 
-def _use_compiled_in_training(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+def _use_compiled_forward_in_training(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(eager)
     def forward(*args: Any, **options: Any) -> Any:
         return (compiled if torch.is_grad_enabled() else eager)(*args, **options)

@@ -42,7 +42,7 @@ class SingleReplicaModel:
         return loss
 
     @contextmanager
-    def accumulating_gradients(self, *, is_last: bool) -> Iterator[None]:
+    def accumulate_micro_batch_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one micro batch.
 
         After the last one of a step, gradients are the sum over all micro batches.
@@ -87,7 +87,7 @@ class DdpModel:
         return loss
 
     @contextmanager
-    def accumulating_gradients(self, *, is_last: bool) -> Iterator[None]:
+    def accumulate_micro_batch_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one micro batch.
 
         After the last one of a step, gradients are the sum over all micro batches of all replicas.
@@ -110,11 +110,11 @@ class DdpModel:
                 sums[start : start + gradient.numel()] += self._gradient_sums.pop(parameter)
         work = dist.all_reduce(sums, group=self._group, async_op=True)
 
-        def copy_result(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        def copy_reduced_gradients(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
             reduced.value()  # re-raises an error of the all-reduce, which would be lost otherwise
             return buffer.copy_(sums)
 
-        future: torch.futures.Future[Tensor] = work.get_future().then(copy_result)
+        future: torch.futures.Future[Tensor] = work.get_future().then(copy_reduced_gradients)
         return future
 
 

@@ -96,7 +96,7 @@ class FsdpModel:
         return self._fsdp_parameters.parameters
 
     @contextmanager
-    def accumulating_gradients(self, *, is_last: bool) -> Iterator[None]:
+    def accumulate_micro_batch_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one micro batch.
 
         After the last one of a step, gradients are this rank's shard of the sum over all micro batches of all replicas.

@@ -83,7 +83,7 @@ def build_mesh(runtime: Runtime) -> Mesh:
     except ValueError as error:
         raise WorldError(str(error), place="config topology", hint="add or remove ranks to satisfy this") from None
     context_size = topology.context_parallel_size
-    shard_size = topology.compute_shard_size(len(micro_batches_per_replica), zero=runtime.config.optimizer.zero)
+    shard_size = topology.compute_shard_group_size(len(micro_batches_per_replica), zero=runtime.config.optimizer.zero)
     # Tensor comes before shard, because tensor-parallel shards are divided again over shard: DTensor applies dimensions in that order.
     ranks = (
         torch.arange(runtime.world_size)

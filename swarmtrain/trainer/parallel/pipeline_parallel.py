@@ -84,7 +84,7 @@ class PipelineModel:
         for stage_model in stage_models:
             activation_checkpointing.checkpoint_stage(stage_model, topology.activation_checkpointing_type)
         self._stages = [
-            _build_stage(stage_model, index, topology, architecture, rows=micro_batch_rows, mesh=mesh, device=device)
+            _build_pipeline_stage(stage_model, index, topology, architecture, rows=micro_batch_rows, mesh=mesh, device=device)
             for stage_model, (index, _) in zip(stage_models, local_stages, strict=True)
         ]
         for stage in self._stages:
@@ -194,9 +194,9 @@ class _HookedStage(PipelineStage):
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
         with self.forward_context(fwd_chunk_id, self.stage_index):
-            return super().forward_one_chunk(fwd_chunk_id, args, self._filter_kwargs(kwargs or {}), save_forward_output)
+            return super().forward_one_chunk(fwd_chunk_id, args, self._drop_unused_targets(kwargs or {}), save_forward_output)
 
-    def _filter_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _drop_unused_targets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return `kwargs`, without targets unless this is the last stage: only the last stage computes a loss."""
         return {name: value for name, value in kwargs.items() if self.is_last or name != "targets"}
 
@@ -304,7 +304,7 @@ def _build_stage_model(model: Transformer, layers: Collection[int]) -> Transform
     return stage_model
 
 
-def _build_stage(
+def _build_pipeline_stage(
     stage_model: Transformer,
     index: int,
     topology: TopologyConfig,
@@ -331,7 +331,7 @@ def _build_stage(
     if architecture.embedding_size is not None:
         vector_dtype = torch.promote_types(hidden.dtype, torch.float32)
         final_output = torch.empty((rows, architecture.embedding_size), dtype=vector_dtype, device="meta", requires_grad=True)
-    stage_input, stage_output = tokens if index == 0 else hidden, final_output if index == topology.pipeline_stages - 1 else hidden
+    stage_input, stage_output = tokens if index == 0 else hidden, final_output if index == topology.pipeline_stage_count - 1 else hidden
     return _HookedStage(
-        stage_model, index, topology.pipeline_stages, device, input_args=stage_input, output_args=stage_output, group=mesh.pipe_group
+        stage_model, index, topology.pipeline_stage_count, device, input_args=stage_input, output_args=stage_output, group=mesh.pipe_group
     )

@@ -43,7 +43,7 @@ class ShardLayout:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, self._find_placements(name), run_check=False, shape=shape, stride=stride)
 
-    def find_local_rows(self, name: str) -> Tensor:
+    def find_local_row_indices(self, name: str) -> Tensor:
         """Return the row indices of the full parameter `name` that are in this rank's shard."""
         rows = torch.arange(self.shapes[name][0])
         for placement, count, coordinate in zip(
@@ -60,7 +60,7 @@ class ShardLayout:
         coordinates = zip(self._find_placements(name), self.mesh.get_coordinate() or (), strict=True)
         return all(placement.is_shard() or coordinate == 0 for placement, coordinate in coordinates)
 
-    def compute_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def compute_global_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the 2-norm over all full tensors, given this rank's shard of each in `tensors`, by parameter name.
 
         Called by all ranks together.

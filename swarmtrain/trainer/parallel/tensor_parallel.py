@@ -71,7 +71,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     """
     if mesh.size() == 1:
         return {}
-    parallelize_module(model, mesh, _build_plan(model, sequence_parallel=sequence_parallel), src_data_rank=None)
+    parallelize_module(model, mesh, _build_parallelize_plan(model, sequence_parallel=sequence_parallel), src_data_rank=None)
     model.loss = VocabularyParallelLoss(mesh.get_group())
     model.model_coordinate = model.model_coordinate[0], mesh.get_local_rank()
     if sequence_parallel:
@@ -106,12 +106,12 @@ def _has_partial_gradient(name: str, *, sequence_parallel: bool) -> bool:
     return name.endswith(_PER_HEAD_MODULES) or (sequence_parallel and is_per_position)
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def collect_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of `model`, by their names in the unsharded model."""
     return {name.replace("parametrizations.", "").removesuffix(".original"): parameter for name, parameter in model.named_parameters()}
 
 
-def _build_plan(model: Transformer, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def _build_parallelize_plan(model: Transformer, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     residual_layout: Placement = Shard(1) if sequence_parallel else Replicate()
     rowwise, colwise = RowwiseParallel(output_layouts=residual_layout), ColwiseParallel()
     plan: dict[str, ParallelStyle] = {
@@ -138,8 +138,8 @@ def _build_plan(model: Transformer, *, sequence_parallel: bool) -> dict[str, Par
         elif sequence_parallel and leaf in ("attention", "mlp"):
             plan[name] = PrepareModuleInput(input_layouts=residual_layout, desired_input_layouts=Replicate())
     # Modules that another pipeline stage holds cannot be sharded here.
-    return {name: style for name, style in plan.items() if _is_local(model.get_submodule(name))}
+    return {name: style for name, style in plan.items() if _is_local_module(model.get_submodule(name))}
 
 
-def _is_local(module: nn.Module) -> bool:
+def _is_local_module(module: nn.Module) -> bool:
     return isinstance(module, EmbeddingHead) or next(module.parameters(), None) is not None

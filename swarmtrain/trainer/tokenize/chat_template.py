@@ -62,7 +62,7 @@ class ChatTemplate:
             _GENERATION_TAG.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", self.source)
         )
 
-    def find_problem(self, messages: Any) -> str:
+    def find_conversation_problem(self, messages: Any) -> str:
         """Return a description of why `messages` cannot be rendered as a conversation; empty if they can."""
         if not isinstance(messages, list) or not messages:
             return "has no list of messages"
@@ -95,10 +95,10 @@ class ChatTemplate:
                 rendered = self._render_text(messages[: number + 1])
                 if not rendered.startswith(prompt) or not text.startswith(rendered):
                     raise ValueError(f"message {number + 1}: the chat template renders messages differently once others follow")
-                assistant_ranges.append((len(prompt), len(prompt) + self._measure_learned_length(rendered[len(prompt) :])))
+                assistant_ranges.append((len(prompt), len(prompt) + self._count_loss_characters(rendered[len(prompt) :])))
         return text, assistant_ranges
 
-    def _measure_learned_length(self, turn: str) -> int:
+    def _count_loss_characters(self, turn: str) -> int:
         """Return the number of characters of an assistant turn that contribute to the loss.
 
         Whitespace after a special token at the end of the turn does not.

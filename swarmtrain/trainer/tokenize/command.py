@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     return _COMMANDS[argv[0]](json.loads(argv[1]), argv[2:])
 
 
-def _run_prepare(values: dict[str, Any], names: Sequence[str]) -> int:
+def _run_tokenize_command(values: dict[str, Any], names: Sequence[str]) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker pool runs in parallel already
     options = PrepareOptions(**values)
     options = replace(options, workers=options.workers or len(os.sched_getaffinity(0)))
@@ -49,7 +49,7 @@ def _run_prepare(values: dict[str, Any], names: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _run_verify(options: dict[str, Any], names: Sequence[str]) -> int:
+def _run_verify_command(options: dict[str, Any], names: Sequence[str]) -> int:
     if options["format"] not in list(TokenFileFormat):
         raise TrainingError(f"{options['format']!r} is not one of {', '.join(TokenFileFormat)}", place="data verify --format")
     code = EXIT_OK
@@ -63,7 +63,7 @@ def _run_verify(options: dict[str, Any], names: Sequence[str]) -> int:
     return code
 
 
-def _run_inspect(options: dict[str, Any], _: Sequence[str]) -> int:
+def _run_inspect_command(options: dict[str, Any], _: Sequence[str]) -> int:
     from swarmtrain.trainer.tokenize.inspect_samples import format_samples
 
     for sample in format_samples(Config.from_json(options["config"]), options["samples"], options["tokenizer"]):
@@ -71,4 +71,4 @@ def _run_inspect(options: dict[str, Any], _: Sequence[str]) -> int:
     return EXIT_OK
 
 
-_COMMANDS = {"tokenize": _run_prepare, "verify": _run_verify, "inspect": _run_inspect}
+_COMMANDS = {"tokenize": _run_tokenize_command, "verify": _run_verify_command, "inspect": _run_inspect_command}

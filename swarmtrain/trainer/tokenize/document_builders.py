@@ -54,7 +54,7 @@ class TextBuilder:
         self.dtype = select_token_dtype(tokenizer.vocab_size)
         self.identity_options: Mapping[str, Any] = {"key": key, "end_token": end_token}
 
-    def find_problem(self, record: SourceRecord) -> str:
+    def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
         return find_text_problem(record.values, self.keys[0])
 
@@ -63,7 +63,7 @@ class TextBuilder:
         texts = [record.values[self.keys[0]] for record in records if record.values]
         return [
             Document(append_end_token(tokens, self._end_token) if len(tokens) else tokens)
-            for tokens in tokenizer_backends.encode_plain(self._tokenizer, texts)
+            for tokens in tokenizer_backends.encode_without_offsets(self._tokenizer, texts)
         ]
 
 
@@ -78,7 +78,7 @@ class CompletionBuilder:
         self.dtype = select_token_dtype(tokenizer.vocab_size)
         self.identity_options: Mapping[str, Any] = {"prompt_key": prompt_key, "completion_key": completion_key, "end_token": end_token}
 
-    def find_problem(self, record: SourceRecord) -> str:
+    def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
         return next(filter(None, (find_text_problem(record.values, key) for key in self.keys)), "")
 
@@ -111,10 +111,10 @@ class ChatBuilder:
         self.dtype = select_token_dtype(tokenizer.vocab_size)
         self.identity_options: Mapping[str, Any] = {"key": key, "chat_template": template.source}
 
-    def find_problem(self, record: SourceRecord) -> str:
+    def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
         messages = record.values[self.keys[0]] if record.values else None
-        problem = self._template.find_problem(messages)
+        problem = self._template.find_conversation_problem(messages)
         if not problem and (text_problem := next(filter(None, (find_text_problem(message, "content") for message in messages or ())), "")):
             return text_problem
         if not problem:

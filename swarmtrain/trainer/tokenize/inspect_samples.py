@@ -41,7 +41,7 @@ def _format_sample(
     data: TokenDataset, number: int, sample: int, decoders: Mapping[Path, DecodeFunction], *, reset_positions: bool
 ) -> Iterator[str]:
     ids = np.array([sample])
-    targets = data.load(ids).targets[0].numpy()
+    targets = data.load_samples(ids).targets[0].numpy()
     file, spans, target_shift = data.locate_sample(sample)
     loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
     summary = (
@@ -52,12 +52,12 @@ def _format_sample(
     order = np.argsort(spans.column)
     for column, start, size in zip(spans.column[order].tolist(), spans.start[order].tolist(), spans.count[order].tolist(), strict=True):
         is_in_loss = np.concatenate([[False] * target_shift, targets[column : column + size] != IGNORE_INDEX])
-        yield from _format_span(
+        yield from _format_token_span(
             file, column, start, np.where(is_in_loss, *_LOSS_LABELS[target_shift]), decoders[file.prefix], reset_positions=reset_positions
         )
 
 
-def _format_span(
+def _format_token_span(
     file: MemoryMap, column: int, start: int, labels: LabelArray, decode: DecodeFunction, *, reset_positions: bool
 ) -> Iterator[str]:
     """Yield a line for each run of consecutive tokens of one document with the same label.
@@ -85,19 +85,19 @@ def _build_decoder(file: MemoryMap, tokenizer: str | None) -> DecodeFunction:
     recorded = file.meta.get("prepared", {}).get("tokenizer", {})
     name = tokenizer or recorded.get("name")
     if name is None:
-        return _format_ids
+        return _format_token_ids
     try:
         loaded_tokenizer = tokenizer_backends.open_tokenizer(name)
     except TrainingError:
         if tokenizer:
             raise
-        return _format_ids
+        return _format_token_ids
     if tokenizer is None and loaded_tokenizer.sha256 != recorded["sha256"]:
-        return _format_ids
+        return _format_token_ids
     return lambda tokens: json.dumps(loaded_tokenizer.decode(tokens), ensure_ascii=False)
 
 
-def _format_ids(tokens: Sequence[int]) -> str:
+def _format_token_ids(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 

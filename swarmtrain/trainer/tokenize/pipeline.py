@@ -46,22 +46,22 @@ def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_sh
     prefix = Path(options.prefix)
     tokenizer = tokenizer_backends.open_tokenizer(options.tokenizer)
     builder = document_builders.select_document_builder(options, tokenizer)
-    files = readers.find_sources(names)
+    files = readers.find_source_files(names)
     plan = readers.plan_shards(files, builder.keys, max(min_shard_bytes, sum(file.size for file in files) // _MAX_SHARDS))
-    if formats.build_file_path(prefix, "bin").exists() and _read_identity(prefix) is None:
+    if formats.build_token_file_path(prefix, "bin").exists() and _read_job_identity(prefix) is None:
         raise TrainingError(
             f"{prefix}: there are token files that were not written by this command", place=ERROR_PLACE, hint="choose another prefix"
         )
-    folder = formats.build_file_path(prefix, "parts")
-    with _locking_folder(folder):
-        identity = _build_identity(tokenizer, builder, _hash_sources(folder, files, options.workers), files)
-        if _read_identity(prefix) == identity:
+    folder = formats.build_token_file_path(prefix, "parts")
+    with _lock_folder(folder):
+        identity = _build_job_identity(tokenizer, builder, _hash_source_files(folder, files, options.workers), files)
+        if _read_job_identity(prefix) == identity:
             _print_status(f"{prefix} already exists, from the same files and options")
             shutil.rmtree(folder)
-            return _read_meta(prefix)
-        _reset_job_folder(folder, {**identity, "shards": len(plan)})
+            return _read_meta_file(prefix)
+        _prepare_job_folder(folder, {**identity, "shards": len(plan)})
         shard_stats = _build_missing_shards(folder, plan, files, builder, options)
-        _report_skipped(shard_stats, files, options)
+        _report_skipped_records(shard_stats, files, options)
         meta = _merge_shards(prefix, folder, shard_stats, builder, identity)
         shutil.rmtree(folder)
     return meta
@@ -71,7 +71,9 @@ def _build_missing_shards(
     folder: Path, plan: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], builder: DocumentBuilder, options: PrepareOptions
 ) -> list[ShardStats]:
     """Build the shards of `plan` that are not finished, in parallel. Return the statistics of all shards."""
-    shard_stats = {number: finished_stats for number in range(len(plan)) if (finished_stats := shards.read_finished_shard(folder, number))}
+    shard_stats = {
+        number: finished_stats for number in range(len(plan)) if (finished_stats := shards.read_finished_shard_stats(folder, number))
+    }
     stops_on_bad = options.on_bad == "stop"
     if stops_on_bad and (bad_shard := next((each for _, each in sorted(shard_stats.items()) if each.bad_count), None)):
         file_number, position, problem = bad_shard.bad_records[0]
@@ -82,10 +84,10 @@ def _build_missing_shards(
         _print_status(f"resuming: {len(shard_stats)} of {len(plan)} shards are done")
     progress_bar = ProgressBar("tokens", sum(sizes), initial=sum(sizes[number] for number in shard_stats))
 
-    def build(number: int) -> ShardStats:
+    def build_planned_shard(number: int) -> ShardStats:
         return shards.build_shard(folder, number, plan[number], files, builder, stop_on_bad=stops_on_bad)
 
-    with _running_workers(min(options.workers, len(missing)), build) as workers:
+    with _open_worker_pool(min(options.workers, len(missing)), build_planned_shard) as workers:
         for finished in workers.run_tasks(missing):
             if finished is not None:
                 number = missing[finished[0]]
@@ -96,7 +98,7 @@ def _build_missing_shards(
     return [shard_stats[number] for number in range(len(plan))]
 
 
-def _hash_sources(folder: Path, files: Sequence[SourceFile], worker_count: int) -> list[str]:
+def _hash_source_files(folder: Path, files: Sequence[SourceFile], worker_count: int) -> list[str]:
     """Return the SHA-256 of each file. Files that have not changed since an earlier call are not hashed again."""
     record_path = folder / "hashes.json"
     known_hashes: dict[str, str] = _read_json(record_path) or {}
@@ -104,7 +106,7 @@ def _hash_sources(folder: Path, files: Sequence[SourceFile], worker_count: int) 
     progress_bar = ProgressBar(
         "", sum(file.size for file in files), initial=sum(file.size for file in files if file not in missing), verb="hashes"
     )
-    with _running_workers(min(worker_count, len(missing)), readers.hash_file) as workers:
+    with _open_worker_pool(min(worker_count, len(missing)), readers.hash_file) as workers:
         for finished in workers.run_tasks([file.name for file in missing]):
             if finished is not None:
                 file = missing[finished[0]]
@@ -117,7 +119,7 @@ def _hash_sources(folder: Path, files: Sequence[SourceFile], worker_count: int) 
     return [known_hashes[f"{file.name} {file.stamp}"] for file in files]
 
 
-def _build_identity(
+def _build_job_identity(
     tokenizer: BaseTokenizer, builder: DocumentBuilder, hashes: Sequence[str], files: Sequence[SourceFile]
 ) -> dict[str, Any]:
     """Return everything that determines the bytes of the output: tokenizer, options and source files."""
@@ -129,7 +131,7 @@ def _build_identity(
     }
 
 
-def _reset_job_folder(folder: Path, job: dict[str, Any]) -> None:
+def _prepare_job_folder(folder: Path, job: dict[str, Any]) -> None:
     """Keep the finished shards in `folder` if they belong to `job`, else delete them."""
     previous = _read_json(folder / "job.json")
     if previous is not None and previous != job:
@@ -161,7 +163,7 @@ def _merge_shards(
     hashes = {"bin": _concatenate_files(merged_paths["bin"], (folder / f"{number:06}.bin" for number in numbers))}
     if builder.has_loss_mask:
         hashes["mask.bin"] = _concatenate_files(merged_paths["mask.bin"], (folder / f"{number:06}.mask" for number in numbers))
-    hashes["idx"] = _write_index(merged_paths["idx"], [folder / f"{number:06}.len" for number in numbers])
+    hashes["idx"] = _write_index_file(merged_paths["idx"], [folder / f"{number:06}.len" for number in numbers])
     meta = {
         "dtype": builder.dtype,
         "index_dtype": "int64",
@@ -172,11 +174,11 @@ def _merge_shards(
         "sha256": hashes,
         "prepared": dict(identity),
     }
-    formats.build_file_path(prefix, "meta.json").unlink(missing_ok=True)
-    formats.build_file_path(prefix, "mask.bin").unlink(missing_ok=True)
+    formats.build_token_file_path(prefix, "meta.json").unlink(missing_ok=True)
+    formats.build_token_file_path(prefix, "mask.bin").unlink(missing_ok=True)
     for suffix, path in merged_paths.items():
-        path.replace(formats.build_file_path(prefix, suffix))
-    _write_json(formats.build_file_path(prefix, "meta.json"), meta)
+        path.replace(formats.build_token_file_path(prefix, suffix))
+    _write_json(formats.build_token_file_path(prefix, "meta.json"), meta)
     return meta
 
 
@@ -194,7 +196,7 @@ def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
     return sha256.hexdigest()
 
 
-def _write_index(path: Path, paths: Sequence[Path]) -> str:
+def _write_index_file(path: Path, paths: Sequence[Path]) -> str:
     """Write the index file `path`, with first token and length of each document, from the files of lengths `paths`; return its SHA-256."""
     sha256, start = hashlib.sha256(), 0
     with path.open("wb") as file:
@@ -209,12 +211,12 @@ def _write_index(path: Path, paths: Sequence[Path]) -> str:
     return sha256.hexdigest()
 
 
-def _report_skipped(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: PrepareOptions) -> None:
+def _report_skipped_records(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: PrepareOptions) -> None:
     """Print the number of skipped records, and with `on_bad` skip also list them."""
     bad_records = [each for stats in shard_stats for each in stats.bad_records]
     if options.on_bad == "skip":
         for file_number, position, problem in bad_records[: shards.MAX_NAMED_BAD_RECORDS]:
-            _print_status(f"skipped {readers.format_location(files[file_number], position)}: {problem}")
+            _print_status(f"skipped {readers.format_record_location(files[file_number], position)}: {problem}")
     if bad := sum(each.bad_count for each in shard_stats):
         _print_status(f"{bad:,} records were skipped, since they could not be read")
     if empty := sum(each.empty_count for each in shard_stats):
@@ -222,7 +224,7 @@ def _report_skipped(shard_stats: Sequence[ShardStats], files: Sequence[SourceFil
 
 
 @contextmanager
-def _locking_folder(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Context manager that locks `folder` for this process.
 
     Raises TrainingError if another process has locked it, or if it cannot be created.
@@ -242,7 +244,7 @@ def _locking_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _running_workers(count: int, function: Any) -> Iterator[WorkerPool[Any, Any]]:
+def _open_worker_pool(count: int, function: Any) -> Iterator[WorkerPool[Any, Any]]:
     workers: WorkerPool[Any, Any] = WorkerPool(count, function)
     try:
         yield workers
@@ -250,13 +252,13 @@ def _running_workers(count: int, function: Any) -> Iterator[WorkerPool[Any, Any]
         workers.kill_workers()
 
 
-def _read_identity(prefix: Path) -> Any:
+def _read_job_identity(prefix: Path) -> Any:
     """Return the identity of the job that wrote the token files of `prefix`; None if `data tokenize` did not write them."""
-    return (_read_json(formats.build_file_path(prefix, "meta.json")) or {}).get("prepared")
+    return (_read_json(formats.build_token_file_path(prefix, "meta.json")) or {}).get("prepared")
 
 
-def _read_meta(prefix: Path) -> dict[str, Any]:
-    return dict(_read_json(formats.build_file_path(prefix, "meta.json")))
+def _read_meta_file(prefix: Path) -> dict[str, Any]:
+    return dict(_read_json(formats.build_token_file_path(prefix, "meta.json")))
 
 
 def _read_json(path: Path) -> Any:

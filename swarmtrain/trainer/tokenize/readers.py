@@ -47,9 +47,9 @@ class SourceFile:
     stamp: str
     """Text that changes whenever the file changes: size, modification times and inode."""
 
-    def check_unchanged(self) -> None:
+    def check_file_unchanged(self) -> None:
         """Raise TrainingError if the file has changed since the job started."""
-        if _compute_stamp(self.name) != self.stamp:
+        if _compute_file_stamp(self.name) != self.stamp:
             raise TrainingError(
                 f"{self.name}: changed while it was being read", place=ERROR_PLACE, hint="run the same command again to start from scratch"
             )
@@ -81,7 +81,7 @@ class SourceRecord:
     """Description of why the record cannot be read; empty if it can."""
 
 
-def find_sources(names: Sequence[str]) -> list[SourceFile]:
+def find_source_files(names: Sequence[str]) -> list[SourceFile]:
     """Return the source files that `names` match: paths, or globs, which are expanded and sorted.
 
     Raises TrainingError if a name matches no file, or if a file is named twice.
@@ -94,7 +94,7 @@ def find_sources(names: Sequence[str]) -> list[SourceFile]:
             raise TrainingError(
                 f"{name}: no such file", place=ERROR_PLACE, hint="use a pattern for the files of a folder, such as 'texts/**/*.jsonl'"
             )
-        sources += [_inspect_source(each) for each in matching]
+        sources += [_inspect_source_file(each) for each in matching]
     path_counts = Counter(os.path.realpath(each.name) for each in sources)
     if duplicate := next((each.name for each in sources if path_counts[os.path.realpath(each.name)] > 1), None):
         raise TrainingError(f"{duplicate}: is listed twice", place=ERROR_PLACE, hint="pass each file only once")
@@ -109,7 +109,7 @@ def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes:
     plan: list[list[FilePart]] = []
     remaining_bytes = 0
     for file_number, source in enumerate(sources):
-        for part in _iterate_parts(file_number, source, keys, shard_bytes):
+        for part in _iterate_file_parts(file_number, source, keys, shard_bytes):
             if remaining_bytes <= 0:
                 plan.append([])
                 remaining_bytes = shard_bytes
@@ -121,9 +121,9 @@ def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes:
 def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
     """Yield the records of `part`, each with at least the values of `keys`. Blank lines are skipped."""
     if source.kind is RecordKind.rows:
-        yield from _iterate_rows(source, part, keys)
+        yield from _iterate_parquet_records(source, part, keys)
     elif source.kind is RecordKind.lines:
-        yield from _iterate_lines(source, part, keys)
+        yield from _iterate_jsonl_records(source, part, keys)
     else:
         try:
             yield SourceRecord(0, {keys[0]: Path(source.name).read_bytes().decode()})
@@ -131,7 +131,7 @@ def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> 
             yield SourceRecord(0, None, f"is not UTF-8: {error.reason} at byte {error.start}")
 
 
-def format_location(source: SourceFile, position: int) -> str:
+def format_record_location(source: SourceFile, position: int) -> str:
     """Return file name and line or row number of the record at `position`, for messages. Reads the file up to that line."""
     if source.kind is RecordKind.text:
         return source.name
@@ -150,9 +150,9 @@ def hash_file(name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _inspect_source(name: str) -> SourceFile:
+def _inspect_source_file(name: str) -> SourceFile:
     try:
-        size, stamp = os.stat(name).st_size, _compute_stamp(name)  # noqa: PTH116  # as in _compute_stamp
+        size, stamp = os.stat(name).st_size, _compute_file_stamp(name)  # noqa: PTH116  # as in _compute_stamp
     except OSError as error:
         raise TrainingError(f"{name}: {describe_os_error(error)}", place=ERROR_PLACE) from None
     suffix = Path(name).suffix.lower()
@@ -163,12 +163,12 @@ def _inspect_source(name: str) -> SourceFile:
     return SourceFile(name, _KIND_OF_SUFFIX.get(suffix, RecordKind.text), size, stamp)
 
 
-def _compute_stamp(name: str) -> str:
+def _compute_file_stamp(name: str) -> str:
     file_stat = os.stat(name)  # noqa: PTH116
     return f"{file_stat.st_size} {file_stat.st_mtime_ns} {file_stat.st_ctime_ns} {file_stat.st_ino}"
 
 
-def _iterate_parts(file_number: int, source: SourceFile, keys: Sequence[str], shard_bytes: int) -> Iterator[FilePart]:
+def _iterate_file_parts(file_number: int, source: SourceFile, keys: Sequence[str], shard_bytes: int) -> Iterator[FilePart]:
     if source.kind is RecordKind.text:
         yield FilePart(file_number, 0, source.size, source.size)
     elif source.kind is RecordKind.lines:
@@ -184,7 +184,7 @@ def _iterate_parts(file_number: int, source: SourceFile, keys: Sequence[str], sh
             yield FilePart(file_number, group, group + 1, metadata.row_group(group).total_byte_size)
 
 
-def _iterate_lines(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
+def _iterate_jsonl_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
     with Path(source.name).open("rb", buffering=_READ_BYTES) as file:
         position = part.first
         if position:
@@ -192,11 +192,11 @@ def _iterate_lines(source: SourceFile, part: FilePart, keys: Sequence[str]) -> I
             position += len(file.readline()) - 1
         while position < part.end and (line := file.readline()):
             if not line.isspace():
-                yield _parse_line(position, line, keys)
+                yield _parse_jsonl_record(position, line, keys)
             position += len(line)
 
 
-def _parse_line(position: int, line: bytes, keys: Sequence[str]) -> SourceRecord:
+def _parse_jsonl_record(position: int, line: bytes, keys: Sequence[str]) -> SourceRecord:
     try:
         value = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
     except UnicodeDecodeError as error:
@@ -212,7 +212,7 @@ def _parse_line(position: int, line: bytes, keys: Sequence[str]) -> SourceRecord
     return SourceRecord(position, value)
 
 
-def _iterate_rows(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
+def _iterate_parquet_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
     file, arrow_error = _open_parquet(source), import_optional("pyarrow").ArrowException
     position = sum(file.metadata.row_group(group).num_rows for group in range(part.first))
     batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=range(part.first, part.end), columns=list(keys), use_threads=False)

@@ -63,14 +63,14 @@ class DocumentBuilder(Protocol):
     identity_options: Mapping[str, Any]
     """The options that affect the built documents."""
 
-    def find_problem(self, record: SourceRecord) -> str:
+    def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
 
     def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
         """Return one document per record."""
 
 
-def list_suffixes(builder: DocumentBuilder) -> tuple[str, ...]:
+def list_data_file_suffixes(builder: DocumentBuilder) -> tuple[str, ...]:
     """Return the suffixes of a shard's data files."""
     return ("bin", "len", "mask") if builder.has_loss_mask else ("bin", "len")
 
@@ -83,7 +83,7 @@ def build_shard(
     Raises TrainingError for the first invalid record if `stop_on_bad`.
     """
     stats = ShardStats()
-    temporary_paths = {suffix: folder / f".{number:06}.{suffix}.{os.getpid()}" for suffix in list_suffixes(builder)}
+    temporary_paths = {suffix: folder / f".{number:06}.{suffix}.{os.getpid()}" for suffix in list_data_file_suffixes(builder)}
     streams = {suffix: path.open("wb") for suffix, path in temporary_paths.items()}
     try:
         for document in _iterate_documents(parts, files, builder, stats, stop_on_bad=stop_on_bad):
@@ -95,7 +95,7 @@ def build_shard(
             stats.documents += 1
             stats.tokens += len(document.tokens)
         for source in {part.file_number: files[part.file_number] for part in parts}.values():
-            source.check_unchanged()
+            source.check_file_unchanged()
         for stream in streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -108,7 +108,7 @@ def build_shard(
     return stats
 
 
-def read_finished_shard(folder: Path, number: int) -> ShardStats | None:
+def read_finished_shard_stats(folder: Path, number: int) -> ShardStats | None:
     """Return the statistics of shard `number` in `folder`; None if it is not finished."""
     try:
         return ShardStats(**json.loads((folder / f"{number:06}.json").read_text()))
@@ -120,22 +120,22 @@ def _iterate_documents(
     parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, stats: ShardStats, *, stop_on_bad: bool
 ) -> Iterator[Document]:
     """Yield the documents of `parts`, and count invalid and empty records in `stats`."""
-    for number, batch in _iterate_batches(parts, files, builder):
-        problems = [record.problem or builder.find_problem(record) for record in batch]
+    for number, batch in _iterate_record_batches(parts, files, builder):
+        problems = [record.problem or builder.find_record_problem(record) for record in batch]
         documents = iter(builder.build_documents([record for record, problem in zip(batch, problems, strict=True) if not problem]))
         for record, problem in zip(batch, problems, strict=True):
             document = None if problem else next(documents)
             if document is not None and not len(document.tokens):
                 stats.empty_count += 1
             elif document is None or (document.loss_mask is not None and not document.loss_mask.any()):
-                _record_bad(
+                _handle_bad_record(
                     stats, (number, files[number]), record, problem or "has no token that counts in the loss", stop_on_bad=stop_on_bad
                 )
             else:
                 yield document
 
 
-def _iterate_batches(
+def _iterate_record_batches(
     parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder
 ) -> Iterator[tuple[int, list[SourceRecord]]]:
     for part in parts:
@@ -153,13 +153,13 @@ def _iterate_batches(
 def build_bad_record_error(source: SourceFile, position: int, problem: str) -> TrainingError:
     """Return the error for an invalid record at `position` of `source`."""
     return TrainingError(
-        f"{readers.format_location(source, position)}: {problem}",
+        f"{readers.format_record_location(source, position)}: {problem}",
         place=ERROR_PLACE,
         hint="use --on-bad skip to drop such records and list them, or --on-bad count to drop and count them",
     )
 
 
-def _record_bad(
+def _handle_bad_record(
     stats: ShardStats, numbered_source: tuple[int, SourceFile], record: SourceRecord, problem: str, *, stop_on_bad: bool
 ) -> None:
     if stop_on_bad:

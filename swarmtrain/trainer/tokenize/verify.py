@@ -27,7 +27,7 @@ def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileForma
     Raises TrainingError that describes the first fault.
     """
     file = MemoryMap(prefix, use_mmap=False, format=format, document_token=document_token)
-    file.check_documents()
+    file.check_document_boundaries()
     try:
         hashed_names = [_verify_hash(prefix, suffix, str(expected_hash)) for suffix, expected_hash in file.meta.get("sha256", {}).items()]
         lowest, highest, count = _compute_token_range(file)
@@ -63,7 +63,7 @@ def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileForma
 
 
 def _verify_hash(prefix: Path, suffix: str, expected_hash: str) -> str:
-    path = formats.build_file_path(prefix, suffix)
+    path = formats.build_token_file_path(prefix, suffix)
     if readers.hash_file(str(path)) != expected_hash:
         raise TrainingError(f"{path}: has changed since it was written: its hash does not match", place=_ERROR_PLACE, hint=_REBUILD_HINT)
     return path.name

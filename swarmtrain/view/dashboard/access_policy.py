@@ -42,9 +42,11 @@ class AccessPolicy:
         if not self.token:
             return True
         scheme, _, bearer = authorization.partition(" ")
-        return self.is_token(cookies.get(self.cookie_name, "")) or (scheme.lower() == "bearer" and self.is_token(bearer.strip()))
+        return self.is_valid_token(cookies.get(self.cookie_name, "")) or (
+            scheme.lower() == "bearer" and self.is_valid_token(bearer.strip())
+        )
 
-    def is_token(self, token: str) -> bool:
+    def is_valid_token(self, token: str) -> bool:
         """Return whether `token` is the right one, compared in constant time."""
         return bool(self.token) and hmac.compare_digest(token.encode(), self.token.encode())
 

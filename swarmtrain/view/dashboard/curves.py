@@ -47,7 +47,7 @@ class Curve:
         index = bisect_right(self.steps, step)
         del self.steps[index:], self.values[index:]
 
-    def downsample(self, max_points: int = MAX_POINTS) -> dict[str, list[Any]]:
+    def downsample_points(self, max_points: int = MAX_POINTS) -> dict[str, list[Any]]:
         """Return the curve's steps and values, at most `max_points`. Dropped points are represented by their minimum and maximum."""
         count = len(self.steps)
         if count <= max_points:
@@ -58,14 +58,14 @@ class Curve:
             edges = [1 + inner_count * number // buckets for number in range(buckets + 1)]
             chosen_indices = [0]
             for low, high in pairwise(edges):
-                chosen_indices += self._find_extremes(low, high)
+                chosen_indices += self._find_extreme_indices(low, high)
             chosen_indices.append(count - 1)
         return {
             "steps": [self.steps[index] for index in chosen_indices],
             "values": [_round_value(self.values[index]) for index in chosen_indices],
         }
 
-    def _find_extremes(self, low: int, high: int) -> list[int]:
+    def _find_extreme_indices(self, low: int, high: int) -> list[int]:
         finite_indices = [index for index in range(low, high) if self.values[index] is not None]
         if not finite_indices:
             return [low]
@@ -89,21 +89,21 @@ class CurveSet:
         """Add the values in the next event to the curves."""
         if event.kind in (protocol.EVENT_WORLD_FORMED, protocol.EVENT_COORDINATOR_STARTED):
             self._is_restarted = True
-        elif event.kind == protocol.EVENT_RESUMED and (step := _get_step(event)) is not None:
+        elif event.kind == protocol.EVENT_RESUMED and (step := _get_event_step(event)) is not None:
             self._truncate_after(step)
-        elif event.kind == protocol.EVENT_EVALUATION and (step := _get_step(event)) is not None:
+        elif event.kind == protocol.EVENT_EVALUATION and (step := _get_event_step(event)) is not None:
             self._set_value("validation", step, event.data.get("loss"))
-        elif event.kind == protocol.EVENT_PROGRESS and (step := _get_step(event)) is not None:
+        elif event.kind == protocol.EVENT_PROGRESS and (step := _get_event_step(event)) is not None:
             if self._is_restarted and step <= self._newest_step:
                 self._truncate_after(step - 1)
             self._is_restarted, self._newest_step = False, max(self._newest_step, step)
             for name, value in _iterate_scalars(event.data):
                 self._set_value(name, step, value)
 
-    def downsample(self, max_points: int = MAX_POINTS) -> dict[str, dict[str, list[Any]]]:
+    def downsample_curves(self, max_points: int = MAX_POINTS) -> dict[str, dict[str, list[Any]]]:
         """Return the points of all curves that have any, at most `max_points` per curve."""
         return {
-            name: curve.downsample(max_points)
+            name: curve.downsample_points(max_points)
             for name, curve in self.curves_by_name.items()
             if any(value is not None for value in curve.values)
         }
@@ -111,7 +111,7 @@ class CurveSet:
     def _set_value(self, name: str, step: int, value: Any) -> None:
         if name not in self.curves_by_name:
             self.curves_by_name[name] = Curve()
-        self.curves_by_name[name].set_value(step, _to_finite(value))
+        self.curves_by_name[name].set_value(step, _convert_to_finite_number(value))
 
     def _truncate_after(self, step: int) -> None:
         self._newest_step = min(self._newest_step, step)
@@ -119,7 +119,7 @@ class CurveSet:
             curve.truncate_after(step)
 
 
-def _get_step(event: Event) -> int | None:
+def _get_event_step(event: Event) -> int | None:
     step = event.data.get("step")
     return step if isinstance(step, int) else None
 
@@ -135,7 +135,7 @@ def _iterate_scalars(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}", value
 
 
-def _to_finite(value: Any) -> CurveValue:
+def _convert_to_finite_number(value: Any) -> CurveValue:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

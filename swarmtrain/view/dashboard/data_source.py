@@ -60,39 +60,39 @@ class RunDataSource:
         if self._poll_lock.acquire(blocking=not self._page_data):
             try:
                 if not self._page_data or (self._launcher and time.monotonic() - self._polled_at > POLL_SECONDS):
-                    self._refresh()
+                    self._refresh_page_data()
                     self._polled_at = time.monotonic()
             finally:
                 self._poll_lock.release()
         return self._page_data
 
-    def compute_age(self) -> float:
+    def compute_data_age(self) -> float:
         """Return the seconds since the run last answered; 0 for one that is down, which has no new data."""
         return time.monotonic() - self._answered_at if self._launcher else 0.0
 
-    def get_lines(self, after_number: int = 0) -> tuple[list[PageData], int]:
+    def get_output_lines(self, after_number: int = 0) -> tuple[list[PageData], int]:
         """Return the retained output lines after line number `after_number`, and the number of the last line."""
-        self._ensure_listener()
+        self._ensure_output_reader_running()
         with self._lines_lock:
             skipped = max(0, after_number - (self._line_count - len(self._lines)))
             return [build_line_data(line) for line in islice(self._lines, skipped, None)], self._line_count
 
-    def read_last_lines(self) -> list[PageData]:
+    def read_last_output_lines(self) -> list[PageData]:
         """Return the current last lines of all nodes, without waiting for more. Raises SwarmtrainError."""
         if self._launcher is None:
             self.get_page_data()
-            return self.get_lines()[0]
+            return self.get_output_lines()[0]
         last_lines = list(self._launcher.stream_logs(self.run, follow=False, tail=_TAIL_LINES))
         for line in last_lines:
-            self._append_line(line)
+            self._append_output_line(line)
         return [build_line_data(line) for line in last_lines]
 
-    def _refresh(self) -> None:
+    def _refresh_page_data(self) -> None:
         if self._launcher is None:
             self._load_stored_run()
         else:
             try:
-                self._poll(self._launcher)
+                self._poll_launcher(self._launcher)
                 self._connection_error, self._answered_at = "", time.monotonic()
             except RunNotFound:
                 if not self._page_data:
@@ -110,7 +110,7 @@ class RunDataSource:
             "connection_error": self._connection_error,
         }
 
-    def _poll(self, launcher: Launcher) -> None:
+    def _poll_launcher(self, launcher: Launcher) -> None:
         self._add_events(
             launcher.read_events(self.run, self._newest_time - _OVERLAP_SECONDS)
             if self._newest_time
@@ -121,12 +121,12 @@ class RunDataSource:
     def _load_stored_run(self) -> None:
         if self._page_data:
             return
-        events = history_store.merge_events(history_store.select_last_deployment(history_store.load_events(self.run)), ())
+        events = history_store.merge_events(history_store.select_last_deployment_events(history_store.load_events(self.run)), ())
         self._add_events(events)
         nodes = sorted({str(event.data.get("node")) for event in events if event.kind == protocol.EVENT_NODE_JOINED})
         self._tasks = [TaskState(node, "", "down") for node in nodes]
         for line in history_store.load_log_lines(self.run):
-            self._append_line(line)
+            self._append_output_line(line)
 
     def _add_events(self, events: Iterable[Event]) -> None:
         """Add new events. An event that was read before is recognized by its line and skipped."""
@@ -140,11 +140,11 @@ class RunDataSource:
         oldest = self._newest_time - 2 * _OVERLAP_SECONDS
         self._recent_events = {line: event_time for line, event_time in self._recent_events.items() if event_time > oldest}
 
-    def _append_line(self, line: LogLine) -> None:
+    def _append_output_line(self, line: LogLine) -> None:
         self._lines.append(line)
         self._line_count += 1
 
-    def _ensure_listener(self) -> None:
+    def _ensure_output_reader_running(self) -> None:
         """Start the thread that reads the output. A thread that has ended is replaced if the run still exists."""
         with self._lines_lock:
             if self._launcher is None or (self._listener and self._listener.is_alive()):
@@ -158,7 +158,7 @@ class RunDataSource:
             for line in launcher.stream_logs(self.run, follow=True, tail=None if last_time else _TAIL_LINES, since=last_time or None):
                 if not last_time or line.time > last_time:
                     with self._lines_lock:
-                        self._append_line(line)
+                        self._append_output_line(line)
         except SwarmtrainError:
             pass  # the page shows that the run is unreachable; the next request for lines tries again
         time.sleep(POLL_SECONDS)

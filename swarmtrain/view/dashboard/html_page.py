@@ -27,7 +27,7 @@ def read_asset(name: str) -> str:
     return files("swarmtrain.view.dashboard").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def render_single_file(data: PageData, lines: list[PageData]) -> str:
+def render_single_file_page(data: PageData, lines: list[PageData]) -> str:
     """Return the page with its data, styles and scripts as one HTML text, which makes no requests."""
     page = read_asset("index.html")
     hashes: dict[str, list[str]] = {"style": [], "script": []}
@@ -46,12 +46,12 @@ def render_single_file(data: PageData, lines: list[PageData]) -> str:
     )
 
 
-def write_report(source: RunDataSource, path: Path) -> None:
+def write_html_report(source: RunDataSource, path: Path) -> None:
     """Write the current page of `source` as one HTML file to `path`. Raises SwarmtrainError if it cannot be written."""
-    lines = source.read_last_lines()
+    lines = source.read_last_output_lines()
     data = {**source.get_page_data(), "written": time.time()}
     try:
-        path.write_text(render_single_file(data, lines), encoding="utf-8")
+        path.write_text(render_single_file_page(data, lines), encoding="utf-8")
     except OSError as error:
         raise SwarmtrainError(
             f"cannot be written: {error.strerror}", place=str(path), hint="use -o FILE to write it to another path"

@@ -38,9 +38,9 @@ def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[Tas
     ]
     page_data: PageData = {
         "run": run,
-        "state": "down" if _is_down(run_status) else run_status.state,
+        "state": "down" if _is_run_down(run_status) else run_status.state,
         "started": run_status.started,
-        "ended": run_status.ended or (_get_last_time(timeline) if _is_down(run_status) else None),
+        "ended": run_status.ended or (_get_last_event_time(timeline) if _is_run_down(run_status) else None),
         "outcome": run_status.reason,
         "exit_code": run_status.exit_code,
         "hint": run_status.hint,
@@ -50,10 +50,10 @@ def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[Tas
         "worlds": len(run_status.worlds),
         "failures": run_status.failures,
         "straggler": run_status.straggler,
-        "curves": accumulator.curves.downsample(),
-        "markers": find_markers(timeline)[-_MAX_MARKERS:],
-        "nodes": _build_nodes(run_status, timeline, now),
-        "links": _collect_latest_links(timeline),
+        "curves": accumulator.curves.downsample_curves(),
+        "markers": find_curve_markers(timeline)[-_MAX_MARKERS:],
+        "nodes": _build_node_page_data(run_status, timeline, now),
+        "links": _collect_latest_link_measurements(timeline),
         "checkpoints": checkpoints[-_MAX_CHECKPOINTS:],
         "checkpoint_count": len(checkpoints),
         "history": entries,
@@ -79,7 +79,7 @@ def build_line_data(line: LogLine) -> PageData:
     return {"node": line.node, "rank": line.rank, "time": line.time, "text": line.text}
 
 
-def find_markers(timeline: Iterable[Event]) -> list[PageData]:
+def find_curve_markers(timeline: Iterable[Event]) -> list[PageData]:
     """Return the markers drawn in the curves: where the run restarted, was scaled, or finally failed."""
     found_markers: list[PageData] = []
     step, has_progressed, previous_nodes = 0, True, None
@@ -140,15 +140,15 @@ def _flatten_facts(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple
             yield name, ", ".join(map(str, item)) if isinstance(item, list | tuple) else str(item)
 
 
-def _is_down(run_status: RunStatus) -> bool:
+def _is_run_down(run_status: RunStatus) -> bool:
     return run_status.ended is None and bool(run_status.tasks) and all(task.state == "down" for task in run_status.tasks)
 
 
-def _get_last_time(timeline: Sequence[Event]) -> float | None:
+def _get_last_event_time(timeline: Sequence[Event]) -> float | None:
     return timeline[-1].time if timeline else None
 
 
-def _build_nodes(run_status: RunStatus, timeline: Iterable[Event], now: float) -> list[PageData]:
+def _build_node_page_data(run_status: RunStatus, timeline: Iterable[Event], now: float) -> list[PageData]:
     joined = {str(event.data.get("node")): event.data for event in timeline if event.kind == protocol.EVENT_NODE_JOINED}
     ranks = run_status.world.get("ranks") or {}
     nodes = []
@@ -174,7 +174,7 @@ def _build_nodes(run_status: RunStatus, timeline: Iterable[Event], now: float) -
                 "node": task.node,
                 "host": task.host or str(join_data.get("host", "")),
                 "state": task.state,
-                "health": _classify_health(task, bool(warnings) or restarted_recently),
+                "health": _classify_task_health(task, bool(warnings) or restarted_recently),
                 "warnings": warnings,
                 "address": join_data.get("address"),
                 "interface": join_data.get("interface"),
@@ -188,7 +188,7 @@ def _build_nodes(run_status: RunStatus, timeline: Iterable[Event], now: float) -
     return nodes
 
 
-def _classify_health(task: TaskState, needs_attention: bool) -> str:
+def _classify_task_health(task: TaskState, needs_attention: bool) -> str:
     """Return the health class of a task: ok, warn, bad or off."""
     if task.state in ("failed", "rejected", "dead"):
         return "bad"
@@ -197,7 +197,7 @@ def _classify_health(task: TaskState, needs_attention: bool) -> str:
     return "warn" if needs_attention or task.state != "running" else "ok"
 
 
-def _collect_latest_links(timeline: Iterable[Event]) -> list[PageData]:
+def _collect_latest_link_measurements(timeline: Iterable[Event]) -> list[PageData]:
     """Return the newest measurement of each pair of nodes."""
     newest = {
         (event.data.get("a"), event.data.get("b")): {**event.data, "time": event.time}

@@ -49,7 +49,7 @@ def render_metrics(data: PageData, now: float) -> str:
     for name, kind, help_text, labels, value in _iterate_samples(data, now):
         if not isinstance(value, int | float) or not math.isfinite(value):
             continue
-        pairs = ",".join(f'{key}="{_escape_label(str(item))}"' for key, item in {"run": data["run"], **labels}.items())
+        pairs = ",".join(f'{key}="{_escape_label_value(str(item))}"' for key, item in {"run": data["run"], **labels}.items())
         metrics.setdefault(f"swarmtrain_{name}", (kind, help_text, []))[2].append(f"swarmtrain_{name}{{{pairs}}} {_format_number(value)}")
     blocks = (
         "\n".join([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *lines]) + "\n"
@@ -112,7 +112,7 @@ def _iterate_node_samples(node: Mapping[str, Any]) -> Iterator[MetricSample]:
                 yield name, "gauge", help_text, {**labels, "gpu": number}, value * factor
 
 
-def _escape_label(value: str) -> str:
+def _escape_label_value(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -82,14 +82,14 @@ def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
             return Response(json.dumps({"error": str(error)}), 503, media_type="application/json")
         body = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
         version = hashlib.sha256(body.encode()).hexdigest()[:16]
-        age = {"Swarmtrain-Age": f"{source.compute_age():.0f}"}
+        age = {"Swarmtrain-Age": f"{source.compute_data_age():.0f}"}
         if request.query_params.get("version") == version:
             return Response(status_code=204, headers=age)
         return Response(f'{{"version":"{version}","page":{body}}}', headers=age, media_type="application/json")
 
-    def serve_lines(request: Request) -> Response:
+    def serve_output_lines(request: Request) -> Response:
         after = request.query_params.get("after", "0")
-        new_lines, last_number = source.get_lines(int(after) if after.isdecimal() else 0)
+        new_lines, last_number = source.get_output_lines(int(after) if after.isdecimal() else 0)
         return Response(json.dumps({"lines": new_lines, "last": last_number}, allow_nan=False), media_type="application/json")
 
     def serve_metrics(_: Request) -> Response:
@@ -102,7 +102,7 @@ def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
     routes = [
         Route("/", serve_index),
         Route("/api/page", serve_page_data),
-        Route("/api/lines", serve_lines),
+        Route("/api/lines", serve_output_lines),
         Route("/metrics", serve_metrics),
         Route("/{name:path}", serve_asset),
     ]
@@ -139,7 +139,7 @@ class _AccessMiddleware:
             return PlainTextResponse(_UNKNOWN_HOST_TEXT, 421)
         if self._policy.has_access(request.cookies, request.headers.get("authorization", "")):
             return None
-        if request.url.path == "/" and self._policy.is_token(request.query_params.get("token", "")):
+        if request.url.path == "/" and self._policy.is_valid_token(request.query_params.get("token", "")):
             response = RedirectResponse("/", 303)
             response.set_cookie(self._policy.cookie_name, self._policy.token, httponly=True, samesite="strict", path="/")
             return response

@@ -78,7 +78,7 @@ def check_container_path(text: str) -> str:
     return text
 
 
-def check_user(text: str) -> str:
+def check_user_id(text: str) -> str:
     """Return `text` if it is a numeric user id, with or without a group id. Raises ValueError with the reason if it is not."""
     if not re.fullmatch(r"\d{1,10}(?::\d{1,10})?", text):
         raise ValueError(f"{text!r} is not a numeric user: write UID or UID:GID, such as 1000:1000; `id` shows them")
@@ -92,7 +92,7 @@ def check_network_name(name: str) -> str:
     return name
 
 
-def check_interface(text: str) -> str:
+def check_network_interface(text: str) -> str:
     """Return `text` if it is a network interface, or a subnet in which the interface has an address.
 
     Raises ValueError with the reason if not.

@@ -22,7 +22,12 @@ from swarmtrain.errors import StackError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import LABEL_QUEUE
-from swarmtrain.launchers.swarm.resources.resource_accounting import RequestedAmounts, ResourceSupply, compute_supplies, find_pinned_node
+from swarmtrain.launchers.swarm.resources.resource_accounting import (
+    RequestedAmounts,
+    ResourceSupply,
+    compute_resource_supplies,
+    find_pinned_node,
+)
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 
@@ -65,20 +70,20 @@ def waiting_for_resources(
         return
     queue_entry = RunLock(engine, request.run, f"waits for {request.kind} held by other runs", timeouts, kind_label=LABEL_QUEUE)
     queue_entry.labels = {_KIND_LABEL: request.kind, _AMOUNTS_LABEL: json.dumps(dict(request.amounts), sort_keys=True)}
-    with queue_entry.holding(report_progress):
+    with queue_entry.hold_lock(report_progress):
         # Later updates change the version index: the first one is its position.
-        queue_entry.labels[_POSITION_LABEL] = str(_read_own_entry(engine, request)["Version"]["Index"])
+        queue_entry.labels[_POSITION_LABEL] = str(_read_own_queue_entry(engine, request)["Version"]["Index"])
         queue_entry.write_labels()
-        _wait_for_turn(engine, request, lock, report_progress, timeouts)
-        queue_entry.check_held()
+        _wait_for_queue_turn(engine, request, lock, report_progress, timeouts)
+        queue_entry.check_lock_held()
         yield
 
 
-def _wait_for_turn(
+def _wait_for_queue_turn(
     engine: DockerEngine, request: ResourceRequest, lock: RunLock, report_progress: ProgressReporter, timeouts: SwarmTimeouts
 ) -> None:
     reported, reminded_at, is_preemptible = "", time.monotonic(), False
-    while missing := _describe_missing(engine, request, timeouts):
+    while missing := _describe_missing_resources(engine, request, timeouts):
         if not request.can_wait:
             hint = "wait until they are free, or skip the probe with: swarmtrain doctor CONFIG --no-probe"
             raise StackError(f"not all of its {request.kind} are free: {missing}", place=f"run {request.run}", hint=hint)
@@ -89,25 +94,27 @@ def _wait_for_turn(
             reported, reminded_at = missing, time.monotonic()
             report_progress(f"waiting until all of its {request.kind} are free: {missing}")
         time.sleep(_POLL_SECONDS)
-        if not lock.is_ours():
-            raise lock.build_preempted_error()
-    if is_preemptible and not lock.reacquire():
-        raise lock.build_preempted_error()
+        if not lock.is_held_by_this_command():
+            raise lock.build_preemption_error()
+    if is_preemptible and not lock.reacquire_lock():
+        raise lock.build_preemption_error()
 
 
-def _describe_missing(engine: DockerEngine, request: ResourceRequest, timeouts: SwarmTimeouts) -> str:
+def _describe_missing_resources(engine: DockerEngine, request: ResourceRequest, timeouts: SwarmTimeouts) -> str:
     """Return which requested resources are not free, and who holds them; empty if the run can start."""
     # The entries are read first: a run whose entry is gone by now already has its services, and those are read next.
     earlier_requests = list_earlier_requests(engine.list_objects("/configs", label=LABEL_QUEUE), request, timeouts.queue_entry_ttl_seconds)
     nodes = engine.list_objects("/nodes")
-    supplies_by_node = compute_supplies(
+    supplies_by_node = compute_resource_supplies(
         nodes, engine.list_objects("/services"), engine.list_objects("/tasks"), request.kind, excluded_stack=request.run
     )
-    shortages = [_describe_shortage(nodes, supplies_by_node, request, constraint, earlier_requests) for constraint in request.amounts]
+    shortages = [
+        _describe_resource_shortage(nodes, supplies_by_node, request, constraint, earlier_requests) for constraint in request.amounts
+    ]
     return "; ".join(filter(None, shortages))
 
 
-def _describe_shortage(
+def _describe_resource_shortage(
     nodes: list[ApiObject],
     supplies_by_node: dict[str, ResourceSupply],
     request: ResourceRequest,
@@ -125,24 +132,24 @@ def _describe_shortage(
     claimed_earlier = {
         earlier_request.run: outstanding
         for earlier_request in earlier_requests
-        if (outstanding := _count_requested(earlier_request, node, nodes) - supply.claimed.get(earlier_request.run, 0)) > 0
+        if (outstanding := _count_requested_resources(earlier_request, node, nodes) - supply.claimed.get(earlier_request.run, 0)) > 0
     }
     if supply.free_count - sum(claimed_earlier.values()) >= requested:
         return ""
-    holders = [f"{_describe_holder(stack)} has {count}" for stack, count in sorted(supply.claimed.items())]
+    holders = [f"{_describe_resource_holder(stack)} has {count}" for stack, count in sorted(supply.claimed.items())]
     holders += [f"run {run} waits for {count}" for run, count in claimed_earlier.items()]
     return f"{supply.host} has {supply.declared}, {requested} wanted, {', '.join(holders)}"
 
 
-def _count_requested(earlier_request: ResourceRequest, node: ApiObject, nodes: list[ApiObject]) -> int:
+def _count_requested_resources(earlier_request: ResourceRequest, node: ApiObject, nodes: list[ApiObject]) -> int:
     return sum(count for constraint, count in earlier_request.amounts.items() if find_pinned_node(constraint, nodes) is node)
 
 
-def _describe_holder(stack: str) -> str:
+def _describe_resource_holder(stack: str) -> str:
     return stack or "a service outside any stack"
 
 
-def _read_own_entry(engine: DockerEngine, request: ResourceRequest) -> ApiObject:
+def _read_own_queue_entry(engine: DockerEngine, request: ResourceRequest) -> ApiObject:
     entry: ApiObject = engine.get(f"/configs/{request.run}_queue")
     return entry
 
@@ -152,11 +159,11 @@ def list_earlier_requests(entries: list[ApiObject], request: ResourceRequest, tt
 
     Their ages are measured by the managers' clock, which wrote all of the timestamps.
     """
-    positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_position(entry) for entry in entries}
+    positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_queue_position(entry) for entry in entries}
     renewed_at = {entry["ID"]: datetime.fromisoformat(entry["UpdatedAt"]).timestamp() for entry in entries}
     now = max(renewed_at.values(), default=0.0)
     live_entries = [entry for entry in entries if now - renewed_at[entry["ID"]] < ttl_seconds]
-    live_requests = [_parse_request(entry) for entry in sorted(live_entries, key=_get_position)]
+    live_requests = [_parse_resource_request(entry) for entry in sorted(live_entries, key=_get_queue_position)]
     return [
         live_request
         for live_request in live_requests
@@ -164,10 +171,10 @@ def list_earlier_requests(entries: list[ApiObject], request: ResourceRequest, tt
     ]
 
 
-def _get_position(entry: ApiObject) -> int:
+def _get_queue_position(entry: ApiObject) -> int:
     return int(entry["Spec"]["Labels"].get(_POSITION_LABEL, entry["Version"]["Index"]))
 
 
-def _parse_request(entry: ApiObject) -> ResourceRequest:
+def _parse_resource_request(entry: ApiObject) -> ResourceRequest:
     labels = entry["Spec"]["Labels"]
     return ResourceRequest(labels[LABEL_QUEUE], labels.get(_KIND_LABEL, ""), json.loads(labels.get(_AMOUNTS_LABEL, "{}")))

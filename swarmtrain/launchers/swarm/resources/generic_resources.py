@@ -37,7 +37,7 @@ def list_resource_ids(resources: Iterable[ApiObject], kind: str | None = None) -
     return tuple(item["Value"] for item in named if item and kind in (None, item.get("Kind")))
 
 
-def count_by_kind(resources: Iterable[ApiObject]) -> dict[str, int]:
+def count_resources_by_kind(resources: Iterable[ApiObject]) -> dict[str, int]:
     """Return the number of resources of each kind."""
     items = list(resources)
     kinds = [(item.get("NamedResourceSpec") or item.get("DiscreteResourceSpec") or {}).get("Kind") for item in items]

@@ -14,8 +14,8 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, Service
 from swarmtrain.launchers.swarm.resources.generic_resources import (
     ApiObject,
-    count_by_kind,
     count_resources,
+    count_resources_by_kind,
     get_assigned_resources,
     get_reserved_resources,
 )
@@ -43,7 +43,7 @@ class ResourceSupply:
         return max(0, self.declared - sum(self.claimed.values()))
 
 
-def compute_supplies(
+def compute_resource_supplies(
     nodes: Iterable[ApiObject], services: Iterable[ApiObject], tasks: Iterable[ApiObject], kind: str, *, excluded_stack: str = ""
 ) -> dict[str, ResourceSupply]:
     """Return the supply of `kind`, by node id, without the claims of the stack `excluded_stack`."""
@@ -60,7 +60,7 @@ def compute_supplies(
     for service, node, count in _list_pinned_services(nodes, services, tasks, kind):
         key = (node["ID"], _get_stack_label(service["Spec"]), service["ID"])
         claims[key] = max(claims.get(key, 0), count)
-    return {node["ID"]: _build_supply(node, claims, kind, excluded_stack) for node in nodes}
+    return {node["ID"]: _build_resource_supply(node, claims, kind, excluded_stack) for node in nodes}
 
 
 def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject | None:
@@ -72,12 +72,12 @@ def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject |
 
 def add_resource_holders(engine: DockerEngine, run: str, services: list[Service], states: list[TaskState]) -> list[TaskState]:
     """Return `states`, with the holders of the resources added to the reason of each node that waits for resources. Raises EngineError."""
-    kinds = {kind for service in services for kind in count_by_kind(get_reserved_resources(service.spec["TaskTemplate"]))}
+    kinds = {kind for service in services for kind in count_resources_by_kind(get_reserved_resources(service.spec["TaskTemplate"]))}
     if not kinds or not any(_INSUFFICIENT_RESOURCES in state.reason for state in states):
         return states
     nodes, all_services, tasks = (engine.list_objects(path) for path in ("/nodes", "/services", "/tasks"))
     supplies_by_kind = {
-        kind: list(compute_supplies(nodes, all_services, tasks, kind, excluded_stack=run).values()) for kind in sorted(kinds)
+        kind: list(compute_resource_supplies(nodes, all_services, tasks, kind, excluded_stack=run).values()) for kind in sorted(kinds)
     }
     return [add_holders_to_reason(state, supplies_by_kind) for state in states]
 
@@ -97,7 +97,7 @@ def add_holders_to_reason(state: TaskState, supplies_by_kind: Mapping[str, Seque
     return replace(state, reason="; ".join([state.reason, *holders]))
 
 
-def _build_supply(node: ApiObject, claims: Mapping[tuple[str, str, str], int], kind: str, excluded_stack: str) -> ResourceSupply:
+def _build_resource_supply(node: ApiObject, claims: Mapping[tuple[str, str, str], int], kind: str, excluded_stack: str) -> ResourceSupply:
     claimed: dict[str, int] = {}
     for (node_id, stack, _), count in claims.items():
         if node_id == node["ID"] and (stack != excluded_stack or not excluded_stack):

@@ -17,7 +17,7 @@ from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 from swarmtrain.trainer.checkpoint import manifest
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPolicy, select_retained
+from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPolicy, select_retained_checkpoints
 from swarmtrain.trainer.checkpoint.storage import fence
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def commit_checkpoint(save_dir: Path, staging_folder: Path, content: Manifest, g
     `generation`: generation of the committing world; None: that of the manifest. They differ if another world wrote the checkpoint.
     Raises WorldError if a newer world has taken over, CheckpointError if a file is missing, OSError.
     """
-    _await_parts(staging_folder, content)
+    _wait_for_manifest_files(staging_folder, content)
     with (staging_folder / manifest.MANIFEST_NAME).open("x") as file:
         file.write(content.to_text())
         file.flush()
@@ -118,7 +118,7 @@ def prune_checkpoints(save_dir: Path, policy: RetentionPolicy, generation: int, 
         with contextlib.suppress(IncompatibleCheckpoint):  # written by another version: must not be removed
             checkpoints[folder] = known_checkpoints.get(folder) or _read_checkpoint_info(folder)
     valid = {folder: info for folder, info in checkpoints.items() if info}
-    retained = select_retained(valid.values(), policy)
+    retained = select_retained_checkpoints(valid.values(), policy)
     known_checkpoints.clear()
     known_checkpoints.update({folder: info for folder, info in valid.items() if info in retained})
     for folder, info in checkpoints.items():
@@ -156,7 +156,7 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(removed_folder, ignore_errors=True)
 
 
-def _await_parts(folder: Path, content: Manifest) -> None:
+def _wait_for_manifest_files(folder: Path, content: Manifest) -> None:
     """Wait until `folder` contains all files of the manifest `content`: a network disk may show another node's file late.
 
     Raises CheckpointError if a file does not appear within 10 s.

@@ -32,7 +32,7 @@ def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warn
 
     Called by all ranks together. `report_warning` is called with a message for each checkpoint that is skipped.
     """
-    for path, text in collectives.run_on_rank_zero(lambda: _list_candidates(folder, report_warning)):
+    for path, text in collectives.run_on_rank_zero(lambda: _list_candidate_checkpoints(folder, report_warning)):
         content = Manifest.from_text(text, str(path))
         local_names = sorted(content.files)[runtime.rank :: runtime.world_size]
         faults = [fault for _, fault in collectives.all_gather_objects(_find_valid_files(path, content, local_names)) if fault]
@@ -111,11 +111,13 @@ class NodeLocalFolders:
         if any(node_names != all_names for node_names in valid_names):
             source_node = next(self.nodes.node_of_rank[rank] for rank, (names, _, _) in enumerate(answers) if names)
             collectives.run_on_all_ranks(
-                lambda: self._copy_to_incomplete_nodes(local_checkpoint, valid_names[self.nodes.node], source_node)
+                lambda: self._copy_checkpoint_to_incomplete_nodes(local_checkpoint, valid_names[self.nodes.node], source_node)
             )
         return path, manifest.read_manifest(path)
 
-    def _copy_to_incomplete_nodes(self, local_checkpoint: FoundCheckpoint | None, valid_names: set[str], source_node: int) -> None:
+    def _copy_checkpoint_to_incomplete_nodes(
+        self, local_checkpoint: FoundCheckpoint | None, valid_names: set[str], source_node: int
+    ) -> None:
         """Copy the checkpoint of which `source_node` has the manifest to all nodes that lack some of its files.
 
         `local_checkpoint`: this node's copy, if any; `valid_names`: the valid files in it. Leaders copy; a no-op on other ranks.
@@ -129,7 +131,7 @@ class NodeLocalFolders:
         path, is_complete = commit.build_checkpoint_path(self.save_dir, content.step), valid_names == set(content.files)
         # A committed checkpoint is never modified: an incomplete copy is rebuilt in a staging folder, from its valid files.
         folder = path if is_complete else commit.build_staging_path(self.save_dir, content.step, self.generation)
-        self.nodes.run_on_leaders(lambda: None if is_complete else _create_linked_copy(path, folder, valid_names), self.save_dir)
+        self.nodes.run_on_leaders(lambda: None if is_complete else _copy_folder_by_hard_links(path, folder, valid_names), self.save_dir)
         exchange_files(folder, {name: content.files[name] for name in valid_names}, self.nodes, label=path.name)
         self.nodes.run_on_leaders(
             lambda: None if is_complete else commit.commit_checkpoint(self.save_dir, folder, content, self.generation), self.save_dir
@@ -139,14 +141,14 @@ class NodeLocalFolders:
         return self.nodes.node_names[self.nodes.node_of_rank[rank]]
 
 
-def _create_linked_copy(old: Path, new: Path, valid_names: set[str]) -> None:
+def _copy_folder_by_hard_links(old: Path, new: Path, valid_names: set[str]) -> None:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     for name in valid_names:
         os.link(old / name, new / name)
 
 
-def _list_candidates(folder: Path, report_warning: WarningReporter) -> list[tuple[Path, str]]:
+def _list_candidate_checkpoints(folder: Path, report_warning: WarningReporter) -> list[tuple[Path, str]]:
     for path, content in commit.scan_checkpoints(folder):
         if isinstance(content, CheckpointError):
             report_warning(f"skipped {path}: {content.message}")

@@ -29,12 +29,12 @@ def claim_generation(save_dir: Path, above: int) -> int:
     Raises CheckpointError if save_dir cannot be written.
     """
     generation = above + 1
-    while not try_take_generation(save_dir, generation := max(generation, find_highest_generation(save_dir) + 1)):
+    while not try_claim_generation(save_dir, generation := max(generation, find_highest_generation(save_dir) + 1)):
         pass
     return generation
 
 
-def try_take_generation(save_dir: Path, generation: int) -> bool:
+def try_claim_generation(save_dir: Path, generation: int) -> bool:
     """Take `generation` by creating its fence file. Return False if it is already taken.
 
     Raises CheckpointError if save_dir cannot be written.
@@ -46,9 +46,9 @@ def try_take_generation(save_dir: Path, generation: int) -> bool:
     except FileExistsError as error:
         if error.filename == str(folder / str(generation)):
             return False
-        raise _build_unwritable_error(save_dir, error) from None
+        raise _build_unwritable_save_dir_error(save_dir, error) from None
     except OSError as error:
-        raise _build_unwritable_error(save_dir, error) from None
+        raise _build_unwritable_save_dir_error(save_dir, error) from None
     return True
 
 
@@ -65,7 +65,7 @@ def wait_for_fence(save_dir: Path, generation: int, timeout_seconds: float = 60.
             if str(generation) in os.listdir(save_dir / "fence"):  # noqa: PTH208  # only names are needed
                 break
         except PermissionError as error:
-            raise _build_unwritable_error(save_dir, error) from None
+            raise _build_unwritable_save_dir_error(save_dir, error) from None
         except OSError:
             pass  # not there yet
         waited = time.monotonic() - start_time
@@ -83,10 +83,10 @@ def wait_for_fence(save_dir: Path, generation: int, timeout_seconds: float = 60.
         with tempfile.TemporaryFile(dir=save_dir):
             pass
     except OSError as error:
-        raise _build_unwritable_error(save_dir, error) from None
+        raise _build_unwritable_save_dir_error(save_dir, error) from None
 
 
-def _build_unwritable_error(save_dir: Path, error: OSError) -> CheckpointError:
+def _build_unwritable_save_dir_error(save_dir: Path, error: OSError) -> CheckpointError:
     place, message = f"config trainer.save_dir {save_dir}", f"cannot be written: {describe_os_error(error)}"
     existing_path = _find_existing_ancestor(Path(error.filename or save_dir)) if error.errno in (errno.EACCES, errno.EPERM) else None
     if existing_path is None:

@@ -63,6 +63,6 @@ class NodeGroups:
         """
         return collectives.run_on_all_ranks(lambda: run_translating_os_errors(save_dir, action), self.leader_group)[self.node]
 
-    def find_leader(self, node: int) -> int:
+    def find_leader_rank(self, node: int) -> int:
         """Return the rank of the leader of the node with index `node`."""
         return self.node_of_rank.index(node)

@@ -20,7 +20,12 @@ from torch.futures import Future
 
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter, format_part_name, resolve_item_tensor
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import (
+    StagingBuffer,
+    TensorStorageWriter,
+    format_shard_file_name,
+    resolve_item_tensor,
+)
 
 
 class NodeLocalWriter(TensorStorageWriter):
@@ -44,10 +49,10 @@ class NodeLocalWriter(TensorStorageWriter):
         self._tensors_by_index = {item.index: resolve_item_tensor(item, planner) for item in self._planned_items}
         return super().write_data(plan, planner)
 
-    def _stage_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+    def _stage_shards(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
         """A no-op: this rank may have to write more than its own part. `stage_assigned_parts` copies its parts instead."""
 
-    def stage_assigned_parts(self) -> None:
+    def stage_assigned_shards(self) -> None:
         """Assign the parts of each node to its ranks, and copy this rank's parts into memory.
 
         Called by all ranks together, after torch's save().
@@ -57,8 +62,8 @@ class NodeLocalWriter(TensorStorageWriter):
         writable = collectives.all_gather_objects(
             [name for name, indices in parts.items() if all(index in self._tensors_by_index for index in indices)]
         )
-        assigned_names = assign_parts_to_ranks(writable, self._nodes.local_ranks)[self._nodes.rank]
-        super()._stage_parts({name: [self._tensors_by_index[index] for index in parts[name]] for name in assigned_names})
+        assigned_names = assign_shards_to_ranks(writable, self._nodes.local_ranks)[self._nodes.rank]
+        super()._stage_shards({name: [self._tensors_by_index[index] for index in parts[name]] for name in assigned_names})
         self._tensors_by_index = {}
 
 
@@ -71,7 +76,7 @@ def group_index_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[Metad
     return {file: [index for _, index in sorted(chunks, key=lambda pair: pair[0])] for file, chunks in sorted(chunks_by_file.items())}
 
 
-def assign_parts_to_ranks(writable: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
+def assign_shards_to_ranks(writable: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
     """Assign each part that can be written on a node to one of the node's `ranks`.
 
     `writable`: for each rank the parts that it can write. A rank gets its own part; any other part goes to the rank with the fewest
@@ -80,7 +85,8 @@ def assign_parts_to_ranks(writable: Sequence[Collection[str]], ranks: Sequence[i
     assigned: dict[int, list[str]] = {rank: [] for rank in ranks}
     for name in sorted({name for rank in ranks for name in writable[rank]}):
         chosen = min(
-            (rank for rank in ranks if name in writable[rank]), key=lambda rank: (name != format_part_name(rank), len(assigned[rank]), rank)
+            (rank for rank in ranks if name in writable[rank]),
+            key=lambda rank: (name != format_shard_file_name(rank), len(assigned[rank]), rank),
         )
         assigned[chosen].append(name)
     return assigned

@@ -50,18 +50,18 @@ def exchange_files(folder: Path, available: FileDigests, nodes: NodeGroups, *, l
         destination, origin = (nodes.node + turn) % len(offers), (nodes.node - turn) % len(offers)
         outgoing = sender.iterate_blocks([name for name in missing[destination] if source_of[name] == nodes.node])
         for block, receive_buffer in zip_longest(
-            outgoing, receiver.iterate_buffers([name for name in missing[nodes.node] if source_of[name] == origin])
+            outgoing, receiver.iterate_receive_buffers([name for name in missing[nodes.node] if source_of[name] == origin])
         ):
-            works = [] if block is None else [dist.isend(block, nodes.find_leader(destination), nodes.leader_group)]
-            works += [] if receive_buffer is None else [dist.irecv(receive_buffer, nodes.find_leader(origin), nodes.leader_group)]
+            works = [] if block is None else [dist.isend(block, nodes.find_leader_rank(destination), nodes.leader_group)]
+            works += [] if receive_buffer is None else [dist.irecv(receive_buffer, nodes.find_leader_rank(origin), nodes.leader_group)]
             for work in works:
                 if work is not None:
                     work.wait()
-    collectives.run_on_all_ranks(lambda: _raise_if_failed(sender.fault or receiver.fault, folder), nodes.leader_group)
+    collectives.run_on_all_ranks(lambda: _raise_if_transfer_failed(sender.fault or receiver.fault, folder), nodes.leader_group)
     return all_files
 
 
-def _raise_if_failed(fault: str | None, folder: Path) -> None:
+def _raise_if_transfer_failed(fault: str | None, folder: Path) -> None:
     if fault:
         raise CheckpointError(fault, place=f"config trainer.save_dir {folder.parent}", hint="check that the disk is mounted and not full")
 
@@ -104,7 +104,7 @@ class _FileReceiver:
         self._last_logged = self._start_time + _LOG_AFTER_SECONDS - _LOG_INTERVAL_SECONDS
         self.fault: str | None = None
 
-    def iterate_buffers(self, names: Sequence[str]) -> Iterator[Tensor]:
+    def iterate_receive_buffers(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Yield a buffer for each block of the files `names`. The buffer's content is written when the next buffer is requested."""
         for name in names:
             yield from self._receive_file(name)

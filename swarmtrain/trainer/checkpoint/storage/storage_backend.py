@@ -58,11 +58,11 @@ class StorageBackend(Protocol):
         """Create and return an empty staging folder for the checkpoint of `step`. Raises WorldError, CheckpointError."""
         ...
 
-    def build_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+    def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
         """Return the writer for this rank's part of a checkpoint in `folder`."""
         ...
 
-    def assign_parts(self, writer: TensorStorageWriter) -> None:
+    def assign_shards(self, writer: TensorStorageWriter) -> None:
         """Assign the parts that this rank writes to `writer`, after torch's save()."""
         ...
 
@@ -101,10 +101,10 @@ class SharedStorage:
             lambda: commit.run_translating_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
         )
 
-    def build_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+    def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
         return TensorStorageWriter(folder, self._runtime.rank, staging_buffer)
 
-    def assign_parts(self, writer: TensorStorageWriter) -> None: ...
+    def assign_shards(self, writer: TensorStorageWriter) -> None: ...
 
     def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
         return commit.run_translating_os_errors(
@@ -136,10 +136,10 @@ class NodeLocalStorage:
     def _try_claim_generation(self) -> int | None:
         """Take the same generation on the disks of all nodes and return it; None if another world or node has taken it on one of them."""
         highest = max(collectives.run_on_all_ranks(lambda: _find_highest_generation(self._save_dir) if self.is_leader else 0))
-        generation = collectives.run_on_rank_zero(lambda: self._draw_generation(highest))
+        generation = collectives.run_on_rank_zero(lambda: self._obtain_next_generation(highest))
         return (
             generation
-            if all(collectives.run_on_all_ranks(lambda: not self.is_leader or fence.try_take_generation(self._save_dir, generation)))
+            if all(collectives.run_on_all_ranks(lambda: not self.is_leader or fence.try_claim_generation(self._save_dir, generation)))
             else None
         )
 
@@ -152,12 +152,12 @@ class NodeLocalStorage:
         )
         return commit.build_staging_path(self._save_dir, step, generation)
 
-    def build_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+    def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
         return NodeLocalWriter(folder, self.nodes, staging_buffer)
 
-    def assign_parts(self, writer: TensorStorageWriter) -> None:
+    def assign_shards(self, writer: TensorStorageWriter) -> None:
         if isinstance(writer, NodeLocalWriter):
-            writer.stage_assigned_parts()
+            writer.stage_assigned_shards()
 
     def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
         available = self.nodes.run_on_leaders(
@@ -176,7 +176,7 @@ class NodeLocalStorage:
                 self._report_warning(f"metrics.jsonl begins at step {step} on this node, the rest is on other nodes: {error}")
         return checkpoint
 
-    def _draw_generation(self, highest: int) -> int:
+    def _obtain_next_generation(self, highest: int) -> int:
         """Return a generation that is higher than `highest` and unused by any other world of this run.
 
         The coordinator assigns it, if there is one, since other worlds may have run on other nodes.

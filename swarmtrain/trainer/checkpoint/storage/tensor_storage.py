@@ -62,7 +62,7 @@ class StagingBuffer:
         return self._buffer[:size].numpy().data
 
 
-def format_part_name(number: int) -> str:
+def format_shard_file_name(number: int) -> str:
     """Return the file name of the part with this `number`."""
     return f"part-{number:05}.bin"
 
@@ -76,14 +76,14 @@ class TensorStorageWriter(StorageWriter):
 
     def __init__(self, folder: Path, part_number: int, staging_buffer: StagingBuffer) -> None:
         self.folder = folder
-        self.file_name = format_part_name(part_number)
+        self.file_name = format_shard_file_name(part_number)
         self.tensor_index: dict[str, Any] = {}
         self._staging_buffer = staging_buffer
         self._staged_parts: dict[str, memoryview] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         staged = [(item.index, resolve_item_tensor(item, planner)) for item in plan.items]
-        self._stage_parts({self.file_name: [tensor for _, tensor in staged]})
+        self._stage_shards({self.file_name: [tensor for _, tensor in staged]})
         offset, results = 0, []
         for index, tensor in staged:
             results.append(WriteResult(index, tensor.nbytes, (self.file_name, offset)))
@@ -92,7 +92,7 @@ class TensorStorageWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def _stage_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+    def _stage_shards(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
         """Copy the tensors of each part into the staging buffer. `parts`: tensors by file name."""
         staged, start = self._staging_buffer.stage_tensors([tensor for tensors in parts.values() for tensor in tensors]), 0
         for name, tensors in parts.items():
@@ -125,14 +125,14 @@ class TensorStorageWriter(StorageWriter):
             }
         return index
 
-    def write(self) -> FileDigests:
+    def write_staged_shards(self) -> FileDigests:
         """Write the staged parts to the folder, and return size and SHA-256 of each file by name; empty if this rank has no part.
 
         Raises OSError with the part's path.
         """
-        return {name: self._write_part(name, part) for name, part in self._staged_parts.items() if part}
+        return {name: self._write_shard_file(name, part) for name, part in self._staged_parts.items() if part}
 
-    def _write_part(self, name: str, data: memoryview) -> dict[str, Any]:
+    def _write_shard_file(self, name: str, data: memoryview) -> dict[str, Any]:
         path, digest = self.folder / name, hashlib.sha256()
         try:
             with path.open("xb") as file:

@@ -8,7 +8,7 @@ earlier world could write to only one sink end up in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,11 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write pending metrics, for at most 30 s, and close the sink."""
+
+
+SinkFactory = Callable[[Runtime, Path, ResumeHistory], Sink]
+_BUILT_IN_SINKS: dict[str, SinkFactory] = {"csv": CsvTable, "tensorboard": EventFile, "wandb": WandbRun}
+"""What creates each sink, by its name in logger.sinks."""
 
 
 class Sinks:
@@ -60,7 +65,7 @@ class Sinks:
     def write(self, values: dict[str, Any]) -> None:
         """Write the metrics line `values` to each sink, except values of the resumed step that are already in the history."""
         if values["step"] == self._history.step:
-            values = {name: value for name, value in values.items() if name == "step" or name not in self._history.last_step_names}
+            values = {name: value for name, value in values.items() if name == "step" or name not in self._history.last_step_metric_names}
         if len(values) > 1:
             for sink in self._sinks:
                 sink.write(values)
@@ -76,21 +81,18 @@ def get_metrics_folder(runtime: Runtime) -> Path | None:
     return runtime.config.logger.log_dir or runtime.config.trainer.save_dir
 
 
-def _list_configured_sinks(logger: LoggerConfig) -> Iterator[Callable[[Runtime, Path, ResumeHistory], Sink]]:
-    if logger.use_csv:
-        yield CsvTable
-    if logger.use_tensorboard:
-        yield EventFile
-    if logger.use_wandb:
-        yield WandbRun
-    yield from map(_load_installed_sink, logger.sinks)
+def _list_configured_sinks(logger: LoggerConfig) -> list[SinkFactory]:
+    """Return what creates each sink that the config selects. Raises SwarmtrainError if a sink is missing or broken."""
+    is_selected_by_key = {"csv": logger.use_csv, "tensorboard": logger.use_tensorboard, "wandb": logger.use_wandb}
+    names = [name for name, is_selected in is_selected_by_key.items() if is_selected] + [*logger.sinks]
+    return [_BUILT_IN_SINKS.get(name) or _load_installed_sink(name) for name in dict.fromkeys(names)]
 
 
-def _load_installed_sink(name: str) -> Callable[[Runtime, Path, ResumeHistory], Sink]:
+def _load_installed_sink(name: str) -> SinkFactory:
     """Import the sink class that another package adds as `name`. Raises SwarmtrainError if it is missing or broken."""
     installed = list_entry_points(METRICS_SINK_GROUP)
     if name not in installed:
-        message = f"sink {name} is not installed; installed sinks: {', '.join(installed) or 'none'}"
-        raise TrainingError(message, place="config logger.sinks", hint="install its package, also in the image")
-    sink_class: Callable[[Runtime, Path, ResumeHistory], Sink] = load_entry_point(installed[name])
+        message = f"unknown sink {name}; existing sinks: {', '.join([*_BUILT_IN_SINKS, *installed])}"
+        raise TrainingError(message, place="config logger.sinks", hint="install the sink's package, also in the image")
+    sink_class: SinkFactory = load_entry_point(installed[name])
     return sink_class

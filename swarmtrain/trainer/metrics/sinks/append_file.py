@@ -35,7 +35,7 @@ class AppendFile:
         """Size in bytes of the complete records."""
         return self._size
 
-    def append(self, data: bytes, offset: int | None = None) -> bool:
+    def append_bytes(self, data: bytes, offset: int | None = None) -> bool:
         """Append `data`, or with `offset` replace everything from that byte on. Return whether it was written.
 
         The first write error is logged as a warning, and training continues.
@@ -46,9 +46,9 @@ class AppendFile:
             self._size = offset
             if os.pwrite(self._fd, data, offset) < len(data):
                 os.ftruncate(self._fd, offset)
-                return self._warn_once("no space is left")
+                return self._log_write_error_once("no space is left")
         except OSError as error:
-            return self._warn_once(describe_os_error(error))
+            return self._log_write_error_once(describe_os_error(error))
         self._size = offset + len(data)
         return True
 
@@ -58,7 +58,7 @@ class AppendFile:
         try:
             self._create_file(content)
         except OSError as error:
-            return self._warn_once(describe_os_error(error))
+            return self._log_write_error_once(describe_os_error(error))
         os.close(previous_fd)
         return True
 
@@ -77,7 +77,7 @@ class AppendFile:
             raise
         self._fd, self._size = fd, len(content)
 
-    def _warn_once(self, message: str) -> bool:
+    def _log_write_error_once(self, message: str) -> bool:
         if not self._has_warned:
             LOG.warning("%s: no more metrics while it cannot be written: %s", self.path, message)
         self._has_warned = True

@@ -21,27 +21,27 @@ class CsvTable:
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
         """Create metrics.csv in `folder`, with the rows of `history`. Raises TrainingError if it cannot be written."""
-        rows = _merge_by_step(history.lines)
+        rows = _merge_lines_by_step(history.lines)
         self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
         self._last_row, earlier_rows = (rows[-1], rows[:-1]) if rows else ({}, [])
         self._file = AppendFile(folder / "metrics.csv", self._encode_rows([_build_header_row(self._columns), *earlier_rows]))
         self._last_row_offset = self._file.size
         """Byte offset of the last row, which may be extended by more cells."""
         if self._last_row:
-            self._file.append(self._encode_rows([self._last_row]))
+            self._file.append_bytes(self._encode_rows([self._last_row]))
 
     def write(self, values: dict[str, Any]) -> None:
         """Append a row, or add cells to the last row if it has the same step."""
-        (row,) = _merge_by_step([values])
+        (row,) = _merge_lines_by_step([values])
         extends_last_row = bool(self._last_row) and row["step"] == self._last_row["step"]
         if new_columns := [name for name in row if name not in self._columns]:
             self._add_columns(new_columns)
         full_row = {**self._last_row, **row} if extends_last_row else row
         offset = self._last_row_offset if extends_last_row else self._file.size
-        if self._file.append(self._encode_rows([full_row]), offset):
+        if self._file.append_bytes(self._encode_rows([full_row]), offset):
             self._last_row, self._last_row_offset = full_row, offset
         elif extends_last_row:
-            self._file.append(self._encode_rows([self._last_row]))
+            self._file.append_bytes(self._encode_rows([self._last_row]))
 
     def close(self) -> None:
         """Close the file."""
@@ -74,7 +74,7 @@ def _build_header_row(columns: list[str]) -> CsvRow:
     return {name: name for name in columns}
 
 
-def _merge_by_step(lines: Iterable[dict[str, Any]]) -> list[CsvRow]:
+def _merge_lines_by_step(lines: Iterable[dict[str, Any]]) -> list[CsvRow]:
     """Return one row of text cells for each step in `lines`."""
     rows: dict[int, CsvRow] = {}
     for line in lines:

@@ -27,15 +27,15 @@ class MetricsFile:
         """
         retained = [
             (line, values)
-            for line in _read_lines_or_raise(folder / name)
-            if (values := _parse_line(line)) and values["step"] <= resumed_step
+            for line in _read_metrics_lines_or_raise(folder / name)
+            if (values := _parse_metrics_line(line)) and values["step"] <= resumed_step
         ]
         self._file = AppendFile(folder / name, "".join(line for line, _ in retained).encode())
         self.history = ResumeHistory(resumed_step, [values for _, values in retained])
 
     def write(self, values: dict[str, Any]) -> None:
         """Append one line. The first write error is logged as a warning, and training continues."""
-        self._file.append((json.dumps(values) + "\n").encode())
+        self._file.append_bytes((json.dumps(values) + "\n").encode())
 
     @property
     def path(self) -> Path:
@@ -49,39 +49,41 @@ class MetricsFile:
 
 def read_last_step(folder: Path) -> int:
     """Return the last step in `metrics.jsonl` in `folder`; 0 if there is none. Raises TrainingError if the file cannot be read."""
-    return max((values["step"] for line in _read_lines_or_raise(folder / FILE_NAME) if (values := _parse_line(line))), default=0)
+    return max(
+        (values["step"] for line in _read_metrics_lines_or_raise(folder / FILE_NAME) if (values := _parse_metrics_line(line))), default=0
+    )
 
 
-def append_missing_step(folder: Path, step: int, values: dict[str, Any]) -> None:
+def append_missing_step_metrics(folder: Path, step: int, values: dict[str, Any]) -> None:
     """Append a line for `step` to `metrics.jsonl` in `folder`, if the file ends with the step before.
 
     Used if rank 0 died before writing the line. Raises OSError.
     """
     path = folder / FILE_NAME
-    lines = _read_lines(path)
-    complete = [each for line in lines if (each := _parse_line(line)) and each["step"] <= step]
+    lines = _read_metrics_lines(path)
+    complete = [each for line in lines if (each := _parse_metrics_line(line)) and each["step"] <= step]
     if complete and complete[-1]["step"] == step - 1:
         separator = "" if lines[-1].endswith("\n") else "\n"
         with path.open("a") as file:
             file.write(separator + json.dumps({"step": step, **values}) + "\n")
 
 
-def _read_lines_or_raise(path: Path) -> list[str]:
+def _read_metrics_lines_or_raise(path: Path) -> list[str]:
     try:
-        return _read_lines(path)
+        return _read_metrics_lines(path)
     except OSError as error:
         hint = "give the training user read access to it"
         raise TrainingError(f"{error.filename}: {describe_os_error(error)}", place="config logger.log_dir", hint=hint) from None
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_metrics_lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return []
 
 
-def _parse_line(line: str) -> dict[str, Any] | None:
+def _parse_metrics_line(line: str) -> dict[str, Any] | None:
     """Return the values of the JSON line `line`; None if it is incomplete or invalid."""
     try:
         values = json.loads(line)

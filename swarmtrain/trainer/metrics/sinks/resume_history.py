@@ -20,6 +20,6 @@ class ResumeHistory:
         return [line for line in self.lines if line["step"] == self.step]
 
     @property
-    def last_step_names(self) -> frozenset[str]:
+    def last_step_metric_names(self) -> frozenset[str]:
         """Names of the values that were already logged for `step`."""
         return frozenset(name for line in self.last_step_lines for name in line)

@@ -44,15 +44,15 @@ class EventFile:
         """Write the numbers of a metrics line as scalars, and its generated samples as text. Other values are ignored."""
         points = {name: value for name, value in values.items() if name != "step" and isinstance(value, int | float)}
         summary_values = [self._summary_class.Value(tag=name, simple_value=value) for name, value in points.items()]
-        summary_values += [self._build_text_value(number, sample) for number, sample in enumerate(extract_samples(values))]
+        summary_values += [self._build_text_summary(number, sample) for number, sample in enumerate(extract_samples(values))]
         summary = self._summary_class(value=summary_values)
-        self._file.append(self._encode_record(self._event_class(wall_time=time.time(), step=values["step"], summary=summary)))
+        self._file.append_bytes(self._encode_record(self._event_class(wall_time=time.time(), step=values["step"], summary=summary)))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _build_text_value(self, number: int, sample: GeneratedSample) -> Any:
+    def _build_text_summary(self, number: int, sample: GeneratedSample) -> Any:
         """Return a generated sample as a TensorBoard text summary, in Markdown."""
         text = "\n".join(f"    {line}" for line in f"{sample['prompt']}{sample['text']}".splitlines())
         tensor = self._tensor_class(dtype="DT_STRING", string_val=[text.encode()])

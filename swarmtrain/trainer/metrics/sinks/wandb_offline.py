@@ -20,13 +20,13 @@ def truncate_offline_files(folder: Path, run: str, step: int) -> int | None:
         last_step = max(file_last_step, -1 if last_step is None else last_step)
         staging = path.with_name(f".{path.name}")
         with path.open("rb") as file:
-            staging.write_bytes(file.read(end) + bytes(_compute_padding(end)))
+            staging.write_bytes(file.read(end) + bytes(_compute_block_padding(end)))
         # By rename: the process that W&B starts next to a rank may outlive it, and keep writing to an unlinked file.
         staging.replace(path)
     return last_step
 
 
-def _compute_padding(end: int) -> int:
+def _compute_block_padding(end: int) -> int:
     """Return the number of zero bytes that a W&B file has after byte `end`: the rest of a block, if it is too small for a record header."""
     remaining = -end % _BLOCK_BYTES
     return remaining if remaining < _HEADER_BYTES else 0

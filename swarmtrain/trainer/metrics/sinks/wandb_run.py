@@ -58,7 +58,7 @@ class WandbRun:
         self._run: Any = None
         self._min_step = 0
         """Lowest step that the W&B run still accepts."""
-        if not offline and not _is_reachable(runtime.config.logger.wandb_host):
+        if not offline and not _is_url_reachable(runtime.config.logger.wandb_host):
             LOG.warning(
                 "wandb: %s does not answer, so its files remain in %s; upload them with `wandb sync`",
                 runtime.config.logger.wandb_host,
@@ -84,24 +84,24 @@ class WandbRun:
         if values["step"] >= self._min_step:
             self._min_step = values["step"]
             if samples := extract_samples(values):
-                values = {**values, SAMPLES_KEY: self._build_table(samples)}
-            self._call_or_disable("log", values, self._min_step)
+                values = {**values, SAMPLES_KEY: self._build_samples_table(samples)}
+            self._call_wandb_or_disable_sink("log", values, self._min_step)
 
-    def _build_table(self, samples: Sequence[GeneratedSample]) -> Any:
+    def _build_samples_table(self, samples: Sequence[GeneratedSample]) -> Any:
         import wandb
 
         return wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
 
     def close(self) -> None:
         """Send pending metrics, for at most 30 s. What could not be sent remains on the disk."""
-        thread = threading.Thread(target=self._call_or_disable, args=("finish",), daemon=True)
+        thread = threading.Thread(target=self._call_wandb_or_disable_sink, args=("finish",), daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_SECONDS)
         if thread.is_alive():
             LOG.warning("wandb: not everything was uploaded; run `wandb sync` on log_dir")
             _kill_service()
 
-    def _call_or_disable(self, method: str, *arguments: Any) -> None:
+    def _call_wandb_or_disable_sink(self, method: str, *arguments: Any) -> None:
         if self._run is None:
             return
         try:
@@ -147,7 +147,7 @@ def _kill_service() -> None:
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def _is_reachable(url: str) -> bool:
+def _is_url_reachable(url: str) -> bool:
     """Return whether a TCP connection to `url` succeeds.
 
     Checked before wandb starts: after a failed start the W&B service process retries for minutes, and prevents this process from exiting.

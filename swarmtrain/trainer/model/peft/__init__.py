@@ -13,12 +13,12 @@ LORA_KEY, ADAPTER_KEY = ".lora.", ".adapter."
 _PROJECTION_HEAD_PREFIX = "head.projections."
 
 
-def zero_second_half(values: Tensor) -> Tensor:
+def zero_second_half_of_batch(values: Tensor) -> Tensor:
     """Return `values` (samples, …), with the second half of the samples replaced by zeros."""
     half = len(values) // 2
     return torch.cat((values[:half], torch.zeros_like(values[half:])))
 
 
-def is_added_parameter(name: str) -> bool:
+def is_peft_parameter(name: str) -> bool:
     """Return whether the parameter `name` was added for fine-tuning and does not belong to the base model."""
     return LORA_KEY in name or ADAPTER_KEY in name or name.startswith(_PROJECTION_HEAD_PREFIX)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model.peft import zero_second_half
+from swarmtrain.trainer.model.peft import zero_second_half_of_batch
 
 
 class Adapter(nn.Module):
@@ -42,4 +42,4 @@ class LayerAdapters(nn.ModuleDict):
         if name not in self:
             return hidden
         adapter_output: Tensor = self[name](hidden)
-        return hidden + (zero_second_half(adapter_output) if self.first_half_only else adapter_output)
+        return hidden + (zero_second_half_of_batch(adapter_output) if self.first_half_only else adapter_output)

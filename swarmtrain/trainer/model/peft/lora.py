@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.schema.transformer_architecture import LoraConfig, TransformerArchitectureConfig
 from swarmtrain.trainer.model.dropout import Dropout
-from swarmtrain.trainer.model.peft import zero_second_half
+from swarmtrain.trainer.model.peft import zero_second_half_of_batch
 
 
 class Lora(nn.Module):
@@ -60,7 +60,7 @@ class LoraAdapters(nn.ModuleDict):
         if name not in self:
             return output
         lora_output: Tensor = self[name](input, noise)
-        return output + (zero_second_half(lora_output) if self.first_half_only else lora_output)
+        return output + (zero_second_half_of_batch(lora_output) if self.first_half_only else lora_output)
 
 
 def merge_lora_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, config: LoraConfig) -> Tensor:
