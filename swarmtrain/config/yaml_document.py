@@ -77,13 +77,13 @@ class YamlDocument:
 def read_yaml(text: str) -> YamlDocument:
     """Return the parsed document of the YAML text `text`. Raises YamlSyntaxError if it is not valid YAML."""
     try:
-        _run_with_yaml_loader(text, _check_nesting_depth)
-        node = _run_with_yaml_loader(text, lambda loader: loader.get_single_node())
+        _call_with_yaml_loader(text, _check_nesting_depth)
+        node = _call_with_yaml_loader(text, lambda loader: loader.get_single_node())
         if node is None:
             return YamlDocument()
         reader = _DocumentReader()
         reader.record_key_lines(node, ())
-        values = _run_with_yaml_loader("", lambda loader: loader.construct_document(node))
+        values = _call_with_yaml_loader("", lambda loader: loader.construct_document(node))
         return YamlDocument(reader.to_json_values(values, ()), reader.lines, reader.problems)
     except yaml.reader.ReaderError as error:
         line = 1 + text.encode(errors="replace")[: error.position].count(b"\n")
@@ -94,7 +94,7 @@ def read_yaml(text: str) -> YamlDocument:
         raise YamlSyntaxError("it contains an unpaired surrogate") from None
 
 
-def _run_with_yaml_loader(text: str, function: Callable[[Any], T]) -> T:
+def _call_with_yaml_loader(text: str, function: Callable[[Any], T]) -> T:
     loader = _YamlLoader(text)
     try:
         return function(loader)

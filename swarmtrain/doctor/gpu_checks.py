@@ -9,7 +9,7 @@ from swarmtrain.doctor.cluster_checks import CHECKS as CLUSTER
 from swarmtrain.doctor.cluster_checks import ClusterSnapshot, get_host_name
 from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
 from swarmtrain.launchers.base import Finding
-from swarmtrain.launchers.swarm.resources.generic_resources import count_resources, format_gpu_settings, list_resource_ids
+from swarmtrain.launchers.swarm.generic_resources import count_resources, format_gpu_settings, list_resource_ids
 
 # Oldest driver by CUDA's major version: from 11 on, all minor versions work with the drivers of the first one.
 # NVIDIA, "CUDA Compatibility".

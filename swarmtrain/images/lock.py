@@ -33,7 +33,7 @@ def write_lock_file(folder: Path, *, report_progress: ProgressReporter) -> Path:
     digests_by_pin: dict[str, set[str]] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         plain_requirements = Path(temporary_folder) / "pins.txt"
-        plain_requirements.write_text("".join(f"{pin}\n" for pin in _parse_pins_to_lock(pins.read_text())))
+        plain_requirements.write_text("".join(f"{pin}\n" for pin in _parse_pins_without_hashes(pins.read_text())))
         for machine in wheels.MACHINES.values():
             report_progress(f"downloading the wheels for {machine}")
             download_folder = Path(temporary_folder) / machine
@@ -51,7 +51,7 @@ def write_lock_file(folder: Path, *, report_progress: ProgressReporter) -> Path:
 
 def check_lock_file(pins: Path, lock: Path) -> None:
     """Check that the lock file text `lock` matches the current pins `pins`. Raises ImageError if it does not."""
-    if changed := sorted(_parse_pins_to_lock(pins.read_text()) ^ set(_parse_pins(lock.read_text()))):
+    if changed := sorted(_parse_pins_without_hashes(pins.read_text()) ^ set(_parse_pins(lock.read_text()))):
         raise ImageError(
             f"differs from {pins.name} in {', '.join(changed)}", place=str(lock), hint=f"swarmtrain image lock {pins.parents[1]}"
         )
@@ -66,7 +66,7 @@ def hash_wheels(files: Iterable[Path]) -> list[tuple[str, str]]:
     return pin_hashes
 
 
-def _parse_pins_to_lock(pins: str) -> set[str]:
+def _parse_pins_without_hashes(pins: str) -> set[str]:
     return {pin for pin in _parse_pins(pins) if not pin.startswith("torch==")}
 
 

@@ -1,6 +1,6 @@
 """Convert a plan to the sbatch script that `deploy` submits and `generate` writes.
 
-Slurm starts the script on the first node of the job. The script starts one keeper on each node (swarmtrain.launchers.slurm.node_keeper),
+Slurm starts the script on the first node of the job. The script starts one keeper on each node (swarmtrain.launchers.slurm.node_task),
 which keeps the node's supervisor running and, on the first node, the coordinator. When Slurm signals that the time limit is near, or
 within the grace time of a preemption, the script lets the ranks save and exit, and requeues its own job. After that grace time, Slurm
 itself requeues the job.
@@ -19,7 +19,7 @@ from swarmtrain.plan import Plan
 from swarmtrain.protocol import EXIT_PLANNED
 from swarmtrain.render.process_environment import NodeLayout, build_coordinator_env, build_node_env
 
-NODE_KEEPER_MODULE = "swarmtrain.launchers.slurm.node_keeper"
+NODE_TASK_MODULE = "swarmtrain.launchers.slurm.node_task"
 JOB_COMMENT = "swarmtrain"
 GRACEFUL_EXIT_SIGNAL = "URG"
 """Signal that requests the ranks to save and exit. Slurm sends it to all processes of the job, and other programs ignore SIGURG."""
@@ -139,7 +139,7 @@ def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
             *build_apptainer_prefix(slurm.apptainer, plan, job_layout),
             python,
             "-m",
-            NODE_KEEPER_MODULE,
+            NODE_TASK_MODULE,
             str(job_layout.run_folder),
         ]
     )

@@ -13,10 +13,11 @@ metrics         log lines, events, metric sinks
 health          detection of hangs, stragglers, non-finite losses, divergent replicas
 tokenize        convert text to token files
 inference       generate text, embed texts, evaluate
-huggingface     import from and export to Hugging Face
+huggingface     read models of Hugging Face
+export          write checkpoints as models of Hugging Face
+random_seeds    seeds of random number generators
 custom          run(): train a custom script
 object_factory  create objects from a config
-integrations    other systems that start a training process
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from swarmtrain.trainer.model.objective import Objective, VectorObjective
     from swarmtrain.trainer.model.transformer import Transformer
     from swarmtrain.trainer.optim import Optimizer
-    from swarmtrain.trainer.parallel import parallelize
+    from swarmtrain.trainer.parallelization import parallelize
     from swarmtrain.trainer.runtime import Runtime, read_config, read_options, start_runtime
 
 __all__ = [
@@ -67,7 +68,7 @@ _MODULE_BY_NAME = {
     "build_linear_scaling_warmup": "custom",
     "instantiate": "custom",
     "open_data": "data.samples",
-    "parallelize": "parallel",
+    "parallelize": "parallelization",
     "read_config": "runtime",
     "read_options": "runtime",
     "run": "custom",

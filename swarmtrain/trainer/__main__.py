@@ -40,7 +40,7 @@ def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
 
 
 _COMMAND_MODULES = {
-    "export": "swarmtrain.trainer.huggingface.command",
+    "export": "swarmtrain.trainer.export.command",
     "sample": "swarmtrain.trainer.inference.sample",
     "embed": "swarmtrain.trainer.inference.embed",
     "evaluate": "swarmtrain.trainer.inference.evaluate",

@@ -36,7 +36,8 @@ from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.parallel import ParallelModel, parallelize
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
 from swarmtrain.trainer.step import train_step
 

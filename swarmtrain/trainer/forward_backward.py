@@ -19,7 +19,8 @@ from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.model.objective import VectorLoss, VectorObjective
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.pipeline_parallel import LossTransform, PipelineModel
-from swarmtrain.trainer.runtime import Runtime, derive_seed, seed_everything
+from swarmtrain.trainer.random_seeds import derive_seed, seed_everything
+from swarmtrain.trainer.runtime import Runtime
 
 LOW_PRECISION_DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 MicroBatches = Sequence[tuple[int, Ids]]

@@ -10,8 +10,8 @@ from typing import Self
 
 from torch import Tensor
 
+from swarmtrain.trainer import out_of_memory
 from swarmtrain.trainer.data.samples import TokenDataset
-from swarmtrain.trainer.health import gradient_checks, out_of_memory
 from swarmtrain.trainer.health.gc_control import GcController
 from swarmtrain.trainer.health.rank_timing import RankTimer, RankTiming
 from swarmtrain.trainer.health.step_timer import StepTimer
@@ -20,7 +20,7 @@ from swarmtrain.trainer.health.watchdog import Watchdog
 from swarmtrain.trainer.metrics.profiler import TorchProfiler
 from swarmtrain.trainer.metrics.tensor_stats_recorder import TensorStatsRecorder
 from swarmtrain.trainer.metrics.timeline import TimelineRecorder
-from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.optim import Optimizer, gradient_checks
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 

@@ -11,19 +11,19 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import CheckpointManager, just_in_time
 from swarmtrain.trainer.checkpoint.restore import restore_training_state
 from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
-from swarmtrain.trainer.checkpoint.scheduler import CheckpointScheduler
 from swarmtrain.trainer.checkpoint.training_state import TrainingState
+from swarmtrain.trainer.checkpoint_scheduler import CheckpointScheduler
 from swarmtrain.trainer.data import vocabulary_check
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.health import replica_check
-from swarmtrain.trainer.health.non_finite_policy import NonFinitePolicy
 from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.inference.training_samples import TrainingSampler
 from swarmtrain.trainer.instrumentation import StepInstruments
-from swarmtrain.trainer.integrations.determined import DeterminedTrial
 from swarmtrain.trainer.metrics import RunReporter
 from swarmtrain.trainer.metrics.audit_log import AuditLog
+from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
+from swarmtrain.trainer.non_finite_policy import NonFinitePolicy
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime

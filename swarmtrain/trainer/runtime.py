@@ -9,10 +9,8 @@ Works under torchrun (including elastic launch), under plain srun or mpirun, and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ValidationError
@@ -34,8 +31,7 @@ from swarmtrain.config.files import describe_os_error
 from swarmtrain.config.loading import load_config
 from swarmtrain.config.schema.trainer import DeterminismMode
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
-from swarmtrain.trainer import collectives, log_setup
-from swarmtrain.trainer.health import out_of_memory
+from swarmtrain.trainer import collectives, log_setup, out_of_memory
 from swarmtrain.trainer.model import float8
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -168,34 +164,6 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
         raise
     # After any other exception the process dies with its sockets: an orderly shutdown of the group could wait for a dead peer.
     _destroy_process_group(already_initialized)
-
-
-def seed_everything(*components: object) -> None:
-    """Seed the random number generators of Python, numpy and torch with a hash of `components`.
-
-    The same components give the same numbers.
-    """
-    seed_value = derive_seed(*components)
-    random.seed(seed_value)
-    np.random.seed(seed_value % 2**32)
-    seed_torch(seed_value)
-
-
-def seed_torch(value: int) -> None:
-    """Seed torch's CPU generator, and its CUDA generators if CUDA is initialized.
-
-    torch.manual_seed is not used: until CUDA is initialized, it records each call with its traceback, which takes 2 ms per call and is
-    never freed.
-    """
-    torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's function has no types
-        torch.cuda.manual_seed_all(value)
-
-
-def derive_seed(*components: object) -> int:
-    """Return a hash of `components` as a seed: an integer from 0 to 2^63 - 1."""
-    text = "/".join(str(component) for component in components)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def set_collective_timeout(seconds: float | None, groups: Sequence[dist.ProcessGroup]) -> None:

@@ -11,10 +11,9 @@ import torch
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.forward_backward import MicroBatches, run_forward_backward, run_validation_forward
-from swarmtrain.trainer.health import gradient_checks
 from swarmtrain.trainer.health.step_timer import COMMUNICATION, DATA, LOGGING, OPTIMIZER, OTHER, StepTimer
 from swarmtrain.trainer.health.stop_flag import StopFlag
-from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
+from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate, gradient_checks
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 

@@ -29,7 +29,7 @@ from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_sp
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
 from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo
 from swarmtrain.remote.process_spec import ProcessSpec
-from swarmtrain.render import compose_document
+from swarmtrain.render import compose_file
 from swarmtrain.render.sbatch_script import JobLayout, render_sbatch_script
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml
 
@@ -99,7 +99,7 @@ class ConfigFuzzer:
         elif kind == "local":
             LocalLauncher().plan_changes(plan)
         else:
-            stack_document = render_stack(plan) if kind == "swarm" else compose_document.render_compose(plan)
+            stack_document = render_stack(plan) if kind == "swarm" else compose_file.render_compose(plan)
             self.record_stack(stack_document, render_stack_yaml(stack_document), swarm=kind == "swarm")
 
     def record_stack(self, stack_document: Stack, written: str, *, swarm: bool) -> None:

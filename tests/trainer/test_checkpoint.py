@@ -232,7 +232,7 @@ def test_what_is_taken(rules: LoadRules, model_shapes: dict[str, tuple[int, ...]
             r"model/b is \(3,\) in the checkpoint and \(9,\) here; 1 differ",
         ),
         (LoadRules(allowed_unexpected=("a",)), {"model/a": (2,)}, r"model/b is \(3,\) in the checkpoint and missing here"),
-        (LoadRules(allowed_unexpected=("c",)), {**CHECKPOINT_SHAPES, "model/c": (1,)}, r"model/c is missing there"),
+        (LoadRules(allowed_unexpected=("c",)), {**CHECKPOINT_SHAPES, "model/c": (1,)}, r"model/c is missing in the checkpoint"),
         (LOAD_EVERYTHING, {"model/a": (2,), "model/b": (3,), "optimizer/v/a": (2,)}, "has the state of a different optimizer"),
     ],
 )
@@ -328,7 +328,7 @@ def test_all_ranks_find_the_fence_that_the_first_has_set_up(tmp_path: Path) -> N
     fence.wait_for_fence(tmp_path / "late", 1)
     late.join()
     fence.claim_generation(tmp_path / "other", 6)
-    with pytest.raises(CheckpointError, match=r"save_dir .*/other: is another folder here"):
+    with pytest.raises(CheckpointError, match=r"save_dir .*/other: is not the same folder as on rank 0's node"):
         fence.wait_for_fence(tmp_path / "other", token, timeout_seconds=0.2)
 
 
@@ -355,7 +355,10 @@ def test_a_user_who_cannot_write_to_save_dir_sees_the_line_to_set(tmp_path: Path
         os.seteuid(0)
         os.setegid(0)
     assert f"permission denied; {tmp_path}/runs belongs to 1234:100, and the ranks run as 9:9" in str(caught.value)
-    assert caught.value.hint == f"runner.docker_config.user: 1234:100; or chown -R 9:9 {tmp_path}/runs, or the folder that is mounted there"
+    assert (
+        caught.value.hint
+        == f"set runner.docker_config.user: 1234:100; or chown -R 9:9 {tmp_path}/runs, or the folder that is mounted there"
+    )
 
 
 def test_resharded_state_is_the_same_state(run_copy: Path, saving_config: dict[str, Any]) -> None:

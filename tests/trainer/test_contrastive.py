@@ -24,7 +24,7 @@ from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
-from swarmtrain.trainer.huggingface.export import export_checkpoint
+from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.inference import evaluate, model_source
 from swarmtrain.trainer.inference.embed import embed_documents
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model

@@ -268,7 +268,7 @@ def test_it_names_the_missing_line() -> None:
         with pytest.raises(TrainingError, match=match):
             collect_batches(trainer, [1, 2, 3], {"model": nn.Linear(1, 1)} if keep else {}, calls_save=calls_save, checks_stop=checks_stop)
 
-    expect_missing_line(r"config trainer.save_dir: there is not a folder")
+    expect_missing_line(r"config trainer.save_dir: is not set, so no state can be saved")
     expect_missing_line(r"steps: no state is registered for checkpointing", keep=False, save_dir="a")
     expect_missing_line(r"the loop lacks `run.save_if_due\(\)`$", calls_save=False, save_dir="b")
     expect_missing_line(r"the loop lacks `if run.stop_requested: run.save_and_exit\(\)`$", checks_stop=False, save_dir="c")
@@ -277,8 +277,8 @@ def test_it_names_the_missing_line() -> None:
 
 @pytest.mark.usefixtures("_single_process")
 def test_what_cannot_be_saved_or_sharded() -> None:
-    expect_refusal("model has no state_dict", objects={"model": 3})
-    expect_refusal("model/f.*cannot be kept: function", objects={"model": UnserializableState()})
+    expect_refusal(r"model does not implement state_dict\(\)", objects={"model": 3})
+    expect_refusal("model/f.*cannot be saved: function", objects={"model": UnserializableState()})
     expect_refusal("WeightedRandomSampler", DataLoader([1, 2], sampler=WeightedRandomSampler([1, 1], 2)))  # type: ignore[arg-type]
     expect_refusal("custom batch_sampler", DataLoader([1, 2], batch_sampler=[[0, 1]]))  # type: ignore[arg-type]
     expect_refusal("the data is exhausted", iter([1, 2, 3]), epochs=2)

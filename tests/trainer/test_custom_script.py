@@ -104,7 +104,7 @@ def test_without_a_config_lines_are_only_printed(tmp_path: Path, capsys: pytest.
 @pytest.mark.usefixtures("_single_process")
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("high", "loss is not a number but str"), (torch.zeros(3), "loss is 3 numbers"), (None, "is not a number but NoneType")],
+    [("high", "loss is not a number but str"), (torch.zeros(3), "loss has 3 elements"), (None, "is not a number but NoneType")],
 )
 def test_what_is_not_a_number_is_refused(value: object, message: str) -> None:
     with pytest.raises(TrainingError, match=message), swarmtrain.trainer.run() as run:

@@ -17,12 +17,12 @@ from worlds import merge_config, read_losses, read_manifest, read_validation_los
 from swarmtrain.config import Config
 from swarmtrain.errors import CheckpointError, SwarmtrainError, TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
+from swarmtrain.trainer.export.adapter_export import export_lora_adapter
+from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.huggingface import pretrained
-from swarmtrain.trainer.huggingface.adapter_export import export_lora_adapter
-from swarmtrain.trainer.huggingface.export import export_checkpoint
 from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import select_trained_parameter_names
+from swarmtrain.trainer.parallelization import select_trained_parameter_names
 
 GATED = {"norm_type": "rms", "mlp_type": "swiglu", "attention_num_kv_heads": 2, "attention_bias": True, "mlp_bias": True}
 LORA = {"rank": 4, "dropout": 0.1, "layers": ["query", "key", "value", "output", "gate", "up", "down"]}
@@ -231,7 +231,7 @@ def test_the_base_model_must_be_unchanged(base_run: RunAndConfig, adapter_only_r
         run_training(
             tmp_path, merge_config(adapter_only_run[1], trainer={"init_from": None, "save_frozen_parameters": True, "train_iterations": 6})
         )
-    with pytest.raises(AssertionError, match="has lora_config of its own"):
+    with pytest.raises(AssertionError, match="already has lora_config"):
         run_training(
             tmp_path / "twice", merge_config(adapter_only_run[1], trainer={"init_from": str(adapter_only_run[0] / "run" / "step-00000004")})
         )

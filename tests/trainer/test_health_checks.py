@@ -13,8 +13,8 @@ from worlds import LocalWorld, list_saved_steps, merge_config
 
 from swarmtrain.config.schema.trainer import DeterminismMode
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.health import gradient_checks
 from swarmtrain.trainer.health.replica_check import compute_bit_sums, find_differing_ranks
+from swarmtrain.trainer.optim import gradient_checks
 from swarmtrain.trainer.runtime import _configure_determinism
 
 

@@ -21,8 +21,8 @@ from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageReader
+from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.huggingface import pretrained
-from swarmtrain.trainer.huggingface.export import export_checkpoint
 from swarmtrain.trainer.model.transformer import Transformer
 
 MODERN = {"norm_type": "rms", "mlp_type": "swiglu", "mlp_factor": 2.75}
@@ -261,5 +261,5 @@ def test_another_model_is_refused(trained_runs: dict[str, tuple[Path, dict[str, 
     with pytest.raises(IncompatibleCheckpoint, match=r"model.norm.weight is missing; model.morn.weight is unexpected"):
         pretrained.build_parameter_loader(given, own, sizes)
     (given / "model.safetensors").rename(given / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickles"):
+    with pytest.raises(CheckpointError, match="has only pickle files"):
         pretrained.build_parameter_loader(given, own, sizes)

@@ -18,7 +18,7 @@ from worlds import LocalWorld, merge_config, read_losses, read_validation_losses
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import EXIT_ERROR, CheckpointError, TrainingError
-from swarmtrain.trainer.huggingface.export import export_checkpoint
+from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.inference import evaluate, generate, model_source
 from swarmtrain.trainer.inference.generate import SamplingParams
 from swarmtrain.trainer.inference.kv_cache import enable_kv_cache
@@ -201,7 +201,7 @@ def test_models_that_cannot_generate_are_refused(
     assert "num_layers is 2 in the checkpoint and 3 here" in capsys.readouterr().err
     beside = merge_config(trained_run[1], transformer_architecture={"lora_config": {}})
     assert evaluate.main(build_evaluate_arguments(beside, trained_run[0])) == EXIT_ERROR
-    assert "lora_config is None there" in capsys.readouterr().err
+    assert "lora_config is None in the checkpoint" in capsys.readouterr().err
     broken = build_random_model("usual")
     with torch.no_grad():
         broken.norm.weight.fill_(torch.nan)

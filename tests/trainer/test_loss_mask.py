@@ -91,7 +91,7 @@ def test_corrupt_masks(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"a\.mask\.bin: no such file"):
         MemoryMap(tmp_path / "a")
     write_masked(tmp_path / "a", [range(9)], [1] * 8 + [2])
-    with pytest.raises(TrainingError, match=r"a\.mask\.bin has 2, and only 0 and 1"):
+    with pytest.raises(TrainingError, match=r"a\.mask\.bin has 2, but only 0 and 1"):
         verify_token_files(tmp_path / "a")
 
 
@@ -199,16 +199,19 @@ def build_chat(*roles: str) -> dict[str, Any]:
 
 
 INVALID_CHATS = {
-    "two users": (build_chat("user", "user", "assistant"), "message 2 is of user, and after user comes assistant"),
+    "two users": (build_chat("user", "user", "assistant"), "message 2 has the role user, and after user the role must be assistant"),
     "assistant first": (
         build_chat("assistant", "user", "assistant"),
-        "message 1 is of assistant, and at the beginning comes system or user",
+        "message 1 has the role assistant, and at the beginning the role must be system or user",
     ),
-    "late system": (build_chat("user", "assistant", "system"), "message 3 is of system, and after assistant comes user or tool"),
+    "late system": (
+        build_chat("user", "assistant", "system"),
+        "message 3 has the role system, and after assistant the role must be user or tool",
+    ),
     "no answer": (build_chat("system", "user"), "ends with user, not with the assistant's answer"),
     "nothing": ({"messages": []}, "has no list of messages"),
     "a text": ({"messages": "hello"}, "has no list of messages"),
-    "no content": ({"messages": [{"role": "user"}]}, "message 1 is not a role and a content"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 1 does not have a role and a content"),
     "special": (
         {"messages": [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "b"}]},
         "message 1 has <|im_end|>, which only the template may write",

@@ -42,7 +42,7 @@ def test_too_many_in_a_row_end_the_run_and_record_the_samples(tmp_path: Path, fs
     world = start_world_with_nans(tmp_path, skipping, 3, 5, 6)
     assert world.wait() == [1, 1]
     assert re.search(r"step 6: the loss is \d\.", world.read_log())
-    assert "so were 2 steps in a row" in world.read_log()
+    assert "non-finite for 2 steps in a row" in world.read_log()
     left = json.loads((tmp_path / "run" / "non-finite-step-00000006.json").read_text())
     undisturbed = tmp_path / "undisturbed"
     run_training(undisturbed, fsdp_config, 2)

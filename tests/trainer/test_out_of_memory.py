@@ -13,7 +13,7 @@ import torch
 import worlds
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.health import out_of_memory
+from swarmtrain.trainer import out_of_memory
 
 
 @pytest.mark.parametrize(

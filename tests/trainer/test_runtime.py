@@ -16,7 +16,8 @@ from worlds import LocalWorld
 from swarmtrain.config import Config
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
 from swarmtrain.trainer.health.stop_flag import StopFlag
-from swarmtrain.trainer.runtime import Runtime, _create_store, read_config, read_options, seed_everything
+from swarmtrain.trainer.random_seeds import seed_everything
+from swarmtrain.trainer.runtime import Runtime, _create_store, read_config, read_options
 
 
 class ScriptOptions(BaseModel, extra="forbid"):

@@ -32,7 +32,9 @@ def test_by_steps_and_epochs() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "often", "0 steps", "10", "10 weeks", "auto ", []])
 def test_invalid_intervals(value: Any) -> None:
-    with pytest.raises(ValidationError, match=r"1 validation error(.|\n)*must be a number of steps, auto, or as `10 minutes`"):
+    with pytest.raises(
+        ValidationError, match=r"1 validation error(.|\n)*must be a number of steps, auto, or an interval such as `10 minutes`"
+    ):
         TrainerConfig(save_interval=value)
 
 

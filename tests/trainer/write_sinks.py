@@ -10,8 +10,8 @@ import determined_trial
 from pydantic import BaseModel
 
 from swarmtrain.trainer import read_config, read_options, start_runtime
-from swarmtrain.trainer.integrations.determined import DeterminedTrial
 from swarmtrain.trainer.metrics.sinks import Sinks
+from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
 
 
 class SinkOptions(BaseModel):

@@ -44,7 +44,7 @@ def main() -> int:
     liveness.start_liveness_guard()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as set by the process that started it, see launchers.slurm.node_keeper
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as set by the process that started it, see launchers.slurm.node_task
             signal.signal(number, lambda *_: stop.set())
     boot_id = f"{int(time.time()):x}{secrets.token_hex(2)}"
     coordinator = Coordinator(

@@ -29,7 +29,7 @@ from swarmtrain.launchers.docker import container_specs, container_state, run_st
 from swarmtrain.launchers.docker.container_state import Container
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile
 from swarmtrain.protocol import CONFIG_PATH, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SECRETS, RENDEZVOUS_SERVICE, Event
-from swarmtrain.render.compose_document import render_compose
+from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
 

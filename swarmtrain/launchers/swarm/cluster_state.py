@@ -11,7 +11,7 @@ from typing import Any
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.resources.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
+from swarmtrain.launchers.swarm.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
 from swarmtrain.plan import Inventory, Machine
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 

@@ -12,7 +12,7 @@ from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import EngineError
 from swarmtrain.images.swarm_nodes import get_node_address
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.resources.generic_resources import TOOLKIT_CONFIG_PATH, build_daemon_json, format_toolkit_setting
+from swarmtrain.launchers.swarm.generic_resources import TOOLKIT_CONFIG_PATH, build_daemon_json, format_toolkit_setting
 
 _DEFAULT_VXLAN_PORT = 4789
 _DEFAULT_INSECURE_RANGES = ("127.0.0.0/8", "::1/128")

@@ -12,8 +12,8 @@ from swarmtrain.images import contents, pin_image
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.reconcile import check_networks
-from swarmtrain.launchers.swarm.resources.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.service_specs import StackSpecs
 from swarmtrain.plan import Machine, Plan
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS

@@ -30,7 +30,7 @@ from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError, SwarmtrainError
 from swarmtrain.protocol import Event, RescueAssignment, SurvivorState
 from swarmtrain.trainer.checkpoint.storage import commit
-from swarmtrain.trainer.checkpoint.storage.completion_markers import find_missing_markers, take_completion_markers, write_completion_marker
+from swarmtrain.trainer.checkpoint.storage.completion_markers import find_missing_markers, pop_completion_markers, write_completion_marker
 from swarmtrain.trainer.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _collect_completion_markers(folder: Path, rescue: RescueAssignment, rescue_c
         if rescue_client.latest.attempt != rescue.attempt or rescue_client.latest.is_finished:
             return []
         time.sleep(_POLL_SECONDS)
-    return take_completion_markers(folder, ranks)
+    return pop_completion_markers(folder, ranks)
 
 
 def _merge_completion_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

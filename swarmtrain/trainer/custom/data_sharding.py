@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import shuffle
-from swarmtrain.trainer.runtime import seed_everything
+from swarmtrain.trainer.random_seeds import seed_everything
 
 _SampleKey = tuple[int, int]
 """Epoch, and index of a sample in the dataset."""

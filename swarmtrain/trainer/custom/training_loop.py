@@ -19,7 +19,8 @@ from swarmtrain.trainer.custom.data_sharding import ShardedLoader, can_shard_loa
 from swarmtrain.trainer.custom.prefetch import BatchPrefetcher
 from swarmtrain.trainer.custom.user_state import UserState, describe_changes_since_checkpoint
 from swarmtrain.trainer.health.stop_flag import StopFlag
-from swarmtrain.trainer.runtime import Runtime, seed_everything
+from swarmtrain.trainer.random_seeds import seed_everything
+from swarmtrain.trainer.runtime import Runtime
 
 _REQUIRED_CALLS = {"save_if_due": "run.save_if_due()", "stop_requested": "if run.stop_requested: run.save_and_exit()"}
 

@@ -42,7 +42,7 @@ class UserState:
             if not (callable(getattr(stateful, "state_dict", None)) and callable(getattr(stateful, "load_state_dict", None))):
                 hint = "implement both methods, or do not register the object"
                 raise TrainingError(
-                    f"{name} does not implement state_dict() and load_state_dict(): it is a {type(stateful).__name__}",
+                    f"{name} does not implement state_dict() and load_state_dict(): its type is {type(stateful).__name__}",
                     place="register_for_checkpointing",
                     hint=hint,
                 )

@@ -26,7 +26,7 @@ from swarmtrain.trainer.data.stream_samples import StreamSamples
 from swarmtrain.trainer.data.token_batch import TokenBatch
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
-from swarmtrain.trainer.runtime import derive_seed
+from swarmtrain.trainer.random_seeds import derive_seed
 
 _PROBE_TOKENS = 1 << 20
 _MIN_BLOCK_POSITIONS, _MAX_BLOCK_POSITIONS = 1 << 4, 1 << 12

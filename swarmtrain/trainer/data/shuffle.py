@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmtrain.trainer.data.memory_map import Ids
-from swarmtrain.trainer.runtime import derive_seed
+from swarmtrain.trainer.random_seeds import derive_seed
 
 _ROUNDS = 6
 

@@ -17,7 +17,7 @@ from swarmtrain.trainer.huggingface.pretrained import find_architecture_differen
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import parallelize
+from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import start_runtime
 from swarmtrain.trainer.step import evaluate_model
 

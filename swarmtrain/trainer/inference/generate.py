@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.inference.kv_cache import CachedPrefix, enable_kv_cache
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.runtime import derive_seed
+from swarmtrain.trainer.random_seeds import derive_seed
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 GatherLogits = Callable[[Tensor], Tensor]

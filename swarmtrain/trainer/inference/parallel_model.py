@@ -13,7 +13,8 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.forward_backward import build_autocast_context
 from swarmtrain.trainer.inference.model_source import ModelSource
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.parallel import ParallelModel, parallelize
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime, start_runtime
 
 

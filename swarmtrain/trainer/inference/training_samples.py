@@ -12,7 +12,8 @@ from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.generate import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
 from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.runtime import Runtime, derive_seed
+from swarmtrain.trainer.random_seeds import derive_seed
+from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 

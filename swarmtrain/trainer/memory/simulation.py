@@ -30,8 +30,9 @@ from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.memory.allocation_tracker import AllocationKind, AllocationTracker, MemoryPeak
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
-from swarmtrain.trainer.parallel import ParallelModel, mesh, parallelize
+from swarmtrain.trainer.parallel import ParallelModel, mesh
 from swarmtrain.trainer.parallel.ddp import DdpModel
+from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import train_step
 

@@ -20,12 +20,12 @@ from swarmtrain.trainer import run_report
 from swarmtrain.trainer.checkpoint import SavedCheckpoint
 from swarmtrain.trainer.health.rank_timing import RankTiming
 from swarmtrain.trainer.health.stragglers import StragglerDetector, find_slow_ranks
-from swarmtrain.trainer.integrations.determined import DeterminedTrial
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.audit_log import replace_non_finite
 from swarmtrain.trainer.metrics.event_poster import EventPoster
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
+from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
 from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample
 from swarmtrain.trainer.metrics.sinks.jsonl import append_missing_step_metrics
 from swarmtrain.trainer.metrics.throughput import Throughput

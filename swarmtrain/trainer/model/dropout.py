@@ -16,7 +16,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from swarmtrain.trainer.runtime import derive_seed
+from swarmtrain.trainer.random_seeds import derive_seed
 
 _MURMUR_MULTIPLIERS = -0x7A143595, -0x3D4D51CB
 """The multipliers 0x85EBCA6B and 0xC2B2AE35 of MurmurHash3's finalizer, as signed integers."""

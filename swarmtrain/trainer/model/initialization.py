@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model.peft import is_peft_parameter
-from swarmtrain.trainer.runtime import derive_seed
+from swarmtrain.trainer.random_seeds import derive_seed
 
 _INIT_STD = 0.02
 

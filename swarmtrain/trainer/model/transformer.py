@@ -47,7 +47,7 @@ from swarmtrain.trainer.model.objective import Objective
 from swarmtrain.trainer.model.peft.adapter import LayerAdapters
 from swarmtrain.trainer.model.rotary import RotaryEmbedding, Rotation, find_document_starts
 from swarmtrain.trainer.model.sequence_shard import SequenceShard
-from swarmtrain.trainer.runtime import derive_seed, seed_torch
+from swarmtrain.trainer.random_seeds import derive_seed, seed_torch
 
 
 class ForwardContext(NamedTuple):

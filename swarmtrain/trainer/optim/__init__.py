@@ -21,9 +21,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.optimizer import OptimizerMethod
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.health import gradient_checks
 from swarmtrain.trainer.model import umup
-from swarmtrain.trainer.optim import loss_scaler, param_groups
+from swarmtrain.trainer.optim import gradient_checks, loss_scaler, param_groups
 from swarmtrain.trainer.optim.loss_scaler import LossScaler
 from swarmtrain.trainer.optim.lr_schedule import compute_learning_rate
 from swarmtrain.trainer.optim.muon import Muon

@@ -1,37 +1,20 @@
-"""Model parallelism: distribute a model over ranks.
+"""Model parallelism: a model that is distributed over ranks.
 
 Within a replica it is tensor and pipeline parallel; replicas are data parallel. All use one device mesh.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Shard
+from torch import nn
 
-from swarmtrain.config import Config
-from swarmtrain.config.pipeline_layout import partition_layers
-from swarmtrain.config.schema.topology import DataParallelType, TopologyConfig
-from swarmtrain.config.schema.transformer_architecture import Precision
-from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.checkpoint import consolidated
-from swarmtrain.trainer.checkpoint.consolidated import BaseWeights
-from swarmtrain.trainer.model import initialization
-from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.objectives import build_objective
-from swarmtrain.trainer.parallel import activation_checkpointing, compilation, context_parallel, mesh, pipeline_parallel, tensor_parallel
 from swarmtrain.trainer.parallel.ddp import DdpModel, SingleReplicaModel
-from swarmtrain.trainer.parallel.fsdp import FsdpModel, Materializer
+from swarmtrain.trainer.parallel.fsdp import FsdpModel
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
-from swarmtrain.trainer.runtime import Runtime
 
 EMBEDDING_WEIGHT = "embedding.weight"
 """Name of the embedding's weight; also used for the output layer's weight if the two are tied."""
@@ -57,200 +40,3 @@ class ParallelModel:
     """Number of elements in all parameters of the full model."""
     base_fingerprint: str | None
     """Fingerprint of the model in trainer.init_from; None if trainer.init_from is not set."""
-
-
-def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
-    """Distribute `model` over all ranks according to the config's topology, and materialize this rank's part.
-
-    Return the parallel model.
-
-    Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled or its objective
-    is invalid, and CheckpointError if trainer.init_from cannot be read or is a checkpoint of another model.
-    """
-    config, layout = runtime.config, mesh.build_mesh(runtime)
-    model.objective = build_objective(config)
-    model.objective.prepare_model(model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    tied = layout.pipe_size > 1 and model.has_tied_embeddings and layout.pipe_rank in (0, layout.pipe_size - 1)
-    has_tied_copy = tied and layout.pipe_rank > 0
-    tensor_placements = _apply_model_parallelism(model, config, layout)
-    local_parameters = tensor_parallel.collect_parameters_by_name(model)
-    if has_tied_copy:
-        local_parameters = {EMBEDDING_WEIGHT if name == "head.weight" else name: parameter for name, parameter in local_parameters.items()}
-        tensor_placements = {
-            EMBEDDING_WEIGHT if name == "head.weight" else name: placement for name, placement in tensor_placements.items()
-        }
-    trained = select_trained_parameter_names(shapes, config)
-    for name, parameter in local_parameters.items():
-        parameter.requires_grad_(name in trained)
-    names = {parameter: name for name, parameter in local_parameters.items()}
-    if base_model := _load_base_model(runtime, shapes):
-        model.initial_value = partial(_read_initial_value, base_model, model.initial_value)
-    materialize = partial(
-        initialization.materialize_parameters,
-        names=names,
-        value=_build_shard_initializer(model, layout, shapes, tensor_placements, is_memory_mapped=base_model is not None),
-        device=runtime.device,
-    )
-    wrapped_model = _wrap_model(
-        model, runtime, layout, materialize, tied_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
-    )
-    is_float16 = config.transformer_architecture.precision is Precision.float16
-    model.loss_chunk_size = None if is_float16 else config.trainer.loss_chunk_size
-    if config.trainer.compile:
-        compilation.compile_blocks(model, runtime.device)
-    pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None
-    fsdp_names = frozenset(local_parameters if _has_sharded_state(config) else ())
-    shard_layout = ShardLayout(
-        layout.state_mesh["tensor", "shard"],
-        shapes,
-        tensor_placements,
-        fsdp_names,
-        {EMBEDDING_WEIGHT} if has_tied_copy else (),
-        pipeline_group,
-    )
-    parameter_count = sum(shape.numel() for shape in shapes.values())
-    plain_parameters = dict(zip(local_parameters, wrapped_model.parameters, strict=True))
-    return ParallelModel(
-        layout,
-        model,
-        wrapped_model,
-        shard_layout,
-        plain_parameters,
-        tuple(shapes),
-        tuple(trained),
-        parameter_count,
-        base_model.fingerprint if base_model else None,
-    )
-
-
-def select_trained_parameter_names(names: Iterable[str], config: Config) -> list[str]:
-    """Return those of the parameter `names` that the config selects for training.
-
-    Raises TrainingError if no parameter is selected, or none in some pipeline stage: no gradient would flow back from that stage.
-    """
-    patterns, names = config.trainer.finetunable_parameters, list(names)
-    if patterns is not None:
-        selected = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
-    elif config.transformer_architecture.peft_fields or config.trainer.finetunable_token_ids:
-        selected = [name for name in names if is_peft_parameter(name)]
-    else:
-        selected = names
-    if config.trainer.finetunable_token_ids:
-        selected = [name for name in names if name in selected or name == EMBEDDING_WEIGHT]
-    place = "config trainer.finetunable_parameters"
-    if not selected:
-        raise TrainingError("matches no parameter", place=place, hint=f"use parameter names such as {', '.join(names[:3])}")
-    stages = partition_layers(config.topology, config.transformer_architecture)
-    for stage_index, layers in enumerate(stages if len(stages) > 1 else ()):
-        prefixes = [f"blocks.{layer}." for layer in layers]
-        tied_prefixes = ["embedding."] if config.transformer_architecture.has_tied_embeddings else []
-        prefixes += (
-            ["embedding.", "positions."]
-            if stage_index == 0
-            else ["norm.", "head.", *tied_prefixes]
-            if stage_index == len(stages) - 1
-            else []
-        )
-        if not any(name.startswith(tuple(prefixes)) for name in selected):
-            raise TrainingError(
-                f"matches no parameter in stage {stage_index} of the pipeline",
-                place=place,
-                hint="train at least one parameter in each stage",
-            )
-    return selected
-
-
-def _apply_model_parallelism(model: Transformer, config: Config, layout: Mesh) -> dict[str, Placement]:
-    """Apply pipeline, tensor and context parallelism and activation checkpointing to `model`, in place.
-
-    Return the tensor-parallel placements of parameters, by name.
-    """
-    if layout.pipe_size > 1:
-        pipeline_parallel.remove_remote_layers(model, config, layout)
-    tensor_placements = tensor_parallel.apply_tensor_parallel(
-        model, layout.device_mesh["tensor"], sequence_parallel=config.topology.sequence_parallel
-    )
-    if layout.context_mesh:
-        context_parallel.apply_context_parallel(model, layout.context_mesh)
-    activation_checkpointing.checkpoint_layers(model, config.topology.activation_checkpointing_type)
-    return tensor_placements
-
-
-def _load_base_model(runtime: Runtime, shapes: Mapping[str, torch.Size]) -> BaseWeights | None:
-    """Return the weights in trainer.init_from; None if it is not set. Raises CheckpointError if they cannot be read."""
-    folder = runtime.config.trainer.init_from
-    if folder is None:
-        return None
-    base_shapes = {name: shape for name, shape in shapes.items() if not is_peft_parameter(name)}
-    return consolidated.open_base_weights(
-        folder, runtime.config.transformer_architecture, base_shapes, file_shard=(runtime.rank, runtime.world_size)
-    )
-
-
-def _read_initial_value(base_model: BaseWeights, fallback: Callable[[str, torch.Size], Tensor], name: str, size: torch.Size) -> Tensor:
-    return fallback(name, size) if is_peft_parameter(name) else base_model.load_parameter(name, size)
-
-
-def _build_shard_initializer(
-    model: Transformer,
-    layout: Mesh,
-    shapes: Mapping[str, torch.Size],
-    tensor_placements: Mapping[str, Placement],
-    *,
-    is_memory_mapped: bool,
-) -> Callable[[str], Tensor]:
-    """Return a function that maps a parameter name to the initial value of this rank's tensor-parallel shard.
-
-    `is_memory_mapped`: initial values are views of a memory-mapped file, so they are copied.
-    """
-    precision = torch.float64 if model.architecture.precision is Precision.float64 else torch.float32
-
-    def slice_initial_value(name: str) -> Tensor:
-        full_value, placement = model.initial_value(name, shapes[name]), tensor_placements.get(name)
-        local_value = (
-            full_value.chunk(layout.tensor_size, placement.dim)[layout.tensor_rank] if isinstance(placement, Shard) else full_value
-        )
-        return local_value.to(precision, copy=local_value is not full_value or is_memory_mapped, memory_format=torch.contiguous_format)
-
-    return slice_initial_value
-
-
-def _wrap_model(
-    model: Transformer, runtime: Runtime, layout: Mesh, materialize: Materializer, *, tied_index: int | None
-) -> SingleReplicaModel | DdpModel | FsdpModel | PipelineModel:
-    """Return `model`, materialized and wrapped for data parallelism or for the pipeline.
-
-    `tied_index`: index of the parameter that has a tied copy on another pipeline stage; None if there is none.
-    """
-    config = runtime.config
-    # A sum of two numbers is rounded once, in any order.
-    sum_in_fp64 = config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) > 2
-    if not _has_sharded_state(config):
-        materialize(model)
-    if layout.pipe_size > 1:
-        return PipelineModel(
-            model,
-            config,
-            layout,
-            runtime.device,
-            materialize_shards=materialize if _has_sharded_state(config) else None,
-            tied_index=tied_index,
-        )
-    if _has_sharded_state(config):
-        return FsdpModel(model, config, layout, materialize)
-    return (
-        SingleReplicaModel(model, sum_in_fp64=sum_in_fp64)
-        if layout.data_group.size() == 1
-        else DdpModel(model, layout, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_in_fp64=sum_in_fp64)
-    )
-
-
-def _has_sharded_state(config: Config) -> bool:
-    """Return whether replicas shard their parameters or optimizer state (FSDP or ZeRO)."""
-    return config.optimizer.zero or config.topology.data_parallel_type is not DataParallelType.ddp
-
-
-def _count_summed_gradients(topology: TopologyConfig) -> int:
-    """Return the number of gradients that are summed per parameter in one step."""
-    return topology.micro_batches_per_step * topology.context_parallel_size

@@ -38,9 +38,9 @@ def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[Tas
     ]
     page_data: PageData = {
         "run": run,
-        "state": "down" if _is_run_down(run_status) else run_status.state,
+        "state": "down" if _is_run_removed(run_status) else run_status.state,
         "started": run_status.started,
-        "ended": run_status.ended or (_get_last_event_time(timeline) if _is_run_down(run_status) else None),
+        "ended": run_status.ended or (_get_last_event_time(timeline) if _is_run_removed(run_status) else None),
         "outcome": run_status.reason,
         "exit_code": run_status.exit_code,
         "hint": run_status.hint,
@@ -140,7 +140,7 @@ def _flatten_facts(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple
             yield name, ", ".join(map(str, item)) if isinstance(item, list | tuple) else str(item)
 
 
-def _is_run_down(run_status: RunStatus) -> bool:
+def _is_run_removed(run_status: RunStatus) -> bool:
     return run_status.ended is None and bool(run_status.tasks) and all(task.state == "down" for task in run_status.tasks)
 
 

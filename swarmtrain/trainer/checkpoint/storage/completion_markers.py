@@ -34,7 +34,7 @@ def find_missing_markers(folder: Path, ranks: Collection[int]) -> set[str]:
     return {_format_marker_name(rank) for rank in ranks} - set(os.listdir(folder))  # noqa: PTH208  # only names are needed
 
 
-def take_completion_markers(folder: Path, ranks: Collection[int]) -> list[dict[str, Any]]:
+def pop_completion_markers(folder: Path, ranks: Collection[int]) -> list[dict[str, Any]]:
     """Remove the completion markers of `ranks` from `folder`, and return their contents in the order of the ranks. Raises OSError."""
     paths = [folder / _format_marker_name(rank) for rank in sorted(ranks)]
     contents = [json.loads(path.read_text()) for path in paths]
@@ -59,7 +59,7 @@ def collect_completion_markers(folder: Path, ranks: Collection[int], all_written
         if all_written.wait(_POLL_SECONDS):
             deadline = min(deadline, time.monotonic() + _VISIBILITY_TIMEOUT_SECONDS)
             time.sleep(_POLL_SECONDS / 10)
-    return {name: digest for marker in take_completion_markers(folder, ranks) for name, digest in marker.items()}
+    return {name: digest for marker in pop_completion_markers(folder, ranks) for name, digest in marker.items()}
 
 
 def _format_marker_name(rank: int) -> str:

@@ -18,7 +18,8 @@ from swarmtrain.config.schema.transformer_architecture import TransformerArchite
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
-from swarmtrain.trainer.huggingface import safetensors, sentence_transformers
+from swarmtrain.trainer.export import sentence_transformers
+from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.names import TensorMapping
 from swarmtrain.trainer.model.peft import LORA_KEY, is_peft_parameter
 from swarmtrain.trainer.model.peft.lora import merge_lora_weight

@@ -1,6 +1,6 @@
 """Keeper of one node of a Slurm job: keeps the node's supervisor running and, on the first node, the coordinator.
 
-`python -m swarmtrain.launchers.slurm.node_keeper FOLDER`, a task of srun. It reads from Slurm's variables what the sbatch script could
+`python -m swarmtrain.launchers.slurm.node_task FOLDER`, a task of srun. It reads from Slurm's variables what the sbatch script could
 not know. When a stop is requested, by our SIGURG or Slurm's SIGTERM, it asks the supervisor to stop; the coordinator ends after the
 nodes. A SIGTERM on the first node creates a marker file, by which the script recognizes a preemption.
 

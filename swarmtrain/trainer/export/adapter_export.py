@@ -11,8 +11,8 @@ import torch
 from swarmtrain.config.huggingface_config import find_model_family
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
+from swarmtrain.trainer.export.checkpoint_export import write_folder_atomically
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.export import write_folder_atomically
 from swarmtrain.trainer.huggingface.names import TensorMapping
 from swarmtrain.trainer.model.peft import LORA_KEY
 from swarmtrain.trainer.model.transformer import Transformer

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.trainer.cli_exit import handle_cli_errors
-from swarmtrain.trainer.huggingface.adapter_export import export_lora_adapter
-from swarmtrain.trainer.huggingface.export import export_checkpoint
+from swarmtrain.trainer.export.adapter_export import export_lora_adapter
+from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 
 
 @handle_cli_errors

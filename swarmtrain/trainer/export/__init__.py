@@ -1,0 +1,1 @@
+"""Export of checkpoints to Hugging Face's formats: `swarmtrain export`."""

@@ -1,1 +1,0 @@
-"""Integrations with other systems that start a training process."""
