@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import Event, Orders, Receipt, RescueAssignment, RunOutcome, SurvivorState
+from swarmtrain import __version__
+from swarmtrain.errors import CoordinatorError, ProtocolMismatch
+from swarmtrain.protocol import PROTOCOL_VERSION, Event, Orders, Receipt, RescueAssignment, RunOutcome, SurvivorState
 
 _RETRY_SECONDS = 0.5
 _OFFSET_SAMPLES = 5
@@ -129,13 +130,15 @@ class CoordinatorClient:
         """Wait until the coordinator answers, for at most `timeout` seconds.
 
         Names are resolved again at each attempt, since DNS may lag by seconds. Raises CoordinatorError with the last reason if it does
-        not answer in time.
+        not answer in time, and at once ProtocolMismatch if it uses another protocol.
         """
         deadline = time.monotonic() + timeout
         while True:
             try:
                 self._send_request("ping")
                 return
+            except ProtocolMismatch:
+                raise
             except CoordinatorError as error:
                 if time.monotonic() + _RETRY_SECONDS > deadline:
                     raise CoordinatorError(f"no answer within {timeout:g} s: {error.message}", place=error.place, hint=error.hint) from None
@@ -148,7 +151,7 @@ class CoordinatorClient:
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
         host, _, port = self.address.rpartition(":")
-        request = json.dumps({"op": op, **fields}, default=str).encode() + b"\n"
+        request = json.dumps({"op": op, "protocol": PROTOCOL_VERSION, **fields}, default=str).encode() + b"\n"
         try:
             with socket.create_connection((host, int(port)), timeout=self.timeout) as connection:
                 connection.sendall(request)
@@ -157,6 +160,12 @@ class CoordinatorClient:
             response: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
             raise CoordinatorError(str(error), place=f"coordinator {self.address}") from None
+        if response.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"uses protocol {response['protocol']}, but swarmtrain {__version__} here uses protocol {PROTOCOL_VERSION}",
+                place=f"coordinator {self.address}",
+                hint="deploy the run again, so that all nodes have the same version of swarmtrain",
+            )
         if "error" in response:
             raise CoordinatorError(response["error"], place=f"coordinator {self.address}")
         return response

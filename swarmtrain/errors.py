@@ -12,6 +12,7 @@
     ├── StateDirectoryError     the folder of the runs on this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── CoordinatorError        the coordinator cannot be reached, or its answer is invalid
+    │   └── ProtocolMismatch    it uses another version of the protocol
     ├── TrainingError           the trainer cannot continue (data, model, or world do not fit)
     │   ├── DataError           the data contain tokens that the model does not have
     │   ├── WorldError          this world cannot continue, another may: it is cut off, or its ranks do not form complete replicas
@@ -155,6 +156,10 @@ class LabError(SwarmtrainError):
 
 class CoordinatorError(SwarmtrainError):
     """The coordinator cannot be reached in time, or its answer is invalid."""
+
+
+class ProtocolMismatch(CoordinatorError):
+    """The coordinator and this process use different versions of the protocol."""
 
 
 class TrainingError(SwarmtrainError):

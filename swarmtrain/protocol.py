@@ -15,6 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_type_hints
 
+from swarmtrain import __version__
+
+PROTOCOL_VERSION = 2
+"""Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
+misread a message.
+"""
 ENV_PREFIX = "SWARMTRAIN_"
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Set for ranks if a user's terminal is attached to one of them, which may pause for as long as the user likes."""
@@ -59,6 +65,7 @@ class _EnvironmentMessage:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
         """Return the message in the variables `environ`. Raises ValueError with the name of a variable that is missing or malformed."""
+        _check_protocol_version(environ)
         hints = get_type_hints(cls)
         values = {}
         for item in fields(cls):
@@ -70,6 +77,14 @@ class _EnvironmentMessage:
             except ValueError as error:
                 raise ValueError(f"environment variable {name} is malformed: {error}") from None
         return cls(**values)
+
+
+def _check_protocol_version(environ: Mapping[str, str]) -> None:
+    """Raise ValueError if the launcher that set the variables `environ` uses another protocol."""
+    launcher_version = environ.get(f"{ENV_PREFIX}PROTOCOL", "")
+    if launcher_version not in ("", str(PROTOCOL_VERSION)):
+        own_version = f"swarmtrain {__version__} on this node uses protocol {PROTOCOL_VERSION}"
+        raise ValueError(f"the launcher uses protocol {launcher_version}, but {own_version}: build the image again")
 
 
 def _encode_env_value(value: Any) -> str:
@@ -123,6 +138,8 @@ class NodeEnv(_EnvironmentMessage):
     """Interface for communication between ranks: its name, subnet, address or host name; empty: that of the route to the coordinator."""
     numa: str
     """CPU binding of ranks to the cores near their GPUs, as one of torchrun's modes; empty: none."""
+    protocol: int = PROTOCOL_VERSION
+    """Version of the protocol that the launcher uses. A node that uses another one reports both versions and does not start."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +172,8 @@ class CoordinatorEnv(_EnvironmentMessage):
     """Failures within an hour, regardless of progress, after which the run is also given up."""
     min_nodes: int
     """Minimum number of nodes to train: a flaky node is quarantined if at least this many others are present."""
+    protocol: int = PROTOCOL_VERSION
+    """Version of the protocol that the launcher uses. A coordinator that uses another one does not start."""
 
 
 @dataclass(frozen=True)

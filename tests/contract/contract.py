@@ -33,12 +33,25 @@ RUN = "life"
 _SECRET = "hush-7f1c"  # noqa: S105
 _TIMEOUT_SECONDS = 90.0
 _START_PATTERN = re.compile(r" starts at (\d+), ")
+_OTHER_VERSION_PROGRAM = """
+from swarmtrain.__main__ import main
+from swarmtrain.config import Config
+
+def refuse_config(text):
+    raise ValueError("unknown keys")
+
+Config.from_json = refuse_config
+main()
+"""
+"""A command line that cannot read the config of a deployed run, such as that of another version of swarmtrain."""
 
 
 class LaunchTarget:
     """The machines that a launcher deploys runs to, and the project folder in which commands run."""
 
     kind: str
+    program: tuple[str, ...] = ("-m", "swarmtrain")
+    """Python's arguments that start the command line."""
     invalid_options: tuple[str, ...] = ("-o", "runner.hosts=[node0, nowhere]")
     """Options with which a deploy must fail."""
 
@@ -102,7 +115,7 @@ class LaunchTarget:
     def start_command(self, *argv: str) -> subprocess.Popen[str]:
         """Start `swarmtrain ARGV` in the project."""
         return subprocess.Popen(
-            [sys.executable, "-m", "swarmtrain", *argv], cwd=self.project, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [sys.executable, *self.program, *argv], cwd=self.project, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, env=dict(os.environ),
         )  # fmt: skip
 
@@ -369,6 +382,13 @@ class Contract:
         out, err = follower.communicate(timeout=_TIMEOUT_SECONDS)
         assert (follower.returncode, f"{RUN} is done" in err) == (0, True), out + err
         assert target_with_run.read_status()["state"] == "done"
+
+    @feature("`status`, `stop` and `down` also work on a run whose config this version of swarmtrain cannot read")
+    def test_another_version(self, target_with_run: LaunchTarget) -> None:
+        target_with_run.program = ("-c", _OTHER_VERSION_PROGRAM)  # until the run is down
+        assert target_with_run.read_status()["state"] == "done"
+        target_with_run("stop", RUN)
+        assert "another version of swarmtrain" in target_with_run("scale", RUN, "--nodes", "1", code=1)
 
     @feature("`down` leaves nothing but what was logged, which `logs` and `history` show afterwards")
     def test_down(self, target_with_run: LaunchTarget) -> None:

@@ -50,7 +50,7 @@ while True:
         aside.write_text(str(step))
         aside.replace(state)
         if step % 5 == 0:
-            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post(Event("progress", {"step": step, "pid": os.getpid()}))
+            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post_event(Event("progress", {"step": step, "pid": os.getpid()}))
 dist.barrier()
 dist.destroy_process_group()
 """

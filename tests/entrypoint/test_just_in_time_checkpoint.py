@@ -28,7 +28,7 @@ import os, pathlib, sys, time
 import training_code
 from swarmtrain.trainer import loop
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
-train_step, write, folder = loop.train_step, TensorStorageWriter.write, pathlib.Path(sys.argv[1])
+train_step, write, folder = loop.train_step, TensorStorageWriter.write_staged_shards, pathlib.Path(sys.argv[1])
 def slowly(*args, **options):
     time.sleep(0.02)
     return train_step(*args, **options)
@@ -39,7 +39,7 @@ def watched(writer):
         (folder / "writing").write_text(str(os.getpid()))
         time.sleep(60)
     return write(writer)
-loop.train_step, TensorStorageWriter.write = slowly, watched
+loop.train_step, TensorStorageWriter.write_staged_shards = slowly, watched
 home = folder / os.environ.get("SWARMTRAIN_NODE", "")
 home.mkdir(exist_ok=True)
 os.chdir(home)

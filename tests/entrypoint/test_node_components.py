@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from swarmtrain import process
+from swarmtrain import coordinator_client, process
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.network_interface import (
     Route,
@@ -27,8 +27,8 @@ from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, fin
 from swarmtrain.entrypoint.supervisor import forking, node_supervisor
 from swarmtrain.entrypoint.supervisor.elastic_agent import DeathReporter, compute_shutdown_timeout
 from swarmtrain.entrypoint.supervisor.rank_process import resolve_exit_code
-from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import EXIT_PLANNED, NodeEnv, RunOutcome
+from swarmtrain.errors import CoordinatorError, ProtocolMismatch
+from swarmtrain.protocol import EXIT_PLANNED, PROTOCOL_VERSION, NodeEnv, RunOutcome
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,3 +243,14 @@ def test_an_interface_that_is_not_there_is_a_permanent_problem(tmp_path: Path) -
         "no interface 203.0.113.0/24" in problem
         for problem in find_permanent_problems(build_node_env(tmp_path, interface="203.0.113.0/24"))
     )
+
+
+def test_a_node_with_another_protocol_than_the_coordinator_reports_both_versions(small_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run.start_coordinator()
+    client = CoordinatorClient(f"127.0.0.1:{small_run.coordinator_port}")
+    client.wait_until_reachable(20)
+    monkeypatch.setattr(coordinator_client, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    begun = time.monotonic()
+    with pytest.raises(ProtocolMismatch, match=f"uses protocol {PROTOCOL_VERSION}, but .* here uses protocol {PROTOCOL_VERSION + 1}"):
+        client.wait_until_reachable(20)
+    assert time.monotonic() - begun < 10, "waiting would not help"

@@ -58,7 +58,7 @@ while True:
         pathlib.Path("/data/new").write_text(str(step))
         os.replace("/data/new", state)
         if step % 5 == 0:
-            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post(Event("progress", {"step": step}))
+            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post_event(Event("progress", {"step": step}))
 dist.barrier()
 dist.destroy_process_group()
 """

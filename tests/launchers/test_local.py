@@ -22,7 +22,7 @@ from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRu
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.planning import plan_scaled_run
 from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
-from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.view.status import build_status
 
@@ -54,7 +54,7 @@ while step < int(sys.argv[1]):
         pathlib.Path("new").write_text(str(step))
         os.replace("new", state)
         if step % 5 == 0:
-            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post(Event("progress", {"step": step}))
+            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post_event(Event("progress", {"step": step}))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -160,23 +160,20 @@ def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: 
     assert [str(change) for change in changes if change.interrupts] == []
 
 
-def test_a_run_of_another_version_is_left_alone(launcher: LocalLauncher, tmp_path: Path) -> None:
+def test_a_run_of_another_version_is_listed_stopped_and_removed_but_not_changed(launcher: LocalLauncher, tmp_path: Path) -> None:
     plan = plan_run(launcher, 10_000)
     launcher.deploy_run(plan, print)
     path = LocalRunFolder("demo").path / "local.json"
     record = path.read_text()
     pids = list_run_pids(tmp_path)
-    path.write_text(record.replace('"coordinator_port"', '"board_port"'))
-    for command in (
-        lambda: launcher.list_tasks("demo"),
-        lambda: launcher.deploy_run(plan, print),
-        lambda: launcher.stop_run("demo", print),
-    ):
-        with pytest.raises(StackError, match="its record was written by another version of swarmtrain"):
-            command()
+    path.write_text(record.replace('"coordinator_port"', '"board_port"').replace(f'"protocol": {PROTOCOL_VERSION}', '"protocol": 1'))
+    with pytest.raises(StackError, match="its record was written by another version of swarmtrain"):
+        launcher.deploy_run(plan, print)
     assert set(pids) <= set(list_run_pids(tmp_path))
-    path.write_text(record)
+    assert {task.state for task in launcher.list_tasks("demo")} == {"running"}
+    launcher.stop_run("demo", print)
     launcher.tear_down_run("demo", print)
+    assert list_run_pids(tmp_path) == []
 
 
 def test_stop_saves_and_up_resumes_where_it_was(launcher: LocalLauncher, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ while True:
         (shared / "new").write_text(str(step))
         os.replace(shared / "new", state)
         if step % 5 == 0:
-            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post(Event("progress", {"step": step}))
+            CoordinatorClient(os.environ["SWARMTRAIN_COORDINATOR"]).post_event(Event("progress", {"step": step}))
 dist.barrier()
 dist.destroy_process_group()
 """

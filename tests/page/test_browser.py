@@ -300,7 +300,7 @@ for step in range(first + 1, 31):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     if dist.get_rank() == 0:
         state.write_text(str(step))
-        coordinator.post(Event("progress", {"step": step, "steps": 30, "loss": loss.item(), "learning_rate": 0.05}))
+        coordinator.post_event(Event("progress", {"step": step, "steps": 30, "loss": loss.item(), "learning_rate": 0.05}))
         print(f"step {step} loss {loss.item():.3f}", flush=True)
     if step == 12 and dist.get_rank() == 1 and not died.exists():
         died.touch()

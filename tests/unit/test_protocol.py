@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from swarmtrain.protocol import EVENT_PROGRESS, CoordinatorEnv, Event, NodeEnv
+from swarmtrain.protocol import EVENT_PROGRESS, PROTOCOL_VERSION, CoordinatorEnv, Event, NodeEnv
 
 NODE = NodeEnv(
     run="demo",
@@ -50,6 +50,15 @@ def test_a_missing_or_malformed_variable_is_named() -> None:
         NodeEnv.from_env({**env, "SWARMTRAIN_SLOTS": "two"})
     del env["SWARMTRAIN_COORDINATOR"]
     with pytest.raises(ValueError, match="SWARMTRAIN_COORDINATOR is not set"):
+        NodeEnv.from_env(env)
+
+
+def test_another_protocol_is_refused_with_both_versions() -> None:
+    env = {**NODE.to_env(), "SWARMTRAIN_PROTOCOL": "999"}
+    del env["SWARMTRAIN_COORDINATOR"]  # another version may call it by another name
+    with pytest.raises(
+        ValueError, match=f"the launcher uses protocol 999, but swarmtrain .* on this node uses protocol {PROTOCOL_VERSION}"
+    ):
         NodeEnv.from_env(env)
 
 

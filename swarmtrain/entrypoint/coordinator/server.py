@@ -25,7 +25,7 @@ from swarmtrain.entrypoint import liveness
 from swarmtrain.entrypoint.coordinator.rescue import RescueArbiter
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.errors import EXIT_ERROR
-from swarmtrain.protocol import EVENT_FAILURE, RENDEZVOUS_SERVICE, CoordinatorEnv, Event
+from swarmtrain.protocol import EVENT_FAILURE, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, CoordinatorEnv, Event
 
 _MAX_REQUEST_BYTES = 1 << 20
 _CLIENT_TIMEOUT_SECONDS = 10.0
@@ -118,7 +118,11 @@ class _RequestHandler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         try:
-            response = self.server.dispatch_request(json.loads(self.rfile.readline(_MAX_REQUEST_BYTES)))
+            request = json.loads(self.rfile.readline(_MAX_REQUEST_BYTES))
+            if (version := request.pop("protocol", None)) == PROTOCOL_VERSION:
+                response = self.server.dispatch_request(request)
+            else:
+                response = {"protocol": PROTOCOL_VERSION, "error": f"the request uses protocol {version}, not {PROTOCOL_VERSION}"}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             response = {"error": f"{type(error).__name__}: {error}"}
         self.wfile.write(json.dumps(response).encode() + b"\n")

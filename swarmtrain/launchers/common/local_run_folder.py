@@ -9,8 +9,9 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
@@ -18,6 +19,7 @@ from swarmtrain.errors import RunNotFound, StackError, StateDirectoryError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.history_store import resolve_state_directory
 from swarmtrain.plan import Cargo, Plan, RunFile
+from swarmtrain.protocol import PROTOCOL_VERSION
 from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
 
 
@@ -44,20 +46,30 @@ def list_local_runs() -> list[str]:
         return []
 
 
+def select_fields(record_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that are fields of the dataclass `record_type`: other versions of swarmtrain may write more."""
+    return {item.name: values[item.name] for item in fields(record_type) if item.name in values}
+
+
 def build_version_error(run: str, next_step: str) -> StackError:
     """Return the error for a run whose record was written by another version of swarmtrain."""
-    hint = f"remove the run with the version that deployed it, then {next_step}"
+    hint = f"remove the run with swarmtrain down {run}, then {next_step}"
     return StackError("its record was written by another version of swarmtrain", place=f"run {run}", hint=hint)
 
 
 @dataclass(frozen=True)
 class LocalRunRecord:
-    """Record of a local run: the data that a later launcher process needs."""
+    """Record of a local run: the data that a later launcher process needs.
 
-    store_port: int
-    coordinator_port: int
-    cwd: str
-    stop_grace: float
+    The defaults are for records of another version of swarmtrain, whose runs can be listed, stopped and removed.
+    """
+
+    protocol: int = 0
+    """Version of the protocol of the run's processes."""
+    store_port: int = 0
+    coordinator_port: int = 0
+    cwd: str = ""
+    stop_grace: float = 90.0
     hosts: dict[str, str] = field(default_factory=dict)
     code: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
@@ -90,14 +102,20 @@ class LocalRunFolder(HostRunFolder):
             yield
 
     def read_record(self) -> LocalRunRecord:
-        """Return the run's record. Raises RunNotFound; StackError if another version of swarmtrain wrote it."""
+        """Return the run's record, without what only another version of swarmtrain knows. Raises RunNotFound if there is no such run."""
         try:
-            return LocalRunRecord(**json.loads((self.path / MARKER_FILE).read_text(encoding="utf-8")))
+            values = json.loads((self.path / MARKER_FILE).read_text(encoding="utf-8"))
+            return LocalRunRecord(**select_fields(LocalRunRecord, values))
         except FileNotFoundError:
             known_runs = ", ".join(list_local_runs()) or "none"
             raise RunNotFound(f"unknown run on this machine; existing runs: {known_runs}", place=f"run {self.run}") from None
-        except (ValueError, TypeError):
-            raise build_version_error(self.run, f"remove {self.path}") from None
+
+    def read_compatible_record(self) -> LocalRunRecord:
+        """Return the run's record. Raises RunNotFound; StackError if the run's processes use another protocol."""
+        record = self.read_record()
+        if record.protocol != PROTOCOL_VERSION:
+            raise build_version_error(self.run, "deploy again")
+        return record
 
     def save_deployment(self, plan: Plan, record: LocalRunRecord) -> None:
         """Write all files of the run's deployment, or none. Raises OSError if they cannot be written."""
@@ -113,7 +131,7 @@ class LocalRunFolder(HostRunFolder):
 
     def load_deployment(self) -> tuple[Config, Cargo]:
         """Return the config and cargo that `save_deployment` stored. Raises RunNotFound if there is no such run."""
-        record = self.read_record()
+        record = self.read_compatible_record()
         code = tuple(RunFile.from_content(name, (self.path / "code" / name).read_bytes()) for name in record.code)
         secrets = tuple(RunFile.from_content(name, (self.path / "secrets" / name).read_bytes()) for name in record.secrets)
         return Config.from_json((self.path / "deployed.json").read_text(encoding="utf-8")), Cargo(code, secrets)

@@ -22,7 +22,7 @@ from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan
-from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
 
@@ -202,7 +202,7 @@ def _needs_start(folder: LocalRunFolder, name: str) -> bool:
 def _compare_with_plan(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
     """Return the run's record, the planned processes by name, and the names of those that already match the plan."""
     coordinator_running = folder.is_alive(RENDEZVOUS_SERVICE)
-    record = _build_run_record(plan, folder.read_record() if coordinator_running else None)
+    record = _build_run_record(plan, folder.read_compatible_record() if coordinator_running else None)
     desired = {spec.name: spec for spec in _build_process_specs(folder, plan, record)}
     unchanged = {
         name
@@ -215,6 +215,7 @@ def _compare_with_plan(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunReco
 def _build_run_record(plan: Plan, previous: LocalRunRecord | None) -> LocalRunRecord:
     store_port, coordinator_port = (previous.store_port, previous.coordinator_port) if previous else _find_free_ports()
     return LocalRunRecord(
+        protocol=PROTOCOL_VERSION,
         store_port=store_port,
         coordinator_port=coordinator_port,
         cwd=previous.cwd if previous else str(Path.cwd()),

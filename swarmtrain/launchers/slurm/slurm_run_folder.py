@@ -22,7 +22,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_state_directory
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
+from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, select_fields
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.plan import Cargo, Plan, RunFile
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -79,7 +79,7 @@ class SlurmRunRecord:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return cls(**{**data, "code": tuple(data["code"]), "secrets": tuple(data["secrets"])})
+        return cls(**{**select_fields(cls, data), "code": tuple(data["code"]), "secrets": tuple(data["secrets"])})
 
 
 def is_job_active(record: SlurmRunRecord, run: str) -> bool:

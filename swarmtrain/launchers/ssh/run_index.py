@@ -14,6 +14,7 @@ from typing import Any
 from swarmtrain.atomic_file import write_atomically
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_run_directory, resolve_state_directory
+from swarmtrain.launchers.common.local_run_folder import select_fields
 from swarmtrain.launchers.ssh.host_connections import ConnectionPool, HostGroup
 
 
@@ -48,7 +49,7 @@ class SshRunRecord:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SshRunRecord:
         """Return the record that `to_json` serialized. Raises TypeError or KeyError if the fields do not match."""
-        return cls(**{**values, "code": tuple(values["code"]), "secrets": tuple(values["secrets"])})
+        return cls(**{**select_fields(cls, values), "code": tuple(values["code"]), "secrets": tuple(values["secrets"])})
 
     def restrict_to_hosts(self, hosts: list[str]) -> SshRunRecord:
         """Return a record with only `hosts`, from which the run still has to be removed."""

@@ -58,7 +58,7 @@ class MemoryMap:
         self.loss_mask = contents.loss_mask
         """Loss mask: 1 for each token that contributes to the loss as a target, else 0; None if all tokens do."""
         self.total_documents = len(self.documents)
-        """Number of documents in the whole file, including those that select_fraction() excludes."""
+        """Number of documents in the whole file, including those that select_document_fraction() excludes."""
         self.token_start, self.token_end = 0, len(self.tokens)
         """Range of the selected tokens in the file: from `token_start` up to, but not including, `token_end`."""
 
