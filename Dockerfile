@@ -1,24 +1,24 @@
-# The image that every node runs: Python, the wheels, swarmtrain, and the user's Python files.
-# `swarmtrain image build` prepares build/ and then builds this without network; it needs nothing newer than the classic builder.
+# The image of all nodes: Python, the wheels, swarmtrain, and the user's Python files.
+# `swarmtrain image build` prepares build/ and then builds this image without network. The classic builder of Docker is sufficient.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS wheels
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-# Next to the base's own Python, which Debian forbids pip to touch, and in the same place for every base image.
+# A virtual environment, because Debian forbids pip to change its Python. Its path is the same with every base image.
 RUN python3 -m venv /opt/venv && for packages in /opt/venv/lib/python3*/site-packages; do \
     echo "import site; site.addsitedir('/opt/extra${packages#/opt/venv}')" >"$packages/extra.pth"; done
 ARG PIP_ARGS=""
 ARG HASHES="--require-hashes"
 COPY requirements/image.txt requirements/image.lock build/wheels* /wheels/
-# torch has other files under the same version for each CUDA, so that its version alone is pinned.
+# For torch only the version is pinned, without hashes, because builds for different CUDA versions have the same version number.
 RUN /opt/venv/bin/pip install --no-compile ${PIP_ARGS} ${HASHES} -r /wheels/image.lock \
     && /opt/venv/bin/pip install --no-compile ${PIP_ARGS} -c /wheels/image.txt torch
-# A tenth of the image: torch's tests of its own C++, which nobody runs.
+# Remove the tests of torch's C++ code, a tenth of the image.
 RUN cd /opt/venv/lib/python3*/site-packages/torch && rm -rf test bin/test_* bin/*Test
-# Compiled once here, by all processors, and not checked against the source at each start; not what is only for tests.
+# Compile all modules except tests, in parallel. With unchecked-hash, Python does not compare them with the source at each start.
 RUN /opt/venv/bin/python -m compileall -qq -j 0 -x '/tests/|/testing/_internal/' --invalidation-mode unchecked-hash /opt/venv/lib
 
-# What the folder's own requirements.txt adds, apart from the rest and so in a layer of its own.
+# The packages in the folder's requirements.txt, in a separate layer.
 FROM wheels AS extra
 ARG PIP_ARGS=""
 COPY requirements/image.txt requirements.tx[t] build/extra* /extra/

@@ -1,27 +1,27 @@
-# make demo    the quickstart, from nothing to a trained model, on a real swarm of three engines on this machine
-# make test    the gate: what a change has to pass, with the time of each suite; SUITES='fast trainer' picks suites
-# make test-all  everything, with a new seed for randomized tests
-# make chaos   faults on a real swarm, and a table of what each cost; ONLY='a rank hangs' picks rows, without it all are tried, for hours; DOCS=1 writes docs/explanation/reliability.md
-# make contract  the suite of that name alone: what every launcher keeps, on each of the six; docs/reference/launchers.md is its table
-# make soak    the same faults at random on one run, MINUTES=30 long; SEED=7 draws those of an earlier run again
-# make check   format, lint, types, architecture, unit tests, docs: under a minute
-# make refresh writes all generated pages and golden files again, except speed.md, the pictures and the table of faults
-# make bench   speed against other tools, into build/bench.json; ONLY=name runs one, DOCS=1 writes docs/reference/speed.md too
-# make site    the documentation as a site, into build/site; broken links and pages that are in no list fail it
-# make pictures  the screenshots in docs/images, of two real runs on a swarm of four engines on this machine
-# Each target installs what it needs, is safe to repeat, and works in a fresh clone.
+# make demo    run the quickstart, from installation to a trained model, on a real swarm of three engines on this machine
+# make test    run the gate: the suites that every change must pass; SUITES='fast trainer' selects suites
+# make test-all  run all suites, with a new seed for randomized tests
+# make chaos   inject faults on a real swarm and print a table of their costs; ONLY='a rank hangs' selects rows, all rows take hours; DOCS=1 writes docs/explanation/reliability.md
+# make contract  run the contract tests of all six launchers; docs/reference/launchers.md is their table
+# make soak    inject random faults into one run for MINUTES=30; SEED=7 repeats the faults of an earlier soak test
+# make check   check formatting, lint rules and types, and run the suite `fast`: about a minute
+# make refresh rewrite all generated pages and golden files, except speed.md, the pictures and the table of faults
+# make bench   compare the speed with other tools, into build/bench.json; ONLY=name runs one benchmark, DOCS=1 writes docs/reference/speed.md too
+# make site    build the documentation site into build/site; broken links, and pages that are in no list, fail the build
+# make pictures  take the screenshots in docs/images, of two real runs on a swarm of four engines on this machine
+# Each target installs what it needs, can be repeated safely, and works in a fresh clone.
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PINS := -c requirements/image.txt -c requirements/test.txt
 LISTS := pyproject.toml requirements/image.txt requirements/test.txt
-# What is imported is compiled then, and kept, whatever the environment says; to compile all that is installed takes a minute.
+# Modules are compiled on first import (this variable might prevent it), because compiling all installed packages takes a minute.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
-# The system's packages and Python's come side by side.
+# System packages and Python packages are installed in parallel.
 PREPARE := @$(MAKE) --no-print-directory --jobs=2 system
-# A range would take the newest build, with gigabytes of CUDA libraries that a test on CPUs has no use for.
+# A version range would select the newest build, with gigabytes of CUDA libraries that tests on CPUs do not use.
 TORCH ?= torch==2.13.0
 
 .PHONY: demo test test-all contract chaos soak check refresh bench site pictures format clean
@@ -67,7 +67,7 @@ bench:
 	$(PREPARE) install-train
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
-# From scratch, since a second build would not repeat the warnings about pages that have not changed.
+# The build starts from scratch, because a second build would not repeat the warnings about unchanged pages.
 site: install-docs
 	@rm -rf build/site
 	@$(BIN)/python -m sphinx --fail-on-warning --fresh-env --quiet --doctree-dir build/site-cache docs build/site
@@ -81,7 +81,7 @@ format: install-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# What the lab needs from the system. Without root, or without apt, the lab says itself what is missing.
+# System packages for the lab. Without root or apt, the lab prints which ones are missing.
 system:
 	@sh requirements/system.sh
 
@@ -109,8 +109,8 @@ $(VENV)/.installed-train: $(VENV)/.torch $(LISTS)
 	$(PIP) $(PINS) -e .[train]
 	@touch $@
 
-# determined comes alone, into a folder of its own: it asks for an older requests, which pip would tell of ever after, and for 30
-# packages of which we need three, which the extra `test` names.
+# determined is installed into a separate folder, without dependencies: it requires an older version of requests, about which pip would
+# warn from then on, and 30 packages, of which the tests need three (listed in the extra `test`).
 $(VENV)/.installed-test: $(VENV)/.torch $(LISTS)
 	$(PIP) $(PINS) -e .[train,test]
 	$(PIP) $(PINS) --no-deps --upgrade --target $(VENV)/determined determined

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install the Debian packages that the lab and its tests need, where that is possible: as root, with apt. Safe to repeat.
+# Install the Debian packages that the lab and its tests need, if possible (as root, with apt). Can be repeated.
 set -eu
 PATH="$PATH:/usr/sbin:/sbin"
 missing=""

@@ -1,3 +1,3 @@
-"""Distributed PyTorch training on a Docker Swarm, from one YAML file."""
+"""Distributed PyTorch training on Docker Swarm, SSH and Slurm, from one YAML file."""
 
 __version__ = "0.1.0"

@@ -29,7 +29,7 @@ class _InterruptHandler:
     def __call__(self, _signal: int, _frame: FrameType | None) -> NoReturn:
         self._interrupt_count += 1
         if self._interrupt_count > 1:
-            # Not print: the signal may have arrived in the middle of one.
+            # print is not reentrant: the signal may have arrived in the middle of a print call.
             os.write(2, b"\ninterrupted again: swarmtrain status shows what is left, swarmtrain down removes it\n")
         raise KeyboardInterrupt
 
@@ -40,7 +40,7 @@ def main() -> NoReturn:
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
-    # All cleanup is done. Skip unloading the modules: that would take 1/8 of a short command's time.
+    # All cleanup is done. Skip the interpreter's shutdown, which would take 1/8 of a short command's time.
     os._exit(code)
 
 
@@ -49,10 +49,10 @@ def run_program() -> int:
     try:
         handler = _InterruptHandler()
         for number in _TERMINATION_SIGNALS:
-            # nohup ignores SIGHUP on purpose.
+            # Under nohup SIGHUP is ignored on purpose; keep it ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, handler)
-        # Imports create tens of thousands of objects and no garbage: skipping collection saves 1/30 of a short command's time.
+        # Imports create tens of thousands of objects but no garbage: fewer garbage collections save 1/30 of a short command's time.
         gc.set_threshold(100_000)
         from swarmtrain.cli import run_command_line
 

@@ -1,4 +1,4 @@
-"""Write a file by renaming: a reader, also one on another machine, sees either the old or the new content."""
+"""Write files atomically: a reader, also on another machine, sees either the old or the new content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
 
 
 def write_bytes_atomically(path: Path, content: bytes, *, mode: int) -> None:
-    """Write `content` to `path` atomically, by renaming. The file has the permissions `mode` when it is created."""
+    """Write `content` to `path` atomically, by renaming. The file is created with the permissions `mode`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

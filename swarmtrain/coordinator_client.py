@@ -1,7 +1,7 @@
 """Client of the coordinator: one JSON line out, one JSON line back, per connection.
 
-Supervisors request orders and ranks post events. One connection per call keeps it simple when the coordinator restarts under a new address.
-Standard library only, so that a node whose image lacks even torch can still report that.
+Supervisors send heartbeats, and ranks post events. Each call opens a new connection, so that a coordinator may restart under a new address.
+Standard library only, so that a node whose image lacks torch can still report this.
 The server is swarmtrain.entrypoint.coordinator.server.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from swarmtrain import __version__
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
-from swarmtrain.protocol import PROTOCOL_VERSION, Event, Orders, Receipt, RescueAssignment, RunOutcome, SurvivorState
+from swarmtrain.protocol import PROTOCOL_VERSION, Event, EventResponse, RescueAssignment, RunOutcome, SupervisorResponse, SurvivorState
 
 _RETRY_SECONDS = 0.5
 _OFFSET_SAMPLES = 5
@@ -30,50 +30,49 @@ class CoordinatorClient:
         self.address = address
         self.timeout = timeout
 
-    def post_event(self, event: Event) -> Receipt:
-        """Post `event` to the coordinator and return its receipt. Raises CoordinatorError if the coordinator cannot be reached."""
-        return Receipt(**self._send_request("post", kind=event.kind, data=event.data))
+    def post_event(self, event: Event) -> EventResponse:
+        """Post `event` to the coordinator and return its response. Raises CoordinatorError if the coordinator cannot be reached."""
+        return EventResponse(**self._send_request("post", kind=event.kind, data=event.data))
 
-    def try_post(self, event: Event) -> Receipt:
-        """Post `event` and return the coordinator's receipt. If the coordinator cannot be reached, only log that, to stderr."""
+    def try_post(self, event: Event) -> EventResponse:
+        """Post `event` and return the coordinator's response. If it cannot be reached, log that to stderr and return an empty response."""
         try:
             return self.post_event(event)
         except CoordinatorError as error:
             sys.stderr.write(f"swarmtrain: could not post `{event.kind}`: {error}\n")
             sys.stderr.flush()
-            return Receipt()
+            return EventResponse()
 
     def register_node(self, node: str) -> None:
-        """Register `node`, which from then on sends a heartbeat every second, and return its orders.
+        """Register the node `node`. From then on the coordinator expects a heartbeat of it every second.
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
         self._send_request("join", node=node)
 
-    def send_heartbeat(self, node: str) -> Orders:
-        """Send a heartbeat of `node` and return its orders. Raises CoordinatorError if the coordinator cannot be reached."""
-        return self._request_orders("beat", node=node)
+    def send_heartbeat(self, node: str) -> SupervisorResponse:
+        """Send a heartbeat of `node` and return the response. Raises CoordinatorError if the coordinator cannot be reached."""
+        return self._send_supervisor_request("beat", node=node)
 
-    def close_round(self, node: str, round: str) -> Orders:
-        """Report that the rendezvous round `round` is closed for `node` ("" before the first round), and return orders with the next
-        round.
+    def close_round(self, node: str, round: str) -> SupervisorResponse:
+        """Report that the rendezvous round `round` ("" before the first) is closed for `node`. Return the response, with the next round.
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        return self._request_orders("close", node=node, round=round)
+        return self._send_supervisor_request("close", node=node, round=round)
 
-    def report_node_exit(self, node: str, exit_code: int) -> Orders:
+    def report_node_exit(self, node: str, exit_code: int) -> SupervisorResponse:
         """Report that `node` exits: with 0 if all its ranks are done, with EXIT_PLANNED if a stop was requested.
 
-        Returns the coordinator's orders. Raises CoordinatorError if the coordinator cannot be reached.
+        Returns the coordinator's response. Raises CoordinatorError if the coordinator cannot be reached.
         """
-        return self._request_orders("leave", node=node, exit_code=exit_code)
+        return self._send_supervisor_request("leave", node=node, exit_code=exit_code)
 
     def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
-        """Report the state of surviving rank `rank` of the failed world `world`, and return which ranks write the just-in-time
-        checkpoint.
+        """Report the state of surviving rank `rank` of the failed world `world`. Return which ranks write a checkpoint.
 
-        The rank calls this repeatedly, as a sign of life. Raises CoordinatorError if the coordinator cannot be reached.
+        The rank calls this repeatedly until the just-in-time checkpoint is finished; if the calls stop, the rank counts as lost. Raises
+        CoordinatorError if the coordinator cannot be reached.
         """
         response = self._send_request("report_surviving_rank", world=world, rank=rank, state=asdict(state))
         return RescueAssignment(**{**response, "writers": tuple(response["writers"])})
@@ -81,7 +80,7 @@ class CoordinatorClient:
     def report_rescue_finished(self, world: str, attempt: int, rank: int) -> None:
         """Report that writer `rank` has finished attempt `attempt` of a just-in-time checkpoint, successfully or not.
 
-        `rank` is the first writer, or the first of its node. Raises CoordinatorError if the coordinator cannot be reached.
+        `rank` is the first of the writers that share a disk. Raises CoordinatorError if the coordinator cannot be reached.
         """
         self._send_request("rescue_finished", world=world, attempt=attempt, rank=rank)
 
@@ -100,7 +99,7 @@ class CoordinatorClient:
         return int(self._send_request("generation", above=above)["generation"])
 
     def measure_clock_offset(self) -> float:
-        """Return by how many seconds this machine's wall clock is ahead of the coordinator's.
+        """Return by how many seconds this machine's wall clock is ahead of the coordinator's (negative if behind).
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
@@ -129,8 +128,8 @@ class CoordinatorClient:
     def wait_until_reachable(self, timeout: float) -> None:
         """Wait until the coordinator answers, for at most `timeout` seconds.
 
-        Names are resolved again at each attempt, since DNS may lag by seconds. Raises CoordinatorError with the last reason if it does
-        not answer in time, and at once ProtocolMismatch if it uses another protocol.
+        The host name is resolved again at each attempt, since DNS may lag by seconds. Raises CoordinatorError with the last error if the
+        coordinator does not answer in time.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -144,10 +143,10 @@ class CoordinatorClient:
                     raise CoordinatorError(f"no answer within {timeout:g} s: {error.message}", place=error.place, hint=error.hint) from None
             time.sleep(_RETRY_SECONDS)
 
-    def _request_orders(self, op: str, **fields: Any) -> Orders:
+    def _send_supervisor_request(self, op: str, **fields: Any) -> SupervisorResponse:
         response = self._send_request(op, **fields)
         outcome = response.get("outcome")
-        return Orders(response["round"], RunOutcome(**outcome) if outcome else None, response["wait"])
+        return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["wait"])
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
         host, _, port = self.address.rpartition(":")

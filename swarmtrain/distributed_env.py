@@ -2,7 +2,7 @@
 
     detect_torchrun_env(os.environ) → RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun would set them
 
-Standard library only, and without network access: every process computes the same result independently.
+Standard library only, without network access: processes of a world agree on its addresses without communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PORT_STRIDE_PER_STEP = 997
 _MAX_RANGE_SIZE = 100_000
 _DETERMINED_INFO_FOLDER = Path("/run/determined/info")
 
-# MPI variables for rank, size, local rank: OpenMPI; MPICH, Intel MPI and others by Hydra; MVAPICH.
+# MPI variables for rank, world size and local rank of OpenMPI; of MPICH, Intel MPI and others that use Hydra; of MVAPICH.
 _MPI_RANK_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -87,12 +87,12 @@ def _detect_mpi_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _find_launcher_pid() -> int:
-    """Return the pid of the process that started all ranks of this host.
+    """Return the pid of the process that started all ranks on this host, which identifies the job.
 
     Hydra (MPI) sets no job id, and gives each rank its own session.
     """
     leader = os.getsid(0)
-    if leader == 0:  # the session leader is outside this container: ranks without their own sessions are children of one process
+    if leader == 0:  # the session leader is outside this container: such ranks share a parent process
         return os.getppid()
     return int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -103,7 +103,7 @@ def is_determined_trial(environ: Mapping[str, str]) -> bool:
 
 
 def _detect_determined_env(environ: Mapping[str, str], info_folder: Path) -> dict[str, str]:
-    """Return torchrun's environment variables for a Determined trial's entrypoint, started once per container without a launch layer."""
+    """Return torchrun's environment variables for the entrypoint of a Determined trial, which runs once per container (no launch layer)."""
     path = info_folder / "rendezvous.json"
     if not is_determined_trial(environ) or not path.exists():
         return {}
@@ -141,7 +141,7 @@ def compute_slurm_base_port(environ: Mapping[str, str]) -> int:
 
 
 def compute_base_port(job_number: int) -> int:
-    """Return the first of the four ports of job `job_number`: below the ephemeral range, and different from those of the next jobs."""
+    """Return the first of the four ports of job `job_number`: below the ephemeral range, and different for jobs with nearby numbers."""
     return _FIRST_PORT + _PORTS_PER_JOB * (job_number % _PORT_SETS)
 
 

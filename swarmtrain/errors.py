@@ -13,7 +13,7 @@
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── CoordinatorError        the coordinator cannot be reached, or its answer is invalid
     │   └── ProtocolMismatch    it uses another version of the protocol
-    ├── TrainingError           the trainer cannot continue (data, model, or world do not fit)
+    ├── TrainingError           the trainer cannot continue (e.g. invalid data, model or topology)
     │   ├── DataError           the data contain tokens that the model does not have
     │   ├── WorldError          this world cannot continue, another may: it is cut off, or its ranks do not form complete replicas
     │   └── CheckpointError     a checkpoint is corrupt, or cannot be written
@@ -51,10 +51,10 @@ class SwarmtrainError(Exception):
     is_permanent: bool | None = None
     """Whether the error recurs if the job is restarted. True: it does. False: a restart may succeed.
 
-    None: it recurs if the run has not completed a step yet, since nothing has ever worked then.
+    None: it is assumed to recur only if the run has not completed a step yet.
     """
     rank: int | None = None
-    """The rank that caused the error, if all ranks raise it because one of them failed; None otherwise."""
+    """Rank on which the error occurred, if all ranks raise it because one failed; None otherwise."""
 
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -112,7 +112,7 @@ class PlanError(SwarmtrainError):
 
 
 class ProcessError(SwarmtrainError):
-    """A program that we started exited with an error. The message holds its paste-able command and its output."""
+    """A program that swarmtrain started exited with an error. The message contains its command, ready to paste, and its output."""
 
     def __init__(self, command: str, returncode: int, output: str, *, hint: str | None = None) -> None:
         self.command = command
@@ -123,7 +123,7 @@ class ProcessError(SwarmtrainError):
 
 
 class EngineError(SwarmtrainError):
-    """A Docker engine cannot be reached, or refused a request; `status` is then the HTTP status."""
+    """A Docker engine cannot be reached, or refused a request. `status`: HTTP status of the refused request."""
 
     def __init__(self, message: str, *, place: str | None = None, hint: str | None = None, status: int | None = None) -> None:
         super().__init__(message, place=place, hint=hint)
@@ -143,7 +143,7 @@ class StackError(SwarmtrainError):
 
 
 class RunNotFound(SwarmtrainError):
-    """A run with this name does not exist; or no name was given, and the number of existing runs is not 1."""
+    """No run with this name exists; or no name was given, and there is not exactly one run."""
 
 
 class StateDirectoryError(SwarmtrainError):
@@ -163,7 +163,7 @@ class ProtocolMismatch(CoordinatorError):
 
 
 class TrainingError(SwarmtrainError):
-    """The trainer cannot continue: data, model and world do not fit together."""
+    """The trainer cannot continue, for example because the data, the model or the topology is invalid."""
 
 
 class DataError(TrainingError):
@@ -173,7 +173,7 @@ class DataError(TrainingError):
 
 
 class WorldError(TrainingError):
-    """This world cannot continue, another may: it was fenced off by a newer one, or its ranks do not form complete replicas."""
+    """This world cannot continue, but another may: a newer world has fenced it off, or its ranks do not form complete replicas."""
 
     is_permanent = False
 

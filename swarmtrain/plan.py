@@ -1,6 +1,6 @@
-"""Make a plan from a config and an inventory: for each node of the run its machine, its slots, and the reason. Pure functions.
+"""Make a plan from a config and an inventory: the machine and slots of each node of the run, with reasons. Pure functions.
 
-Everything that a launcher sends is a function of the plan, and `str(plan)` is the output of `swarmtrain plan`. Ranks are not planned: the
+A launcher derives all that it deploys from the plan, and `str(plan)` is the output of `swarmtrain plan`. Ranks are not planned: the
 rendezvous assigns them for each world.
 """
 
@@ -26,11 +26,11 @@ from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
 _RUN_NAME_PATTERN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _NODE_ID_PATTERN = re.compile(r"[a-z0-9]{25}")
-# Swarm limits the name of a config to 64 characters, and the longest that cannot be shortened is "<run>_config-<digest>".
+# Swarm limits config names to 64 characters; the longest name that contains the run's name is "<run>_config-<digest>".
 MAX_RUN_NAME_LENGTH = 64 - len("_config-") - 10
 _PROBE_SUFFIX = "-probe"
 _DEFAULT_MASTER_PORT = 29500
-# Below the ephemeral ports. A run has one each for the store, the coordinator and the probe, and one to spare.
+# Ports of runs, below the ephemeral range. A run has one port each for the store, the coordinator and the probe, and one in reserve.
 _FIRST_PORT, _PORTS_PER_RUN, _PORT_SETS = 20000, 4, 2500
 _MAX_FILE_BYTES = 64_000_000
 
@@ -53,7 +53,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Inventory of a launcher: the available machines, in the order in which they are used, and where they were found."""
+    """Inventory of a launcher: the machines in the order in which they are used, and their origin, for messages."""
 
     origin: str
     machines: tuple[Machine, ...]
@@ -75,7 +75,7 @@ class RunFile:
 
 @dataclass(frozen=True)
 class Cargo:
-    """Cargo of a run: the contents of the files that the config names, read once: the script, the files next to it, and the secrets."""
+    """Cargo of a run: the contents of the files that the config names (script, files next to it, secrets), which are read once."""
 
     code: tuple[RunFile, ...]
     secrets: tuple[RunFile, ...] = ()
@@ -91,7 +91,7 @@ class PlannedNode:
     slots: int
     cause: str
     gpus: tuple[str, ...] = ()
-    """GPUs that the node may use, by number or UUID; empty: all GPUs, or those that Swarm assigns."""
+    """GPUs that the node may use, by number or UUID; empty: all GPUs, or the GPUs that Swarm assigns."""
     address: str = ""
     """Address at which other nodes reach the node's machine if they share the host network; empty: the host name."""
     rank_interface: str = ""
@@ -123,7 +123,7 @@ class Plan:
     def master_port(self) -> int:
         """Port of the rendezvous store.
 
-        On the host network, runs without a configured port have ports of their own, derived from their names.
+        On the host network, a run without a configured port has a port that is derived from its name.
         """
         runner = self.config.runner
         if runner.master_port is not None or not runner.is_on_host_network:
@@ -184,7 +184,7 @@ class Plan:
 
 
 def build_probe_run_name(run: str) -> str:
-    """Return the run name of the doctor's probes, which is distinct from the run's own. It is truncated to the maximum length."""
+    """Return the run name of the doctor's probes for the run `run`, truncated to the maximum length."""
     return run[: MAX_RUN_NAME_LENGTH - len(_PROBE_SUFFIX)].rstrip("-") + _PROBE_SUFFIX
 
 
@@ -218,9 +218,9 @@ def add_notes(plan: Plan, *notes: str) -> Plan:
 
 
 def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine | None:
-    """Return the manager that must run the coordinator because the nodes are given its address; None if any manager may.
+    """Return the manager that must run the coordinator, because the nodes are given its address; None if any manager may run it.
 
-    Only on the host network is an address needed, because names of services do not resolve there.
+    The nodes need an address only on the host network, where service names do not resolve.
     """
     runner = config.runner
     if not (runner.is_on_host_network and runner.capabilities.has_managers):
@@ -246,7 +246,7 @@ def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine
 
 
 def check_run_name(run: str) -> None:
-    """Check that `run` is valid as the name of a stack and, with a service name appended, of a host. Raises PlanError if it is not."""
+    """Check that `run` is a valid stack name, and with a service name appended a valid host name. Raises PlanError if it is not."""
     if not _RUN_NAME_PATTERN.fullmatch(run) or len(run) > MAX_RUN_NAME_LENGTH:
         raise PlanError(
             f"must consist of lower-case letters, digits and -, at most {MAX_RUN_NAME_LENGTH} characters, because it becomes part of "

@@ -1,4 +1,4 @@
-"""Start processes; no other module does. Commands are argv lists; a shell command line is built only for display.
+"""Start processes; other modules start them only through this one. Commands are argv lists; shell command lines are only for display.
 
 Standard library only, because the entrypoint uses it inside the container.
 """
@@ -105,7 +105,7 @@ def start_process(
 
 
 def exec_command(argv: Sequence[str], *, env: Mapping[str, str], stdin: IO[bytes] | None = None) -> NoReturn:
-    """Replace this process by `argv`, with `env` as its whole environment. The new program inherits the terminal.
+    """Replace this process by `argv`, with `env` as its complete environment. The new program inherits the terminal.
 
     `stdin` replaces the standard input. Raises ProcessError if the program cannot be started.
     """
@@ -131,7 +131,7 @@ def set_process_name(name: str) -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Defer SIGINT (Ctrl-C), SIGTERM and SIGHUP until the end of the body, whose interruption would leave unrecorded objects behind.
+    """Context manager that defers SIGINT (Ctrl-C), SIGTERM and SIGHUP to its end, for code that creates objects and then records them.
 
     Only the main thread is interrupted by signals, so in other threads this does nothing.
     """

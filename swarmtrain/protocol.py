@@ -3,7 +3,7 @@
     launcher --NodeEnv, CoordinatorEnv--> containers                (environment variables)
     containers --Event--> coordinator --JSON lines--> launcher      (the log of the rendezvous service)
 
-Values only, standard library only: the entrypoint reads this inside images in which everything else may be broken.
+Only constants and dataclasses, standard library only: the entrypoint imports this in images in which all else may be broken.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ misread a message.
 """
 ENV_PREFIX = "SWARMTRAIN_"
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
-"""Set for ranks if a user's terminal is attached to one of them, which may pause for as long as the user likes."""
+"""Set for ranks if a user's terminal is attached to one of them: the user may pause this rank for any time (debugger)."""
 
 # Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: stop requested, state saved, run again.
 EXIT_PLANNED = 75
 
-# Labels by which a stack is found. The first two are Docker's own, so that `docker stack` recognizes our stacks.
+# Labels by which the objects of a stack are found. The first two are Docker's own, so that `docker stack` recognizes our stacks.
 LABEL_STACK = "com.docker.stack.namespace"
 LABEL_STACK_IMAGE = "com.docker.stack.image"
 LABEL_RUN = "swarmtrain.run"
@@ -41,7 +41,7 @@ LABEL_HOSTS = "swarmtrain.hosts"
 LABEL_NODE = "swarmtrain.node"
 LABEL_CONTAINER = "swarmtrain.container"
 LABEL_SECRETS = "swarmtrain.secrets"
-# Label of an image: its build inputs.
+# Label of an image: digest of its build inputs.
 LABEL_CONTENTS = "swarmtrain.contents"
 ROLE_NODE = "node"
 ROLE_PROBE = "probe"
@@ -113,9 +113,9 @@ class NodeEnv(_EnvironmentMessage):
     slots: int
     """Number of ranks to start on this node."""
     min_nodes: int
-    """Minimum number of nodes to train."""
+    """Minimum number of nodes that training needs."""
     max_nodes: int
-    """Maximum number of nodes that may join."""
+    """Maximum number of nodes that can join."""
     coordinator: str
     """host:port of the coordinator."""
     store: str
@@ -191,12 +191,12 @@ class SurvivorState:
     world_size: int
     """Number of ranks of the world."""
     disk: int = 0
-    """Index of the disk to which the rank would save: its node's own, or the shared one."""
+    """Index of the disk to which the rank would save: the disk of its node, or the shared disk."""
     disks: int = 1
     """Total number of disks."""
 
 
-# Event kinds. The comment above each names the fields that readers may rely on.
+# Event kinds. The comment above each lists its fields.
 # run
 EVENT_COORDINATOR_STARTED = "coordinator"
 # node, host, address, interface, slots
@@ -208,7 +208,7 @@ EVENT_SCRIPT_RETURNED = "script_returned"
 # step, steps, loss, tokens_per_second, eta_seconds, learning_rate; if known gradient_norm, max_replica_loss, accuracy, tflops, mfu, phases:
 # seconds of a step by phase (swarmtrain.trainer.health.step_timer), memory: bytes (swarmtrain.trainer.metrics.memory_usage)
 EVENT_PROGRESS = "progress"
-# node, and what swarmtrain.trainer.run_report collects: versions, devices, git …; text by name, or mappings of such
+# node, and the fields of swarmtrain.trainer.run_report: versions, devices, git …; values are strings, or mappings of strings
 EVENT_RUN_REPORT = "report"
 # step, loss
 EVENT_EVALUATION = "evaluation"
@@ -221,35 +221,35 @@ EVENT_RESUMED = "resumed"
 EVENT_FAILURE = "failure"
 # node, message: something that the user should know, for example a skipped corrupt checkpoint
 EVENT_NOTE = "note"
-# message, and rank, node, slowdown (0.3: its steps take 30 % longer), phase: data | compute; rank null: no straggler any more
+# message, and rank, node, slowdown (0.3: its steps take 30 % longer), phase: data | compute; rank is null if there is no longer a straggler
 EVENT_STRAGGLER = "straggler"
 # step, and initial_validation_loss, final_validation_loss, bigram_baseline_loss if known: the last step is done and saved
 EVENT_TRAINING_FINISHED = "finished"
 # node, exit_code; null if the node became silent
 EVENT_NODE_LEFT = "left"
-# node, and what swarmtrain.entrypoint.probe.node_probe finds on it
+# node, and the results of swarmtrain.entrypoint.probe.node_probe
 EVENT_NODE_PROBE = "probe"
 # the fields of swarmtrain.entrypoint.probe.link_probe.Link
 EVENT_LINK = "link"
-# node, and what swarmtrain.entrypoint.probe.collective_probe finds: torch, devices, seconds of an all-reduce, or error
+# node, and the results of swarmtrain.entrypoint.probe.collective_probe: torch, devices, seconds of an all-reduce, or error
 EVENT_COLLECTIVE = "collective"
-# posted: node, and what swarmtrain.entrypoint.resource_usage reads; printed: nodes: {node: …}, all of them every few seconds
+# as posted: node, and the fields of swarmtrain.entrypoint.resource_usage; as printed: nodes: {node: …}, all nodes every few seconds
 EVENT_USAGE = "usage"
-# node, seconds, reason: quarantined for this time, unless it is needed earlier
+# node, seconds (duration, unless the node is needed earlier), reason
 EVENT_NODE_QUARANTINED = "quarantined"
-# node, reason: it may train again
+# node, reason: the node may train again
 EVENT_NODE_RELEASED = "released"
 # status: done | failed, reason, exit_code, hint if there is one
 EVENT_OUTCOME = "outcome"
-# operation: up | stop | down, nodes, and code: the commit that is checked out in the user's project. Never sent to the coordinator: the
-# machine that requested it stores it next to the run's events
+# operation: up | stop | down, nodes, and code: the commit that is checked out in the user's project. Not sent to the coordinator: the
+# machine on which the operation was requested stores it next to the run's events
 EVENT_OPERATION = "operation"
 
 PERMANENT_BEFORE_FIRST_STEP = "before_first_step"
-"""A value of a failure's `permanent`. True: it recurs at every retry.
+"""A value of the field `permanent` of a failure event, which says whether the failure recurs at a retry.
 
-PERMANENT_BEFORE_FIRST_STEP: it recurs unless a step has been done before, for example a missing file. False: a retry may succeed. Absent: a
-retry may succeed, unless it recurs at the same step.
+True: at every retry. PERMANENT_BEFORE_FIRST_STEP: if the run has not completed a step yet, for example because a file is missing. False: a
+retry may succeed. Absent: a retry may succeed, but a failure that recurs at the same step is a bug.
 """
 
 
@@ -312,11 +312,11 @@ class RunOutcome:
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """Receipt: the coordinator's response to an event."""
+class EventResponse:
+    """The coordinator's response to an event."""
 
     is_known: bool = False
-    """Whether the event is a failure whose reason another rank of its world has already reported."""
+    """Whether the event is a failure whose reason another rank of the same world has already reported."""
     run_failed: bool = False
     """Whether the run has failed, so that no process may be restarted."""
 
@@ -327,22 +327,22 @@ class RescueAssignment:
 
     step: int = 0
     writers: tuple[int, ...] = ()
-    """Ranks that write, one for each shard and disk; empty until decided.
+    """Ranks that write, one for each shard and disk; empty until the coordinator has decided.
 
-    The first one of a disk assembles the checkpoint from its shards.
+    The first writer of a disk assembles the checkpoint from the shards.
     """
     attempt: int = 0
-    """Number of the attempt: incremented when a writer has died and new writers are chosen."""
+    """Number of the current attempt: incremented when a writer is lost and new writers are chosen."""
     is_finished: bool = False
-    """Whether the checkpoint is committed, or none is possible, so that the rank need not wait any more."""
+    """Whether the checkpoint is committed, or not possible, so that the rank need not wait any longer."""
 
 
 @dataclass(frozen=True)
-class Orders:
-    """Orders: the coordinator's response to a supervisor. Stop (there is an outcome), or train in the given rendezvous round."""
+class SupervisorResponse:
+    """The coordinator's response to a supervisor. Stop if there is an outcome, else train in the rendezvous round `round`."""
 
     round: str
-    """Run id of the rendezvous round. A new one is issued when a round is closed, since a closed rendezvous accepts no node again."""
+    """Run id (of torch's rendezvous) of the round. Each round has a new id, since a closed rendezvous accepts no further nodes."""
     outcome: RunOutcome | None = None
     wait: bool = False
     """Whether to ask again in a moment, because other nodes are still arriving or this node is quarantined."""

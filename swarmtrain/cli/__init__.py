@@ -1,6 +1,6 @@
-"""The command line: parse the arguments, call the operation, print the result. Decisions are made elsewhere.
+"""The command line: parse the arguments, call the operation, print the result. This package contains no other logic.
 
-The command modules do without `from __future__ import annotations`: Typer would evaluate each annotation twice, at every start.
+The command modules do not use `from __future__ import annotations`: with it, Typer would evaluate each annotation twice at every start.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_command_line() -> int:
         location = str(error.filename or "standard output")
         show_error(SwarmtrainError((error.strerror or "").lower(), place=location, hint="run df -h to see which disk is full"))
         return EXIT_ERROR
-    except Exception as error:  # noqa: BLE001  # click's usage errors share no public base with typer's copies of them
+    except Exception as error:  # noqa: BLE001  # click's usage errors have no public base class in common with typer's copies of them
         return _show_usage_error(error)
 
 

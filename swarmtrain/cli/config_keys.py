@@ -17,7 +17,7 @@ def list_config_keys() -> list[tuple[str, str]]:
 
 
 def suggest_values(key: str) -> list[str]:
-    """Return the possible values of `key` if it is an enumeration, else its default. Empty for an unknown key."""
+    """Return the possible values of `key` if its type is an enumeration, else its default. Empty for an unknown key."""
     if key == "runner.runner_type":
         return list_runner_types()
     field = dict(_iterate_config_fields("", Config)).get(key)

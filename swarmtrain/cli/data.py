@@ -56,10 +56,10 @@ def tokenize(
             show_default=False,
         ),
     ] = None,
-    end_token: Annotated[
-        str | None, typer.Option("--end-token", metavar="TEXT", help="Token to append to each document.", show_default=False)
+    eos_token: Annotated[
+        str | None, typer.Option("--eos-token", metavar="TEXT", help="Token to append to each document.", show_default=False)
     ] = None,
-    append_eos: Annotated[bool, typer.Option("--append-eos", help="Append the tokenizer's end-of-text token to each document.")] = False,
+    append_eos: Annotated[bool, typer.Option("--append-eos", help="Append the tokenizer's EOS token to each document.")] = False,
     on_bad: Annotated[
         BadRecordPolicy, typer.Option("--on-bad", help="Invalid records: stop at the first, skip and list them, or only count them.")
     ] = BadRecordPolicy.stop,
@@ -72,7 +72,7 @@ def tokenize(
 
     arguments = {"prefix": prefix, "tokenizer": tokenizer, "on_bad": on_bad.value, "workers": workers}
     records = {"key": key, "prompt_key": prompt_key, "completion_key": completion_key, "chat": chat, "chat_template": chat_template}
-    trainer_subprocess.exec_trainer("data", "tokenize", {**arguments, **records, "end_token": end_token, "append_eos": append_eos}, files)
+    trainer_subprocess.exec_trainer("data", "tokenize", {**arguments, **records, "eos_token": eos_token, "append_eos": append_eos}, files)
 
 
 @app.command()

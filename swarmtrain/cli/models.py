@@ -150,7 +150,7 @@ def embed(
         bool | None,
         typer.Option(
             "--append-eos/--no-append-eos",
-            help="Append the tokenizer's end-of-text token to each text. Default: as in the model's training data.",
+            help="Append the tokenizer's EOS token to each text. Default: as in the model's training data.",
             show_default=False,
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """Shell completion of run names, labs and their nodes, config files, and the config keys that -o can override.
 
-Each function gets the incomplete word and returns the possible completions with their help texts, if any. On failure they
-return nothing, and none takes longer than a user would wait.
+Each completion function gets the incomplete word and returns the possible completions, with their help texts if they have any. On failure
+it returns nothing. Functions that query engines have a timeout.
 """
 
 import os
@@ -42,7 +42,7 @@ def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
 
 def complete_runs(incomplete: str) -> CompletionItems:
     """Return the names of the runs that begin with `incomplete`, of every launcher that answers before the timeout."""
-    launcher_classes = _load_launcher_classes()  # here, since the timeout is for the engines, not for imports
+    launcher_classes = _load_launcher_classes()  # before the timeout starts, which is for the engines, not for imports
     return [
         (run, "")
         for run in sorted(_collect_items_within_timeout(lambda: _iterate_run_names(launcher_classes)))
@@ -118,7 +118,7 @@ def _list_matching_paths(folder: str, name: str) -> list[Path]:
 
 
 def _load_launcher_classes() -> "list[type[Launcher]]":
-    """Return the launcher classes, those that ask an engine last, without those of other packages that are broken."""
+    """Return all launcher classes that can be imported; those that query a Docker engine come last."""
     from swarmtrain.config.schema.runner_types import list_runner_types
     from swarmtrain.errors import SwarmtrainError
     from swarmtrain.launchers.registry import load_launcher_class

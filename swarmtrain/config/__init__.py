@@ -1,7 +1,7 @@
 """The config: one pydantic model, with one module per top-level key.
 
 `load_config` (in swarmtrain.config.loading) reads YAML and overrides into a Config and reports every error at once.
-Keys and fields have the names of Aleph Alpha's Scaling wherever both have the same thing.
+Keys and fields that also exist in Aleph Alpha's Scaling have the same names as there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Config(Section):
             )
         if self.trainer.sampling_config is not None:
             _check_topology_allows_sampling(self.topology, self.transformer_architecture)
-        if self.trainer.objective_config is None:  # a custom objective may use pairs, texts and heads in any combination
+        if self.trainer.objective_config is None:  # a custom objective may use any of these settings
             _check_preference_tuning(self)
             _check_contrastive_training(self)
         return self
@@ -107,8 +107,8 @@ class Config(Section):
     def to_node_config(self) -> Config:
         """Return the config in the form that every node receives and every checkpoint stores.
 
-        It lacks the hosts and the current node count, and min_nodes and max_nodes are filled in: if scaling changed the config of the
-        nodes, all of them would restart.
+        It has no hosts and no current node count, and min_nodes and max_nodes are filled in: otherwise `swarmtrain scale` would change the
+        config of all nodes, and so restart them.
         """
         low, _, high = self.runner.node_range
         runner = self.runner.model_copy(update={"hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
@@ -116,7 +116,7 @@ class Config(Section):
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Return the config that `to_json` has serialized as `text`; the package of its launcher may be missing, as on a node.
+        """Return the config that `to_json` has serialized as `text`. The package that provides its launcher may be missing, as on a node.
 
         Raises pydantic.ValidationError if it is invalid.
         """
@@ -149,7 +149,7 @@ def _check_preference_tuning(config: Config) -> None:
 
 
 def _check_contrastive_training(config: Config) -> None:
-    """Check the settings of contrastive training: each embedding is computed from a full text and compared with those of other texts."""
+    """Check the settings of contrastive training: each embedding is computed from a full text and compared with others."""
     trainer, key = config.trainer, "trainer.contrastive_config"
     enabled = trainer.contrastive_config is not None
     for name, is_set in (
@@ -166,7 +166,7 @@ def _check_contrastive_training(config: Config) -> None:
 
 
 def _check_topology_allows_sampling(topology: TopologyConfig, architecture: TransformerArchitectureConfig) -> None:
-    """Check that the model generates text, and that `topology` allows it.
+    """Check that the model can generate text, and that `topology` supports it.
 
     Tokens are generated one at a time, so each rank needs full sequences and all layers.
     """
@@ -187,7 +187,7 @@ def _check_topology_allows_sampling(topology: TopologyConfig, architecture: Tran
 def _check_float8_layer_sizes(architecture: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
     """Check that the sizes of float8 layers are multiples of 16 times the degree by which they are sharded.
 
-    The kernels take rows of 16 values: of a layer's inputs in the forward pass, and of its outputs and tokens in the backward pass.
+    The kernels require multiples of 16: of a layer's inputs in the forward pass, and of its outputs and tokens in the backward pass.
     """
     width_multiple = _describe_float8_multiple("model_parallel_size", topology.tensor_parallel_size)
     for field in architecture.float8_layers:
@@ -218,7 +218,8 @@ def _describe_float8_multiple(name: str, degree: int) -> tuple[str, int]:
 def _check_umup_optimizer(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
     """Check that the optimizer settings fit u-muP.
 
-    u-muP's learning rates are for AdamW. Each gradient value has unit scale, so the global gradient norm grows with the model.
+    u-muP's learning rates are for AdamW. Each gradient value has unit scale, so the global gradient norm grows with the model, and a fixed
+    clipping threshold does not fit.
     """
     other_methods = {optimizer.method, *(group.method for group in groups)} - {None, OptimizerMethod.adamw}
     if other_methods:

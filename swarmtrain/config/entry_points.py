@@ -1,4 +1,4 @@
-"""Entry points: classes that other installed packages add to swarmtrain, by group and name.
+"""Entry points: plugins (classes) that other installed packages provide for swarmtrain, by group and name.
 
 A package lists them in its metadata, for example in pyproject.toml below [project.entry-points."swarmtrain.launchers"].
 """
@@ -17,8 +17,8 @@ METRICS_SINK_GROUP = "swarmtrain.metrics_sinks"
 
 
 def list_entry_points(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of `group` that the installed packages have, by name. Imports none of the packages."""
-    from importlib.metadata import entry_points  # takes longer to import than most commands need it
+    """Return the entry points of `group` in the installed packages, by name, without importing these packages."""
+    from importlib.metadata import entry_points  # imported here because its import is slow and most commands do not need it
 
     return {entry_point.name: entry_point for entry_point in sorted(entry_points(group=group), key=lambda entry_point: entry_point.name)}
 

@@ -1,5 +1,6 @@
-"""Convert pydantic's validation errors to problems of the config: key path, line, reason, and the known key most similar to an unknown
-one.
+"""Convert pydantic's validation errors to config problems.
+
+Each has a key path, a line and a reason, and for an unknown key the most similar known key.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def explain_validation_error(
 
 
 def _find_key_line(path: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of the key path `path` in the file; if it is not there, the line of its innermost enclosing section, or None."""
+    """Return the line of the key path `path`; if it is not in the file, the line of its innermost enclosing section, or None."""
     while path and path not in lines:
         path = path.rpartition(".")[0]
     return lines.get(path)

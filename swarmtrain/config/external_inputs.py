@@ -1,4 +1,4 @@
-"""Resolve the hostsfile, the env file and the environment variables by prefix that a config names, as with pdsh, MPI and DeepSpeed.
+"""Resolve a config's external inputs: hostsfile, env file, and environment variables by prefix, as in pdsh, MPI and DeepSpeed.
 
 Their contents are written into the config before it is shipped, so that later plans of the run do not need the files.
 """
@@ -26,7 +26,7 @@ _VARIABLE_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, str]) -> Config:
     """Return `config` with its hostsfile, env_file and env_prefixes resolved; relative paths are relative to `folder`.
 
-    Raises ConfigError.
+    Raises ConfigError if a file cannot be read or is invalid.
     """
     runner = config.runner
     update: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Read and write files that the user names.
 
-Reads have a size limit and accept only regular files; a group of files is written atomically.
+Only regular files up to a size limit are read. Groups of files are written atomically.
 """
 
 from __future__ import annotations
@@ -48,12 +48,10 @@ def read_file_with_limit(path: Path, max_bytes: int) -> bytes:
 
 
 def write_files_atomically(files: Mapping[Path, tuple[bytes, int]]) -> None:
-    """Write all `files` (path, with content and mode), in this order, or none.
+    """Write all `files` or none: a mapping of path to content and mode, written in this order.
 
-    Raises OSError if one cannot be written; then nothing has changed.
-
-    The contents are first written to staging files, because that reveals a full disk, and are renamed into place when all are complete. A
-    file is created with its final mode.
+    The contents are first written to staging files, because a full disk shows up there, and are renamed into place when all are complete.
+    Each file is created with its final mode. Raises OSError if one cannot be written; then no file has changed.
     """
     for path in files:
         if path.exists() and not path.is_file():
@@ -79,7 +77,7 @@ def write_files_atomically(files: Mapping[Path, tuple[bytes, int]]) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return the reason of a system error, in words that fit after a file's name."""
+    """Return the reason of `error`, worded so that it fits after a file's name."""
     messages = {errno.ENOENT: "no such file", errno.EACCES: "permission denied", errno.ENOTDIR: "part of the path is a file, not a folder"}
     return messages.get(error.errno or 0) or (error.strerror or str(error)).lower()
 

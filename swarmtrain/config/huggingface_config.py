@@ -27,18 +27,18 @@ class FieldMapping:
     hf_key: str
     config_path: str
     default: Any = None
-    """Value of the key if config.json does not have it."""
+    """Value of the key if it is missing in config.json."""
     to_hf: Callable[[TransformerArchitectureConfig], Any] | None = None
     """Computes the key's value in config.json from an architecture. None: the value of the field is used."""
     from_hf: Callable[[Any, ConfigJson], Any] | None = None
     """Computes the field's value from the key's value and the whole config.json. None: the key's value is used."""
 
     def export_value(self, architecture: TransformerArchitectureConfig) -> Any:
-        """Return the value of this mapping's key in the config.json of `architecture`."""
+        """Return the value that the key has in the config.json of `architecture`."""
         return self.to_hf(architecture) if self.to_hf else _get_field_by_path(architecture, self.config_path)
 
     def import_value(self, values: ConfigJson) -> Any:
-        """Return the value of this mapping's field for the config.json `values`.
+        """Return the value that the field has for the config.json `values`.
 
         Raises KeyError, TypeError, ValueError or ZeroDivisionError if the value in config.json is invalid.
         """
@@ -53,20 +53,20 @@ class ModelFamily:
     model_type: str
     """The family's model_type in config.json."""
     model_class: str
-    """The family's class in Transformers with a language modeling head."""
+    """The family's Transformers class with a language modeling head."""
     field_mappings: tuple[FieldMapping, ...]
     fixed_values: ConfigJson
     """Fields of `transformer_architecture` that are constant in this family, by path."""
     required_values: ConfigJson
     """Other keys of config.json and their allowed values; None allows a missing key."""
     output_bias_follows_attention: bool = True
-    """Whether attention's output projection has a bias if queries have one."""
+    """Whether attention's output projection has a bias if and only if the query projection has one."""
     has_sliding_window: bool = False
-    """Whether all heads can be local ones."""
+    """Whether the family supports a sliding window, which makes all heads local."""
 
 
 def _compute_mlp_factor(width: int, values: ConfigJson) -> float:
-    """Return the factor by which the hidden size is multiplied (and rounded down) to get the MLP width `width`; 4 if `width` is None."""
+    """Return the mlp_factor for the MLP width `width`: hidden size times factor, rounded down, is the width. 4 if `width` is None."""
     hidden = _read_hidden_size(values)
     factor = 4.0 if width is None else width / hidden
     return factor if width is None or int(hidden * factor) == width else math.nextafter(factor, math.inf)
@@ -134,7 +134,7 @@ _QWEN3_HEAD_DIM_MAPPING = FieldMapping(
 _SLIDING_WINDOW_MAPPING = FieldMapping(
     "sliding_window",
     "local_attention_window_size",
-    # Their window includes the token itself.
+    # Hugging Face's window includes the token itself.
     to_hf=lambda architecture: None if architecture.local_attention_window_size is None else architecture.local_attention_window_size + 1,
     from_hf=lambda size, _: None if size is None else size - 1,
 )
@@ -261,9 +261,12 @@ def find_model_family(architecture: TransformerArchitectureConfig) -> ModelFamil
 
 
 def build_config_json(architecture: TransformerArchitectureConfig, dtype: str) -> dict[str, Any]:
-    """Return the config.json of a model with this architecture and tensors of `dtype`. Raises SwarmtrainError as `find_family` does."""
+    """Return the config.json of a model with this architecture and tensors of `dtype`.
+
+    Raises SwarmtrainError if no model family matches.
+    """
     model_family = find_model_family(architecture)
-    # BOS and EOS come from the data here. Hugging Face's defaults may be outside the vocabulary, so they are set to null.
+    # The architecture has no BOS and EOS tokens. Hugging Face's default ids may be outside the vocabulary, so they are set to null.
     model = (
         model_family.model_class if architecture.embedding_head_config is None else _LM_HEAD_SUFFIX.sub("Model", model_family.model_class)
     )
@@ -312,7 +315,7 @@ def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any
 
 
 def read_architecture(values: ConfigJson, location: str) -> TransformerArchitectureConfig:
-    """Return the architecture in a config.json. Raises as `read_architecture_values` does."""
+    """Return the architecture in a config.json. Raises SwarmtrainError if values are invalid or not supported."""
     nested: dict[str, Any] = {}
     for path, value in read_architecture_values(values, location).items():
         section, _, name = path.rpartition(".")
@@ -348,7 +351,7 @@ def _list_unsupported_settings(values: ConfigJson, model_family: ModelFamily) ->
 
 
 def _list_family_mismatches(architecture: TransformerArchitectureConfig, model_family: ModelFamily) -> list[str]:
-    """Return the fields of `architecture` that `model_family` cannot have."""
+    """Return the settings of `architecture` that `model_family` does not support, described for a message."""
     mapped_paths = {field.config_path for field in model_family.field_mappings}
     expected = dict(model_family.fixed_values) | {
         "adapter_config": None,

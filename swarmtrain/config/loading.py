@@ -1,6 +1,6 @@
 """Read a YAML file and `-o key.path=value` overrides into a Config, and report all errors at once.
 
-Each problem has its key path, its line in the file, and for an unknown key the most similar known one.
+Each error has its key path, its line in the file, and for an unknown key the most similar known key.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _build_root_type_problem(values: Any, source: str | None) -> Problem:
 
 
 def sort_and_limit_problems(problems: list[Problem]) -> tuple[Problem, ...]:
-    """Return the first `problems`, sorted by line and escaped for a terminal. A file full of errors is not listed in full."""
+    """Return `problems` sorted by line, escaped for a terminal, and limited in number."""
     escaped = (
         replace(
             problem,

@@ -54,7 +54,7 @@ def _set_value_at_path(values: dict[str, Any], keys: list[str], value: Any) -> N
 
 
 def _resolve_key_or_index(target: Any, keys: list[str], position: int) -> Any:
-    """Return the mapping key or list index that `keys[position]` means in `target`. Raises _NoSuchKeyError if there is none."""
+    """Return the mapping key or list index of `target` that `keys[position]` refers to. Raises _NoSuchKeyError if there is none."""
     key, parent_path = keys[position], ".".join(keys[:position])
     if isinstance(target, dict):
         return key

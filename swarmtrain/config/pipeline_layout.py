@@ -30,9 +30,9 @@ def partition_layers(topology: TopologyConfig, architecture: TransformerArchitec
 
 
 def count_scheduled_micro_batches(topology: TopologyConfig, assigned: int) -> int:
-    """Return how many micro batches one replica runs through its pipeline per step if `assigned` contain data; the rest are empty.
+    """Return the number of micro batches that a replica's pipeline runs per step: the `assigned` ones, and empty ones as padding.
 
-    1F1B needs at least as many micro batches as there are stages; interleaved 1F1B needs a multiple of the number of pipeline ranks.
+    1F1B needs at least as many micro batches as stages; interleaved 1F1B needs a multiple of the number of pipeline ranks.
     """
     if topology.pipe_stages_per_rank == 1:
         return max(assigned, topology.pipeline_parallel_size)
@@ -42,7 +42,7 @@ def count_scheduled_micro_batches(topology: TopologyConfig, assigned: int) -> in
 def compute_bubble_fraction(topology: TopologyConfig, assigned: int) -> float:
     """Return the pipeline bubble: the fraction of a step (0 to 1) in which a rank is idle.
 
-    The causes are filling and draining the pipeline, and empty micro batches.
+    A rank is idle while the pipeline fills and drains, and during empty micro batches.
     """
     stages_per_rank = topology.pipe_stages_per_rank
     return 1 - stages_per_rank * assigned / (
@@ -70,7 +70,7 @@ def _check_first_layers(first_layers: Sequence[int], stages: int, layers: int) -
 
 
 def _estimate_layer_costs(architecture: TransformerArchitectureConfig) -> list[int]:
-    """Return each layer's multiplications per token; the embedding's and the head's are added to the first and last layer."""
+    """Return the number of multiplications per token of each layer. The first includes the embedding's, the last the head's."""
     hidden = architecture.hidden_size
     projections = 2 * hidden * (architecture.num_attention_heads + architecture.kv_heads) * architecture.head_size
     scores = (
@@ -98,9 +98,9 @@ def _partition_layers_by_cost(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _fill_stages_up_to_cost(costs: Sequence[int], stages: int, limit: int) -> list[int] | None:
-    """Return the index of the first layer of each pipeline stage, such that no stage costs more than `limit`; None if that is impossible.
+    """Return the index of each pipeline stage's first layer such that no stage costs more than `limit`; None if that is impossible.
 
-    Later stages are filled first: early stages keep the activations of more micro batches.
+    Later stages are filled first, so that early stages have fewer layers: they keep the activations of more micro batches.
     """
     first_layers, end = [], len(costs)
     for earlier_stages in reversed(range(stages)):

@@ -22,7 +22,7 @@ _LINE_WIDTH = 110
 def render_template(preset: str | None = None) -> str:
     """Return a valid YAML config with all defaults written out and a description above each field.
 
-    `preset`: the well-known model that transformer_architecture is taken from. Raises SwarmtrainError if it is unknown.
+    `preset`: name of the well-known model whose architecture is used for transformer_architecture. Raises SwarmtrainError if it is unknown.
     """
     if preset is None:
         return "# A swarmtrain config. Every line shows its default: delete what you do not change.\n" + _render_section(Config(), "")
@@ -32,7 +32,7 @@ def render_template(preset: str | None = None) -> str:
 
 
 def write_template(path: Path, preset: str | None = None, *, force: bool = False) -> None:
-    """Write the commented config of `init` to `path`.
+    """Write the commented config of `swarmtrain init` to `path`.
 
     Raises SwarmtrainError if the file exists (unless `force`) or cannot be written.
     """

@@ -1,7 +1,7 @@
 """Parse YAML into JSON-compatible values, with the line of every key path and all errors in the YAML text.
 
-The result can always be written as JSON and validated quickly, whatever the input: the nesting depth is limited, aliases cannot expand a
-few values to millions, and no value is shared by two places.
+For any input, the result can be written as JSON and validated quickly: the nesting depth is limited, aliases cannot expand a few values to
+millions, and each place has its own copy of a value.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT_P
 
 @dataclass
 class YamlDocument:
-    """Result of parsing a YAML text: its values (None if it is empty), the line of each key path, and errors at single places."""
+    """Result of parsing a YAML text: its values (None if empty), the line of each key path, and the errors of single keys or values."""
 
     values: Any = None
     lines: dict[str, int] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def _call_with_yaml_loader(text: str, function: Callable[[Any], T]) -> T:
 
 
 def _check_nesting_depth(loader: Any) -> None:
-    """Raise YamlSyntaxError if the YAML is nested too deeply, since its recursion would crash the C parser."""
+    """Raise YamlSyntaxError if the YAML is nested too deeply: the recursion would crash the C parser."""
     depth = 0
     while loader.check_event():
         event = loader.get_event()

@@ -1,14 +1,14 @@
-"""doctor: finds problems that prevent a job from running on this cluster or slow it down. Cheap checks run before a probe on the nodes.
+"""doctor: find problems that prevent a job from running on this cluster or slow it down. Cheap checks run before a probe on the nodes.
 
-check_registry     what a check is
-cluster_checks     checks on what the managers know of the swarm, and
-capacity_checks    of the machines that the plan uses
+check_registry     registers the checks
+cluster_checks     checks on the swarm, as its managers report it
+capacity_checks    checks on the machines that the plan uses
 probe              starts a probe on every node and takes it down
 probe_results      what the probes measured in the job's image, network, mounts and reservations
-node_checks        checks on the nodes,
-gpu_checks         on their GPUs, and
-link_checks        on the links between them
-report             the results
+node_checks        checks on the nodes
+gpu_checks         checks on the nodes' GPUs
+link_checks        checks on the network links between the nodes
+report             the results of all checks
 """
 
 from __future__ import annotations

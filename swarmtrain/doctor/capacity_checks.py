@@ -75,7 +75,7 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             supplies_by_node[node["ID"]].claimed,
             supplies_by_node[node["ID"]].free_count,
         )
-        # The launcher's own check reports a node that declares fewer than requested.
+        # A node that declares fewer resources than requested is reported by the launcher's own check.
         if free < planned.slots <= declared:
             holders = ", ".join(f"{_describe_stack(snapshot, stack)} holds {count}" for stack, count in claims.items())
             waits = f"the run waits until {' or '.join(_describe_stack(snapshot, stack) for stack in claims)} releases them"
@@ -86,7 +86,7 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 
 def needs_to_wait_for_gpus(snapshot: ClusterSnapshot) -> bool:
-    """Return whether a run with the plan's reservations would have to wait for GPUs held by another run, or by itself if it is up."""
+    """Return whether a run with the plan's reservations must wait for GPUs held by another run, or by the run itself if it is up."""
     if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return False
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource

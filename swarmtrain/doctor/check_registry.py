@@ -1,4 +1,4 @@
-"""Checks: small functions from evidence to findings, each registered under a name, in the order in which they are reported.
+"""Registry of checks: functions that take evidence and yield findings. Checks are registered by name, and reported in this order.
 
 @CHECKS("quorum", "the managers can agree")
 def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]: ...

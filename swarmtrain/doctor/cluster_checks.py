@@ -26,7 +26,7 @@ ApiObject = dict[str, Any]
 """An object as the engine's API returns it."""
 
 _MIN_ENGINE_VERSION = (20, 10)
-# A node's name of its architecture → an image's name of the same; all other names are equal.
+# Architecture as a node reports it → the same architecture in image platforms. All other names are equal.
 _IMAGE_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv6l": "arm", "armv7l": "arm", "i386": "386", "i686": "386"}
 
 
@@ -101,7 +101,7 @@ def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
 def _pin_planned_image(engine: DockerEngine, plan: Plan | None) -> PinnedImage | None:
     try:
         return pin_image(engine, plan.config.runner.docker_config.docker_container) if plan else None
-    except ImageError:  # The launcher's own check reports that.
+    except ImageError:  # This problem is reported by the launcher's own check.
         return None
 
 
@@ -285,6 +285,6 @@ def _format_platform(platform: tuple[str, str]) -> str:
 def _is_unreachable_address(address: str) -> bool:
     try:
         ip = ipaddress.ip_address(address)
-    except ValueError:  # a host name, or still empty
+    except ValueError:  # the address is a host name, or not known yet
         return False
     return ip.is_loopback or ip.is_unspecified

@@ -64,7 +64,7 @@ def _check_packet_sizes(results: ProbeResults) -> Iterator[Finding]:
             message = f"packets over {link['largest_packet']} bytes are lost, but the interface MTU is {_get_link_mtu(results, link)}"
             overlay_overhead = (results.plan.config.runner.swarm.mtu or _ETHERNET_MTU) - _get_link_mtu(
                 results, link
-            )  # what the overlay adds to each packet
+            )  # bytes that the overlay network adds to each packet
             hint = f"swarmtrain down {results.plan.run}; then deploy with -o runner.swarm.mtu={link['largest_packet'] + overlay_overhead}"
             yield Finding(
                 _describe_link(results, link), message, hint, why="small messages pass and large ones hang: jobs start and then stall"
@@ -73,7 +73,7 @@ def _check_packet_sizes(results: ProbeResults) -> Iterator[Finding]:
 
 @CHECKS("bandwidth", "no link is much slower than the others")
 def _check_bandwidth(results: ProbeResults) -> Iterator[Finding]:
-    # A single slow node slows down two of three links, so the typical rate is that of the faster half.
+    # A single slow node slows down two of three links, so the typical rate is the median of the faster half.
     rates = sorted(rate for link in results.working_links for rate in (link["forward_bandwidth"], link["backward_bandwidth"]))
     typical_rate = statistics.median(rates[len(rates) // 2 :] or [0.0])
     for link in results.working_links:

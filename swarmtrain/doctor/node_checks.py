@@ -242,7 +242,7 @@ def _iterate_mounts(results: ProbeResults) -> Iterator[tuple[str, NodeFacts]]:
 
 
 def _list_resolved_nodes(results: ProbeResults, name: str) -> set[str]:
-    """Return the names of the nodes whose marker files `name` could see: its own, and those of peers whose names it had resolved."""
+    """Return the nodes whose marker files the node `name` could see: the node itself, and the peers whose host names it had resolved."""
     return {name, *(peer for peer, seconds in results.nodes[name]["names"].items() if seconds is not None)}
 
 

@@ -37,7 +37,7 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
         launcher.deploy_run(probe, report_progress)
         return _collect_results(launcher, plan, probe.run, report_progress)
     finally:
-        with contextlib.suppress(RunNotFound):  # a probe that failed to start is removed already
+        with contextlib.suppress(RunNotFound):  # if the probe failed to start, it has already been removed
             launcher.tear_down_run(probe.run, lambda _: None)
 
 

@@ -33,7 +33,7 @@ class ProbeResults:
         return [link for link in self.links if not link["error"]]
 
     def describe_node(self, name: str) -> str:
-        """Return the node name `name` together with the host name of its machine."""
+        """Return a text with the node name `name` and the host name of the node's machine."""
         host = next((node.host for node in self.plan.nodes if node.name == name), "")
         return f"{name} on {host}"
 

@@ -1,6 +1,6 @@
 """`python -m swarmtrain.entrypoint ROLE`: the command that every launcher runs in a container. ROLE is node, rendezvous or probe.
 
-A probe starts the role `collective` itself. All other settings come from the environment.
+The probe also starts a process with the internal role `collective`. All settings come from environment variables.
 """
 
 from __future__ import annotations

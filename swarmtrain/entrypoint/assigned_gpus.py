@@ -1,8 +1,8 @@
-"""GPUs that Swarm assigned to this container, out of those that its engine advertises as generic resources.
+"""GPUs that Swarm assigned to this container, of those that its engine advertises as generic resources.
 
-Swarm passes them in environment variables, DOCKER_RESOURCE_ and the kind, but does not restrict the devices: that is left to NVIDIA's
-toolkit, which does it only if its `swarm-resource` setting says so, and in some versions not even then. CUDA_VISIBLE_DEVICES restricts the
-ranks to them if the container sees more.
+Swarm passes their ids in environment variables named DOCKER_RESOURCE_ plus the resource kind, but does not restrict the visible devices.
+NVIDIA's container toolkit does so only if its `swarm-resource` setting is set, and in some versions not even then. If the container sees
+more GPUs than were assigned, CUDA_VISIBLE_DEVICES restricts the ranks to the assigned ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _RESOURCE_PREFIX = "DOCKER_RESOURCE_"
 def read_assigned_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the ids of the GPUs that Swarm assigned to this container.
 
-    Empty if Swarm assigned only a number of GPUs, or if none were requested.
+    Empty if Swarm assigned a number of GPUs without ids, or if none were requested.
     """
     gpu_ids = [gpu for name, value in sorted(environ.items()) if name.startswith(_RESOURCE_PREFIX) for gpu in value.split(",")]
     return tuple(gpu for gpu in gpu_ids if gpu and not gpu.isdigit())

@@ -1,8 +1,8 @@
 """Watchdog of the supervisor: if the supervisor hangs, it is killed, so that its container exits and is restarted.
 
-Docker's own mechanism is a healthcheck. But until the first healthcheck has passed, a container is not a running task and has no DNS
-record, so that its peers cannot find it. The first healthcheck is run only after a full interval, and each one starts a process. Here a
-child process of the supervisor watches its heartbeat instead, from the first second and at almost no cost.
+Docker's healthcheck is not used. Until the first healthcheck has passed, a Swarm task is not running and has no DNS record, so its peers
+cannot find it; the first healthcheck is run only after a full interval, and each one starts a process. Instead, a child process of the
+supervisor watches the supervisor's heartbeat, from the first second and at almost no cost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def start_liveness_guard(*, interval: float = _HEARTBEAT_SECONDS, max_missed: in
             os.write(write_fd, _HEARTBEAT_BYTE)
 
     signal.signal(signal.SIGALRM, send_heartbeat)
-    # During interpreter shutdown the signal would be fatal again, and torch takes some time to shut down.
+    # During interpreter shutdown SIGALRM has its default action again, which would kill the process while torch shuts down.
     atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     signal.setitimer(signal.ITIMER_REAL, interval, interval)
 
@@ -48,7 +48,7 @@ def start_liveness_guard(*, interval: float = _HEARTBEAT_SECONDS, max_missed: in
 def _watch_heartbeat(parent: int, read_fd: int, interval: float, max_missed: int) -> None:
     """Watch the heartbeat of the process `parent` and kill it if it hangs; never returns.
 
-    Missed heartbeats are counted one by one: a machine that was suspended has missed one, no matter how long it slept.
+    Missed heartbeats are counted, not the elapsed time: after a suspend, one heartbeat is missed, no matter how long the machine slept.
     """
     try:
         set_parent_death_signal()

@@ -1,7 +1,7 @@
 """Find the network interface that leads to the other nodes of the run.
 
 A container on an overlay network has two interfaces, and one of them (docker_gwbridge) has the same addresses on every host. NCCL and
-gloo may pick the wrong one and then hang. This module takes the interface of the route to the coordinator, which every node must reach
+gloo may pick the wrong one and then hang. This module selects the interface of the route to the coordinator, which every node must reach
 anyway.
 """
 
@@ -26,7 +26,7 @@ class Route:
     address: str
     interface: str
     is_configured: bool = False
-    """Whether the config selects it for communication between ranks."""
+    """Whether the config selects this interface for communication between ranks."""
 
     @property
     def is_loopback(self) -> bool:
@@ -68,7 +68,7 @@ def choose_route(interface: str, coordinator_address: str) -> Route:
 def find_route_by_interface(interface: str) -> Route:
     """Return the route by `interface`: an interface name, a subnet, or an address or host name of the interface.
 
-    Raises OSError if there is none.
+    Raises OSError if no such interface exists.
     """
     addresses_by_interface = {name: address for _, name in socket.if_nameindex() if (address := _read_ipv4_address(name))}
     subnet = ipaddress.ip_network(interface, strict=False) if "/" in interface else None
@@ -82,17 +82,17 @@ def find_route_by_interface(interface: str) -> Route:
             return Route(address, name, is_configured=True)
     if resolved_address:
         raise OSError(
-            f"{interface if interface == resolved_address else f'{interface} is {resolved_address}, which'} is not an address of this "
-            f"node; it has {available}"
+            f"{interface if interface == resolved_address else f'{interface} resolves to {resolved_address}, which'} is not an address "
+            f"of this node; this node has {available}"
         )
-    raise OSError(f"no interface {interface} has an address on this node; it has {available}")
+    raise OSError(f"no interface {interface} has an address on this node; this node has {available}")
 
 
 def choose_published_address(route: Route) -> str | None:
     """Return the address under which peers find this node's ranks; None for the host name.
 
-    In a container the host name is the container id, which is unique and resolvable by the peers. An address may be reused by a restarted
-    container, which torch then mistakes for its own dead predecessor. A configured interface has only its address.
+    In a container the host name is used: it is the container id, which is unique and resolvable by the peers. An address may be reused by
+    a restarted container, which torch then mistakes for the dead one. A configured interface has no host name, so its address is used.
     """
     in_container = Path("/.dockerenv").exists() and _CONTAINER_ID.fullmatch(socket.gethostname())
     return route.address if route.is_configured or route.is_loopback or not in_container else None

@@ -1,7 +1,7 @@
 """Resource usage of a node: CPU, memory, network and GPUs, read from the kernel and the driver.
 
-In a container, the cgroup accounts for all its processes, including those that have ended. Elsewhere (a local run) the cgroup is the
-user's whole session, so the processes below the supervisor are summed instead. Standard library only.
+A container's cgroup accounts for all processes of the container, including those that have ended. Outside a container (a local run) the
+cgroup covers the user's whole session, so the usage of the supervisor's descendants is summed instead. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPORT_INTERVAL_SECONDS = 10.0
 _NVIDIA_SMI = "nvidia-smi"
 _GPU_QUERY_FIELDS = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
 _BASIC_FIELD_COUNT = 3
-"""Number of leading query fields that every driver supports."""
+"""Number of nvidia-smi query fields, at the start of the list, that every driver supports."""
 _THROTTLE_MASK = 0xE8
 """Bit mask of the throttle reasons for heat and insufficient power.
 
@@ -99,10 +99,10 @@ class UsageMeter:
         self._previous_sample = time.monotonic(), self._read_cpu_seconds(), *read_network_bytes()
 
     def read_usage(self) -> dict[str, Any]:
-        """Return the resource usage: cpu and cpus in cores, memory and memory_limit in bytes, received and sent in bytes/s, and gpus if
-        any.
+        """Return the resource usage, with rates as averages since the last call.
 
-        Rates are averages since the last call.
+        The keys are cpu and cpus (in cores), memory and memory_limit (in bytes), received and sent (in bytes/s), and gpus if there are
+        any.
         """
         sample = time.monotonic(), self._read_cpu_seconds(), *read_network_bytes()
         seconds, cpu_time, received, sent = (after - before for after, before in zip(sample, self._previous_sample, strict=True))
@@ -148,8 +148,8 @@ def find_own_cgroup() -> Cgroup | None:
 def read_gpu_usage() -> list[dict[str, Any]]:
     """Return the state of each GPU; empty if nvidia-smi is not available.
 
-    utilization in percent, memory and memory_total in bytes. If the driver reports them, temperature in °C, power in W, and throttled:
-    whether clocks are reduced because of heat or insufficient power.
+    The keys are utilization in percent, memory and memory_total in bytes, and, if the driver reports them, temperature in °C, power in W,
+    and throttled: whether clocks are reduced because of heat or insufficient power.
     """
     if shutil.which(_NVIDIA_SMI) is None:
         return []
@@ -201,7 +201,7 @@ def read_machine_memory() -> int:
 
 
 def _is_in_container() -> bool:
-    # An agent is neither PID 1 nor its child. PID 1 identifies our container: on a machine it is another program.
+    # In a container that swarmtrain started, PID 1 runs the entrypoint; outside a container it is another program.
     return "SWARMTRAIN_NODE" in os.environ and b"swarmtrain.entrypoint" in _read_file_bytes(Path("/proc/1/cmdline"))
 
 

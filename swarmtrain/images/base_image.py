@@ -20,7 +20,7 @@ _PACKAGES = ("python3", "python3-venv", "ca-certificates", "libgomp1")
 
 
 def ensure_base_image(client: ImageClient, requested: str | None, *, report_progress: ProgressReporter) -> str:
-    """Return the name of a base image that the engine has, and pull the image first if needed: `requested`, or Python's official image.
+    """Return the name of a base image that the engine has: `requested`, or Python's official image. The image is pulled if needed.
 
     If the default image cannot be pulled, build one from Debian packages and report that to `report_progress`. Raises ImageError if
     `requested` cannot be pulled, or if no image can be built.
@@ -51,7 +51,7 @@ def get_cache_directory() -> Path:
 
 
 def find_apt_sources(suite: str, apt_folder: Path = Path("/etc/apt")) -> list[Path]:
-    """Return the files of this machine's apt configuration that list the Debian release `suite`, and so give its download address."""
+    """Return the apt source files of this machine that list the Debian release `suite`, from which its packages can be downloaded."""
     files = [
         apt_folder / "sources.list",
         *sorted((apt_folder / "sources.list.d").glob("*.list")),

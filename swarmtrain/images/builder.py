@@ -1,4 +1,4 @@
-"""Build images with the engine's classic builder and without network: all inputs are already on this machine."""
+"""Build images with the engine's classic builder (not BuildKit), without network: all inputs are already on this machine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def build_image_from_tar(
 
 
 def write_build_context(project: Project, output: IO[bytes]) -> None:
-    """Write the build context as a tar: the user's files and the prepared wheels. Equal contents give equal bytes."""
+    """Write the build context as a tar archive: the user's files and the prepared wheels. Equal contents give a byte-identical archive."""
     with tarfile.open(fileobj=output, mode="w") as archive:
         folders.add_entries_to_archive(archive, _list_entries(project))
 

@@ -25,10 +25,10 @@ def add_code_layer(
     working_folder: Path,
     report_progress: ProgressReporter,
 ) -> None:
-    """Build the image `tag`: `base_image` plus one layer for each folder in `folders_of_code`, copied to where a run puts its script.
+    """Build the image `tag`: `base_image` plus one layer for each folder in `folders_of_code`, copied to the folder of the run's script.
 
-    Each folder keeps its path relative to `working_folder`; a folder outside of it is copied under its own name. Equal files give an
-    equal layer, at any time and on any machine. Raises ImageError.
+    Each folder keeps its path relative to `working_folder`; a folder outside of `working_folder` is copied under its own name. The layer
+    is reproducible: equal files give an equal layer. Raises ImageError.
     """
     image = pull_image_if_missing(client, base_image, report_progress)
     config = image["Config"]
@@ -43,7 +43,7 @@ def add_code_layer(
                 staging_folder = f"{number}{WORKSPACE}"
                 archive_entries = [(str(PurePosixPath(staging_folder, name, entry)), file) for entry, file in entries]
                 folders.add_entries_to_archive(archive, archive_entries, world_writable=staging_folder)
-                # Pack WORKSPACE itself too: a builder that creates it would stamp it with the current time.
+                # Pack WORKSPACE itself too: if the builder created this folder, the layer would contain the current time.
                 dockerfile.append(f"COPY {owner}{number}/ /")
                 report_progress(f"{path}: {len(entries)} files, {format_bytes(sum(file.lstat().st_size for _, file in entries))}")
             folders.add_text_entry(archive, "Dockerfile", "\n".join(dockerfile) + "\n")

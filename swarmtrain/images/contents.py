@@ -70,7 +70,8 @@ def find_changed_files_and_folders(
 ) -> tuple[list[str], list[str]]:
     """Return the files and the added folders of the image that differ from those in `working_folder` now.
 
-    Files missing there are ignored. `shipped_names` are files that are sent with each run, regardless of the image's copies.
+    Files that do not exist in `working_folder` are ignored. `shipped_names` are files that are sent with each run, regardless of the
+    image's copies.
     """
     changed_files = [
         name

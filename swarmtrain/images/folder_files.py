@@ -1,4 +1,4 @@
-"""List and pack the files of a folder that may go into an image: all that its .dockerignore does not exclude. The tar is reproducible."""
+"""List and pack the files of a folder that its .dockerignore does not exclude from an image. The tar archive is reproducible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 IGNORE_FILE = ".dockerignore"
-# Regenerated if missing, useless in a container, or prepared by `image build`.
+# Files that are regenerated if missing, are useless in a container, or are added by `image build` itself.
 _ALWAYS_IGNORED = ("**/__pycache__", "**/.git", IGNORE_FILE, "build/wheels", "build/extra", "build/package")
 
 ArchiveEntry = tuple[str, Path]
@@ -20,7 +20,7 @@ ArchiveEntry = tuple[str, Path]
 
 
 def list_files(folder: Path, *, recursive: bool = True) -> list[ArchiveEntry]:
-    """Return the files and symlinks in `folder` by their relative names, sorted; also those in its subfolders if `recursive`.
+    """Return the files and symlinks in `folder` (if `recursive`, also in its subfolders), sorted by their relative names.
 
     Files that the folder's .dockerignore excludes are skipped.
     """
@@ -84,7 +84,7 @@ def _iterate_files(folder: Path, prefix: str, dockerignore: DockerIgnore, recurs
         name = f"{prefix}{entry.name}"
         is_out = dockerignore.is_excluded(name)
         if entry.is_dir(follow_symlinks=False):
-            # An exception may re-include deeper paths.
+            # A pattern with `!` may re-include paths below an excluded folder.
             if recursive and (not is_out or dockerignore.has_exceptions):
                 yield from _iterate_files(Path(entry), f"{name}/", dockerignore, recursive)
         elif not is_out and (entry.is_symlink() or entry.is_file()):

@@ -1,7 +1,7 @@
 """Copy an image to every node without a registry: save it from one engine and load it into the others, in parallel.
 
-The image is content-addressed: its tag on the nodes contains the beginning of its id. A run that names this tag is pinned to the id,
-for which Swarm does not contact a registry (see pinning.py).
+The image is content-addressed: its tag on the nodes contains the beginning of its id. A run whose config has this tag is pinned to the
+image id; Swarm does not contact a registry for an id (see pinning.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ ConnectEngine = Callable[[str], ImageTransferClient]
 def distribute_image(
     source: ImageTransferClient, image: str, targets: Mapping[str, str], connect: ConnectEngine, *, report_progress: ProgressReporter
 ) -> str:
-    """Copy `image` from the engine `source` to the engines at `targets` (name → address). Return its tag, the same on all engines.
+    """Copy `image` from the engine `source` to the engines at `targets` (name → address). Return the copy's tag, the same on all engines.
 
-    Engines that already have it are skipped. Raises ImageError that names every engine that failed, after all others have the image.
+    Engines that already have the image are skipped. If the copy to some engines fails, the others still get the image; then ImageError is
+    raised, which names every engine that failed.
     """
     try:
         image_info = source.inspect_image(image)

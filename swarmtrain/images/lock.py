@@ -1,7 +1,7 @@
 """requirements/image.lock: the pins of requirements/image.txt with the hashes of the exact files.
 
-The pins stay plain because they also serve as constraints (`pip install -c`): a single hash among them makes pip require hashes for
-everything. torch is only in the pins: an index for another CUDA version has other files under the same version.
+The pins in image.txt have no hashes, because the file also serves as constraints (`pip install -c`): with a single hash, pip would require
+hashes for all packages. torch is not in the lock file: a package index for another CUDA version has other files of the same version.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An image that `swarmtrain image distribute` copied to the nodes is in no registry. Its tag is `spread-` and the beginning of its id, and
 it is pinned to the full id (`sha256:…`). Swarm does not contact a registry for an id, and a node without the image rejects the task. So
-every node runs the same bytes in this case, too.
+every node runs the same bytes of a distributed image, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from swarmtrain.errors import EngineError, ImageError
 
-# Words in an error of the registry or the engine, their meaning, and the next step.
+# Words in an error message of the registry or the engine, their meaning, and a hint.
 _ERROR_REASONS = (
     (
         ("denied", "unauthorized", "authentication", "credentials"),
@@ -49,10 +49,9 @@ class PinnedImage:
 def pin_image(engine: DistributionClient, image: str) -> PinnedImage:
     """Return `image` pinned to its current digest in the registry, with its platforms.
 
-    If it is already pinned, only the platforms are queried.
+    If `image` is already pinned, only the platforms are queried. A distributed image is looked up on the engine instead of a registry.
 
-    A distributed image is looked up on the engine instead. Raises ImageError if the registry does not have the image, or if the engine
-    cannot reach the registry.
+    Raises ImageError if the registry does not have the image, or if the engine cannot reach the registry.
     """
     if is_content_addressed(image):
         return _pin_content_addressed_image(engine, image)

@@ -1,4 +1,4 @@
-"""Project: the inputs of an image, from the files of a folder and, if missing there, from the files that swarmtrain ships."""
+"""Project: the files from which an image is built. Files that the project's folder lacks are taken from those that swarmtrain ships."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHIPPED_FILES = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Project:
-    """Project: the folder from which an image is built, and its files. All paths are of existing files."""
+    """Project: the folder from which an image is built, and its files. All paths refer to existing files."""
 
     folder: Path
     dockerfile: Path
@@ -26,7 +26,7 @@ class Project:
     """Lock file: the pins without torch, with hashes. None if the folder has its own pins and no lock file next to them."""
 
     requirements: Path | None
-    """The folder's own requirements.txt, with packages that the script needs in addition to the pins; None if there is none."""
+    """The folder's own requirements.txt, with packages that the script needs in addition to the pins; None if the file does not exist."""
 
     code: tuple[Path, ...]
     """The Python files at the top level of the folder."""

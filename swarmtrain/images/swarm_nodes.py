@@ -41,7 +41,7 @@ def get_node_address(node: Mapping[str, Any]) -> str:
 
 
 def list_other_engines(engine: ManagerEngine) -> dict[str, str]:
-    """Return the engines of all other nodes (name → ssh:// address). The SSH user is that of this engine's own address."""
+    """Return the engines of all other nodes (name → ssh:// address). The SSH user is the one in this engine's own address."""
     own_node_id, user = get_own_node_id(engine), urlsplit(engine.address).username if engine.address.startswith("ssh://") else None
     nodes = sorted((node for node in engine.list_objects("/nodes") if node["ID"] != own_node_id), key=get_host_name)
     return {get_host_name(node): f"ssh://{user}@{get_node_address(node)}" if user else f"ssh://{get_node_address(node)}" for node in nodes}

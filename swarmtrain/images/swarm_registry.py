@@ -26,7 +26,7 @@ _CONTAINER_PORT = 5000
 _VOLUME_TARGET = "/var/lib/registry"
 _MEMORY_LIMIT_BYTES = 2**30
 _NANOSECONDS = 10**9
-_TIMEOUT_SECONDS = 120.0  # seconds to pull its image and start its container
+_TIMEOUT_SECONDS = 120.0  # seconds to pull the registry's image and start its container
 _PORT_IN_USE_TEXTS = ("already in use", "already allocated", "host-mode port")
 _RECREATE_HINT = f"swarmtrain image registry down, then up again; its images stay in the volume {SERVICE_NAME}"
 
@@ -43,11 +43,11 @@ class RegistryStatus:
     trust_problem: str
     """Why the queried engine cannot use the registry; empty if it can."""
     insecure_registries: tuple[str, ...]
-    """The complete value of `insecure-registries` that this engine should have."""
+    """The complete list of `insecure-registries` that the daemon.json of the queried engine should have."""
 
     @property
     def daemon_json_line(self) -> str:
-        """The line that the daemon.json of every engine needs."""
+        """The line for the daemon.json of every engine, which lets the engine pull from the registry without TLS."""
         return f'"insecure-registries": {json.dumps(list(self.insecure_registries))}'
 
     def to_dict(self) -> dict[str, object]:
@@ -78,7 +78,7 @@ def start_registry(
     image: str = DEFAULT_IMAGE,
     report_progress: ProgressReporter,
 ) -> RegistryStatus:
-    """Start the registry on `node` (default: the engine's own node) and wait until it runs. A registry that already runs is kept.
+    """Start the registry on `node` (default: the engine's own node) and wait until it runs. If the registry already runs, it is kept.
 
     Returns its status. Raises ImageError with the reason if it cannot run, EngineError if the engine refuses.
     """
@@ -107,7 +107,7 @@ def start_registry(
 def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: ProgressReporter) -> None:
     """Remove the registry and wait until its container is gone; with `volume`, also remove its images.
 
-    Raises ImageError if there is no registry, or if `volume` is set and its images are on another node; EngineError if the engine refuses.
+    Raises ImageError if there is no registry, or if `volume` is set and the volume is on another node; EngineError if the engine refuses.
     """
     service = _get_service(engine)
     node = _get_placement_constraints(service["Spec"])[0].partition("==")[2]
@@ -205,7 +205,7 @@ def _raise_if_task_failed(state: str, error_text: str, node_host: str, port: int
 
 
 def _find_trust_problem(engine: ManagerEngine, address: str) -> str:
-    """Return why the engine cannot use the registry at `address`; empty if it can. Tested by querying an image that does not exist."""
+    """Return why the engine cannot use the registry at `address`; empty if it can. The test queries an image that does not exist."""
     try:
         engine.inspect_distribution(f"{address}/none:none")
     except EngineError as error:

@@ -18,14 +18,14 @@ from swarmtrain.images.project import Project, find_source_checkout
 PYTHON_VERSION = "3.11"
 """The Python version of both base images."""
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
-"""Processor architecture as an engine names it → as wheel tags name it."""
-# Files that pip adds to those of a wheel on installation.
+"""Name of a processor architecture in wheel tags, by its name in the Docker engine."""
+# Files that pip adds to the files of a wheel when it installs the wheel.
 _PIP_METADATA_FILES = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 _MANYLINUX_VERSIONS = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
 
 
 def download_pinned_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
-    """Download the wheels that the project pins to its wheel folder, for the engine's `architecture`.
+    """Download the wheels of the project's pins into the project's wheel folder, for the engine's `architecture`.
 
     Every file except torch's is checked against the lock. Nothing is downloaded while the pins are unchanged. Raises ImageError.
     """
@@ -43,7 +43,7 @@ def download_pinned_wheels(project: Project, architecture: str, *, report_progre
     else:
         download_wheels(project.wheel_folder, machine, "--no-deps", f"--requirement={project.pins}")
     report_progress("downloading torch")
-    # With the dependencies of this index's torch build: a CUDA build brings NVIDIA's libraries.
+    # Include the dependencies of the index's torch build: a CUDA build depends on NVIDIA's libraries.
     download_wheels(project.wheel_folder, machine, f"--find-links={project.wheel_folder}", f"--constraint={project.pins}", "torch")
     _get_stamp_path(project.wheel_folder).write_text(stamp)
 
@@ -88,8 +88,9 @@ def build_swarmtrain_wheel(folder: Path, *, report_progress: ProgressReporter) -
 
 
 def repack_installed_wheel(name: str, output_folder: Path) -> None:
-    """Write the wheel of the installed pure-Python package `name`, rebuilt from its files, into `output_folder`; byte for byte
-    reproducible.
+    """Write the wheel of the installed pure-Python package `name`, rebuilt from its files, into `output_folder`.
+
+    The result is byte-identical for equal files.
     """
     distribution = metadata.distribution(name)
     files = [

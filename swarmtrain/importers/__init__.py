@@ -57,7 +57,7 @@ class SourceFormat(StrEnum):
 
 @dataclass(frozen=True)
 class ImportedConfig:
-    """Imported config: the format as which a file was read, and the result of the import."""
+    """Imported config: the format of the source file, and the result of the import."""
 
     source: str
     format: SourceFormat
@@ -110,7 +110,7 @@ class ImportedConfig:
 def import_config_file(path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None) -> ImportedConfig:
     """Import the file at `path`, for a run on the hosts in `hostsfile`. `source_format` overrides detection by content.
 
-    Raises ConfigError with the invalid places of the file, SwarmtrainError if it cannot be read or has an unknown format.
+    Raises ConfigError, which lists the invalid places of the file, or SwarmtrainError if the file cannot be read or has an unknown format.
     """
     text = _read_source_text(path)
     hosts = deepspeed.parse_hostfile(_read_source_text(hostsfile), str(hostsfile)) if hostsfile else ()
@@ -128,7 +128,7 @@ def parse_source_format(name: str | None) -> SourceFormat | None:
 def import_config_text(
     text: str, source: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
 ) -> ImportedConfig:
-    """Import the content `text` of the file `source`; `model_folder` is the folder of the model's weights if they are next to the file.
+    """Import the content `text` of the file `source`; `model_folder` is the file's folder if it also contains the model's weights.
 
     Raises SwarmtrainError and ConfigError as `import_file` does.
     """
@@ -249,7 +249,7 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that writes pairs in flow style, one per line."""
 
 
-# The config's parser reads 3e-4 as a number, unlike YAML 1.1, so as text it needs quotes.
+# The config's parser reads 3e-4 as a number, unlike YAML 1.1. So the dumper must quote a string of this form.
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*\.?[\d_]*[eE][-+]?\d+"), list("-+0123456789."))
 _Dumper.add_representer(tuple, lambda dumper, pair: dumper.represent_sequence("tag:yaml.org,2002:seq", pair, flow_style=True))
 

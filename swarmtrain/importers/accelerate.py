@@ -1,7 +1,7 @@
 """Import a config of Hugging Face accelerate.
 
-Scripts with an Accelerator read the environment that `accelerate launch` sets. These variables go into runner.env, so that
-such a script runs as before. Settings that swarmtrain's own trainer also has are set in its keys, too.
+Scripts that use `Accelerator` read the environment variables that `accelerate launch` sets. The import puts these variables into
+runner.env, so that such a script runs unchanged. It also sets the equivalent config keys of swarmtrain's own trainer, where they exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarmtrain.importers.migration_report import KeyPath, MigrationReport, Unma
 KEYS = frozenset(("compute_environment", "distributed_type", "num_processes", "num_machines"))
 _PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SHARDING_STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-# Variables whose names differ from their keys.
+# Variables whose names cannot be derived from their keys in the accelerate config.
 _FSDP_VARIABLES = {
     "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
     "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
@@ -46,7 +46,7 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
 
 
 def map_accelerate_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map the accelerate config in `report` for a run on `hosts`; empty if the hosts are unknown."""
+    """Map the accelerate config in `report` for a run on `hosts` (an empty list if the hosts are unknown)."""
     distributed_type = str(report.get_source_value("distributed_type", "NO"))
     _map_machines(report, distributed_type, hosts)
     _map_environment(report)

@@ -1,4 +1,4 @@
-"""Import a hand-written compose file for a swarm: one service per node, or one with several replicas."""
+"""Import a hand-written Compose file for a swarm: one service per node, or one service with several replicas."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
 
 
 def map_compose_file(report: MigrationReport, source: str) -> None:
-    """Map the compose file in `report`. Raises ConfigError if none of its services starts training."""
+    """Map the Compose file in `report`. Raises ConfigError if none of its services starts training."""
     services = report.get_source_mapping("services")
     launches = {name: launch for name, body in services.items() if (launch := _find_launch_command(report, name, body)) is not None}
     if not launches:
@@ -111,7 +111,7 @@ def _parse_environment(environment: Any) -> dict[str, Any]:
 
 
 def _get_node_rank(report: MigrationReport, name: str, launch: LaunchCommand) -> int:
-    """Return the node rank that the launch command of service `name` gives; 0 if it gives none, which keeps the order of the file."""
+    """Return the node rank in the launch command or variables of service `name`; 0 if there is none, which keeps the order of the file."""
     variables = _parse_environment(report.get_source_value(("services", name, "environment")))
     text = launch.flags.get("node_rank", str(variables.get("NODE_RANK", variables.get("RANK", ""))))
     return int(text) if text.isdigit() else 0
@@ -275,7 +275,7 @@ def _find_pinned_host(report: MigrationReport, name: str) -> str:
 
 
 def _compare_with_first_service(report: MigrationReport, first: str, name: str, launch: LaunchCommand) -> int | None:
-    """Compare the service `name` with the first service, whose settings apply to all nodes; return its number of ranks, or None."""
+    """Compare the service `name` with the first service, whose settings apply to all nodes; return its number of ranks, None if unknown."""
     service_key, first_key = ("services", name), ("services", first)
     _compare_command(report, service_key, _find_launch_command(report, first, report.get_source_value(first_key)) or launch, launch)
     _compare_environment(report, service_key, first_key)

@@ -92,7 +92,7 @@ def count_slots(hosts: tuple[str, ...]) -> int | None:
 
 
 def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map the DeepSpeed config in `report` for a run on `hosts`; empty if the hosts are unknown."""
+    """Map the DeepSpeed config in `report` for a run on `hosts` (an empty list if the hosts are unknown)."""
     _report_auto_values(report)
     _map_batch_sizes(report, count_slots(hosts))
     map_zero_section(report, ("zero_optimization",))
@@ -349,7 +349,7 @@ def _list_hostfile_lines(text: str) -> list[tuple[int, str]]:
 
 
 def _expand_host_range(name: str) -> list[str]:
-    """Return the host names of a range: gpu[01-03,7]."""
+    """Return the host names of a range such as `gpu[01-03,7]`."""
     match = _RANGE_PATTERN.search(name)
     if match is None:
         return [name]

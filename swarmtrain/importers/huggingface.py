@@ -20,9 +20,9 @@ _UNMAPPED_KEYS = {
 
 
 def map_huggingface_config(report: MigrationReport, source: str, model_folder: str | None) -> None:
-    """Map the config.json read from `source`. `model_folder` is the folder of the model's weights if they are next to the file.
+    """Map the config.json read from `source`. `model_folder` is the file's folder if it also contains the model's weights.
 
-    Raises SwarmtrainError if its architecture is not supported.
+    Raises SwarmtrainError if the model's architecture is not supported.
     """
     architecture_values = huggingface_config.read_architecture_values(report.source, source)
     model_family = huggingface_config.read_model_family(report.source, source)

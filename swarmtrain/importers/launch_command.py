@@ -31,7 +31,7 @@ _FLAGS_WITHOUT_VALUE = {
     "cpu",
 }
 _SHORT_FLAGS = {"m": "module", "r": "redirects", "t": "tee", "H": "hostfile", "i": "include", "e": "exclude"}
-# torchrun's names of other launchers' flags.
+# Flags of other launchers, mapped to torchrun's names of the same flags.
 _TORCHRUN_FLAG_NAMES = {
     "num_machines": "nnodes",
     "num_nodes": "nnodes",
@@ -82,15 +82,15 @@ class LaunchCommand:
     script: str = ""
     args: tuple[str, ...] = ()
     wrapper_words: tuple[str, ...] = ()
-    """Words in front of the launcher: srun, a container command, variables."""
+    """Words of the wrapper command in front of the launcher: for example srun, a container command, or variable assignments."""
     other_commands: tuple[str, ...] = ()
-    """The other parts of the line: further commands and output redirections."""
+    """The other parts of the shell line: further commands, and output redirections."""
 
 
 def parse_launch_command(text: str) -> LaunchCommand | None:
-    """Return the first launch command in a line of shell; None if the line does not start training.
+    """Return the first launch command in the shell line `text`; None if the line does not start training.
 
-    The rest of the line is part of the result. Raises ValueError if the line cannot be parsed.
+    The result also contains the rest of the line. Raises ValueError if the line cannot be parsed.
     """
     launch_command, other_commands = None, []
     for operator, words in _split_commands(text):
@@ -203,7 +203,10 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
 
 
 def map_environment_variable(report: MigrationReport, key: KeyPath, name: str, value: Any, *, on_host_network: bool = False) -> None:
-    """Map the environment variable `name` of the ranks. `on_host_network`: it names interfaces of machines, not of containers."""
+    """Map the environment variable `name` of the ranks.
+
+    `on_host_network`: interface names in the variable's value are those of machines, not of containers.
+    """
     text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     setting = _find_nccl_setting(name, text)
     if name in RENDEZVOUS_VARIABLES:

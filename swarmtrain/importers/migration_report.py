@@ -39,7 +39,7 @@ class UnmappedReason(StrEnum):
 
 @dataclass(frozen=True)
 class UnmappedKey:
-    """A key of the source file that was not mapped: its key and line (1-based) in the source, and what to use instead."""
+    """An unmapped key of the source file: the key, its line number (1-based), and what to use instead."""
 
     key: str
     line: int | None
@@ -63,9 +63,9 @@ class MigrationReport:
     """Migration report: the values of a source file, and how each of its keys was handled."""
 
     def __init__(self, source: dict[str, Any], lines: Mapping[str, int] | None = None, *, show_last_part_only: bool = False) -> None:
-        """Create the report of `source`; `lines` has the line of each dotted key.
+        """Create the report of the source values `source`; `lines` has the line number of each dotted key.
 
-        `show_last_part_only`: show only the last part of a key, since the line identifies it.
+        `show_last_part_only`: show only the last part of each dotted key, because the line number identifies the key.
         """
         self._show_last_part_only = show_last_part_only
         self.source = _convert_keys_to_text(source)
@@ -104,7 +104,7 @@ class MigrationReport:
         return self.get_source_value(key, _ABSENT) is not _ABSENT
 
     def rename_key(self, section: KeyPath, old: str, new: str) -> None:
-        """Rename the key `old` of `section` in the source's values, an outdated name, to its present name `new`."""
+        """In the source's values, rename the key `old` of `section`, which is an outdated name, to its current name `new`."""
         mapping, old_path = self.get_source_value(section) if section else self.source, ".".join((*section, old))
         if isinstance(mapping, dict) and old in mapping and new not in mapping:
             mapping[new] = mapping.pop(old)
@@ -114,12 +114,16 @@ class MigrationReport:
             }
 
     def iterate_source_leaves(self, key: str | KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-        """Yield each leaf at and below `key`, with its key: a value that is neither a mapping nor a list of mappings, or an empty one."""
+        """Yield each leaf at and below `key`, with its key.
+
+        A leaf is an empty value, or a value that is neither a mapping nor a list of mappings.
+        """
         yield from _iterate_leaves(_parse_key(key), self.get_source_value(key, {}) if key else self.source)
 
     def map_key(self, key: str | KeyPath, path: str | KeyPath, value: Any = _ABSENT) -> None:
-        """Set the config field `path` to the source's value at `key` (or `value`, if it was derived from it), and mark the key as
-        handled.
+        """Set the config field `path` to the source's value at `key`, and mark the key as handled.
+
+        If `value` is passed, the field is set to it instead: a value that was derived from the source's value.
         """
         source_key, config_key = _parse_key(key), _parse_key(path)
         config_value = self.get_source_value(source_key) if value is _ABSENT else value
@@ -177,13 +181,13 @@ class MigrationReport:
         return key in self._handled
 
     def find_line_number(self, key: KeyPath) -> int | None:
-        """Return the line of `key` in the source; without one, the line of its innermost enclosing key that has one."""
+        """Return the line number of `key` in the source; if it is unknown, that of the innermost enclosing key with a known line."""
         while key and ".".join(key) not in self._lines:
             key = key[:-1]
         return self._lines.get(".".join(key))
 
     def set_runner_type(self, runner_type: str, key: str | KeyPath = ()) -> None:
-        """Set the config's launcher type to `runner_type`, which the source has under `key`, if anywhere."""
+        """Set the config's runner type to `runner_type`. `key` is the source key that specifies it, if there is one."""
         if key:
             self.map_key(key, "runner.runner_type", runner_type)
         else:
@@ -195,7 +199,7 @@ class MigrationReport:
             self.set_config_value("runner.swarm.gpu", "visible")
 
     def build_import_result(self, source: str) -> ImportResult:
-        """Return the import result. Raises ConfigError, with lines of `source`, if the config is invalid."""
+        """Return the import result. Raises ConfigError, with line numbers of `source`, if the config is invalid."""
         for key in self._list_unhandled_keys():
             self.add_unmapped_key(key, UnmappedReason.no_counterpart, "unknown to swarmtrain")
         self._fill_batch_sizes()

@@ -51,7 +51,7 @@ _OPTIONS_WITHOUT_VALUE = (
 )
 _ASSIGNMENT_PATTERN = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=")
 _COUNT_PATTERN = re.compile(r"(?:[a-zA-Z][\w.-]*:)*(\d+)")
-# Options that the Slurm launcher has a setting for, and those that it sets itself.
+# Options of sbatch for which the Slurm launcher has a setting, and options that the launcher sets itself.
 _SLURM_SETTINGS = {name: name for name in ("account", "partition", "qos", "time", "gres", "constraint", "exclude")}
 _SLURM_SETTINGS |= {"gpus-per-node": "gpus_per_node", "cpus-per-task": "cpus_per_node", "mem": "memory"}
 _INTEGER_OPTIONS = ("gpus-per-node", "cpus-per-task")
@@ -127,7 +127,7 @@ class _ScriptState:
     options: dict[str, tuple[KeyPath, str]] = field(default_factory=dict)
     launches: list[tuple[KeyPath, LaunchCommand]] = field(default_factory=list)
     used_variables: set[str] = field(default_factory=set)
-    """Names of variables to which other lines refer."""
+    """Names of shell variables to which other lines of the script refer."""
 
 
 def parse_sbatch_script(text: str, source: str) -> MigrationReport:
@@ -165,7 +165,10 @@ def _assign_line_keys(lines: list[tuple[int, str]]) -> tuple[dict[str, str], dic
 
 
 def _iterate_logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each logical line of the shell, with the number of its first line: joined by backslashes, quotes or array parentheses."""
+    """Yield each logical line of the shell script, with the number of its first line.
+
+    Lines are joined at backslashes, and inside quotes and array parentheses.
+    """
     first_number, pending, heredoc_end = 0, "", ""
     for number, raw_line in enumerate(text.splitlines(), 1):
         line = raw_line.rstrip()
@@ -422,7 +425,10 @@ def _map_option_to_slurm_launcher(report: MigrationReport, source_key: KeyPath, 
 
 
 def _map_wrapper_commands(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> dict[str, tuple[KeyPath, str]]:
-    """Map the words in front of the launcher (srun, apptainer …). Return the variables they set, each with its source key and value."""
+    """Convert the wrapper commands in front of the launcher, such as srun or apptainer, to config settings.
+
+    Return the environment variables that these commands set, each with its source key and value.
+    """
     variables: dict[str, tuple[KeyPath, str]] = {}
     words, program = list(launch.wrapper_words), ""
     while words:

@@ -86,7 +86,7 @@ _SCALING_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def map_scaling_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map the Scaling config in `report` for a run on `hosts`; empty: the hosts in the Scaling config."""
+    """Map the Scaling config in `report` for a run on `hosts`; if `hosts` is empty, on the hosts in the Scaling config."""
     report.rename_key((), "luminous_architecture", "transformer_architecture")
     report.rename_key(("runner",), "hostfile", "hostsfile")
     if hosts and report.has_source_key("runner.hostsfile"):
@@ -223,7 +223,7 @@ def _map_deterministic_mode(report: MigrationReport, key: KeyPath) -> None:
 
 
 def _map_tensor_statistics(report: MigrationReport, key: KeyPath) -> None:
-    """Map tensor statistics, except the entropy: it is defined for probabilities, and no module of the model returns any."""
+    """Map tensor statistics, except the entropy: it is defined for probabilities, but no module of the model outputs probabilities."""
     pairs = report.get_source_list(key)
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], list) for pair in pairs):
         report.map_key(key, key)
@@ -234,7 +234,7 @@ def _map_tensor_statistics(report: MigrationReport, key: KeyPath) -> None:
 
 
 def _map_lora_layers(report: MigrationReport, key: KeyPath) -> None:
-    """Map LoRA layers. Scaling calls attention's output projection dense."""
+    """Map the names of LoRA layers. Scaling calls the output projection of attention `dense`."""
     report.map_key(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in report.get_source_list(key)])
 
 
@@ -307,7 +307,7 @@ def _map_training_groups(report: MigrationReport) -> None:
 
 
 def _fill_scaling_defaults(report: MigrationReport) -> None:
-    """Write out Scaling's defaults that differ from swarmtrain's."""
+    """Set the config fields for which Scaling's default differs from swarmtrain's."""
     filled_values = {path: value for path, value in _iterate_scaling_defaults(report) if not report.has_source_key(path)}
     for path, value in filled_values.items():
         report.set_config_value(path, value)

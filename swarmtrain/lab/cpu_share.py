@@ -1,8 +1,9 @@
 """CPU share: the number of this machine's cores that each node of a lab counts as its own.
 
-All nodes run on the same cores. A node that sized its thread pools by all of them would slow down the others, so each gets its share in
-SWARMTRAIN_CORES: containers from a wrapper around runc, which machine.sh mounts over the real one; SSH sessions and Slurm tasks from the
-settings of sshd and slurmd. The kernel still runs the threads of a node on any free core.
+All nodes run on the same cores. If a node sized its thread pools for all of these cores, it would slow down the other nodes. So each node
+gets its share in the environment variable SWARMTRAIN_CORES. In containers, a wrapper around runc sets the variable; machine.sh mounts this
+wrapper over the real runc. In SSH sessions and Slurm tasks, the settings of sshd and slurmd set it. The kernel still runs the threads of a
+node on any free core.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from swarmtrain.lab.state import LabDescription
 
 CORES_VARIABLE = "SWARMTRAIN_CORES"
-# containerd writes the bundle's config.json on one line. A container's own variables follow and take precedence.
+# containerd writes the bundle's config.json on one line. The container's own variables come after the inserted one, and take precedence.
 _RUNC_WRAPPER = """#!/bin/sh
 # runc, with {setting} in the environment of each new container
 previous=

@@ -1,4 +1,4 @@
-"""Minimal client of the Docker engine API over a Unix socket, for a lab's few requests, with only the standard library."""
+"""Minimal client of the Docker engine API over a Unix socket, which needs only the standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _SocketConnection(http.client.HTTPConnection):
 
 
 def send_request(path: Path, method: str, target: str, body: Mapping[str, object] | None = None, *, timeout: float = 30) -> Any:
-    """Send a request to the engine at the socket `path` and return its parsed response; None if that is not JSON.
+    """Send a request to the engine at the socket `path` and return the parsed response; None if the response is not JSON.
 
     `timeout` is in seconds. Raises OSError if no engine answers, LabError with the engine's message if it refuses.
     """

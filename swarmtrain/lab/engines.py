@@ -14,11 +14,11 @@ from swarmtrain.errors import LabError
 from swarmtrain.lab import engine_api, machines, registry
 from swarmtrain.lab.state import LabDescription
 
-# Disjoint from the bridge's 10.77.0.0/16 and from the 10.0.0.0/16 of many offices: overlay addresses never collide with outside ones.
+# Disjoint from the bridge's 10.77.0.0/16 and from 10.0.0.0/16, which many office networks use, so that overlay addresses never collide.
 _OVERLAY_ADDRESS_POOL = "10.128.0.0/9"
 # Docker's default socket: on a machine of the lab, this is the machine's own engine.
 OWN_SOCKET = "unix:///var/run/docker.sock"
-# dockerd waits 15 s for containerd, and a busy disk may take longer to load it. At the second attempt it is in the page cache.
+# dockerd waits 15 s for containerd, but loading containerd from a busy disk may take longer. At a second attempt, it is in the page cache.
 _CONTAINERD_TIMEOUT_TEXT = "timeout waiting for containerd to start"
 
 
@@ -50,7 +50,7 @@ def _build_daemon_settings(description: LabDescription, node: str) -> dict[str, 
 def wait_until_engine_up(directory: Path, node: str, *, seconds: float = 60) -> dict[str, Any]:
     """Wait until the node's Docker engine answers, and return its info (`/info`).
 
-    Raises LabError with the end of its log if it dies, or does not answer within `seconds`.
+    Raises LabError with the end of the engine's log if the engine dies, or does not answer within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -66,7 +66,7 @@ def wait_until_engine_up(directory: Path, node: str, *, seconds: float = 60) -> 
 
 
 def wait_until_all_engines_up(directory: Path, description: LabDescription) -> None:
-    """Wait until all engines of the lab answer. Raises LabError with the log of an engine that does not."""
+    """Wait until all engines of the lab answer. Raises LabError with the log of an engine that does not answer."""
     with ThreadPoolExecutor(len(description.nodes)) as pool:
         list(pool.map(lambda node: _wait_for_engine_or_reboot(directory, description, node), description.nodes))
 

@@ -20,8 +20,8 @@ ProgressReporter = Callable[[str], None]
 class NodeStatus:
     """Status of one lab node, shown as one line of `lab status`.
 
-    `state` is up, dead or cut; `role` is manager or worker, "" without a swarm; `link` is up, cut, or the rate limit; `services` are
-    those of sshd, slurmctld and slurmd that listen; `pid` is that of the machine's init.
+    `state` is up, dead or cut; `role` is manager or worker, "" without a swarm; `link` is up, cut, or the rate limit; `services` lists
+    which of sshd, slurmctld and slurmd are listening; `pid` is the process id of the machine's init.
     """
 
     node: str
@@ -75,12 +75,12 @@ class Lab:
     ) -> None:
         """Start the lab: its machines, given by number or by names, with `components` of state.COMPONENTS.
 
-        With `swarm`, each machine has an engine, the first is the manager, and there is a registry. With `docker`, the engines are in
-        no swarm; those of a `bare` lab trust no registry either. With `ssh`, each machine has an sshd. With `slurm`, each is a node of
-        a Slurm cluster whose slurmctld is on the first.
+        With `swarm`, each machine has a Docker engine, the first machine is the manager, and there is a registry. With `docker`, the
+        engines are not in a swarm; the engines of a `bare` lab do not trust a registry, either. With `ssh`, each machine has an sshd. With
+        `slurm`, each is a node of a Slurm cluster whose slurmctld is on the first.
 
-        `engine` is a directory with another dockerd and containerd; `shared` is the directory that all nodes share. Each engine
-        declares `gpus` GPUs that do not exist, to show which run gets them.
+        `engine` is a directory with a different dockerd and containerd; `shared` is the directory that all nodes share. Each engine
+        declares `gpus` simulated GPUs, so that their assignment to runs can be tested.
 
         If anything fails, everything that was created is removed. A lab of this name whose machines are all dead is removed first; a
         running one with the same settings is left unchanged.
@@ -137,7 +137,7 @@ class Lab:
         return [self._get_node_status(description, node, link_states.get(node, "cut")) for node in description.nodes]
 
     def power_off_node(self, node: str, *, report_progress: ProgressReporter) -> None:
-        """Power off the node: its services and containers are killed at once, and no peer is notified. Its disk is kept."""
+        """Power off the node: its services and containers are killed at once, without closing their connections. Its disk is kept."""
         description = self._require_running_node(node)
         machines.power_off_node(self.directory, description, node)
         notice_text = "; a swarm detects this after about 15 s" if description.has_engines else ""
@@ -151,7 +151,7 @@ class Lab:
         description = self._require_node(node)
         if self._get_init_pid(node) is not None:
             raise LabError("is already running", place=node, hint=self._format_lab_command("status"))
-        machines.power_off_node(self.directory, description, node)  # remove what an engine that died by itself left behind
+        machines.power_off_node(self.directory, description, node)  # remove what is left of a machine that died by itself
         machines.boot_node(self.directory, description, node)
         if description.has_engines:
             engines.wait_until_engine_up(self.directory, node)
@@ -188,7 +188,7 @@ class Lab:
         report_progress(f"{node}: network at {rate} in both directions. `{self._format_lab_command('heal', node)}` removes the limit")
 
     def build_client_environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Return the variables that point this machine's tools to the lab when they are added to `environ`.
+        """Return the environment variables that, added to `environ`, point this machine's tools to the lab.
 
         Docker's tools use the engine of node0, the manager; `ssh` knows the machines by their names; Slurm's tools use the lab's Slurm.
         """
@@ -304,20 +304,18 @@ class Lab:
             return False
         running_text = f"{len(running)} of its {len(description.nodes)} {unit_name} run"
         if description.nodes != desired.nodes:
-            raise LabError(f"is already up: {running_text}", place=f"lab {self.name}", hint=self._format_lab_command("down"))
-        if description.bare != desired.bare:
-            form_text = "bare" if description.bare else "a swarm"
-            raise LabError(
-                f"it is up already, and {form_text}: {running_text}", place=f"lab {self.name}", hint=self._format_lab_command("down")
-            )
-        if description.components != desired.components:
-            difference = f"its machines have {', '.join(description.components)}: {running_text}"
-            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_lab_command("down"))
-        if description.gpus != desired.gpus:
-            difference = f"its engines have {description.gpus} GPUs each: {running_text}"
-            raise LabError(f"it is up already, and {difference}", place=f"lab {self.name}", hint=self._format_lab_command("down"))
-        report_progress(f"lab {self.name}: {running_text} already ({', '.join(running)}); left unchanged")
-        return True
+            difference = "with other nodes"
+        elif description.bare != desired.bare:
+            difference = "as a bare lab" if description.bare else "as a swarm"
+        elif description.components != desired.components:
+            difference = f"with machines that have {', '.join(description.components)}"
+        elif description.gpus != desired.gpus:
+            difference = f"with {description.gpus} GPUs per engine"
+        else:
+            report_progress(f"lab {self.name}: {running_text} already ({', '.join(running)}); left unchanged")
+            return True
+        hint = self._format_lab_command("down")
+        raise LabError(f"is already up {difference}: {running_text}", place=f"lab {self.name}", hint=hint)
 
     def _remove_lab(self) -> None:
         description = state.read_lab_description(self.directory)

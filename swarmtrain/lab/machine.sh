@@ -10,15 +10,15 @@ mount -t proc proc /proc
 hostname "$name"
 mount --bind "$dir/hosts" /etc/hosts
 
-# Hides the host's own daemons, and is empty after every boot: no stale pid files.
+# Hides the host's daemons. Empty after each boot, so there are no stale pid files.
 mount -t tmpfs -o mode=755 tmpfs /run
 
 if [ -e "$dir/services/engine" ]; then
-    # The engine's settings, key and certificates survive a reboot, and are not the host's.
+    # The engine's settings, key and certificates are separate from the host's and survive a reboot.
     mkdir -p /etc/docker
     mount --bind "$dir/etc" /etc/docker
 
-    # Containers get this node's share of the cores: see cpu_share.py.
+    # Containers get this node's share of the cores (cpu_share.py).
     if runc=$(command -v runc); then
         : >/run/runc-of-this-machine
         mount --bind "$runc" /run/runc-of-this-machine

@@ -1,4 +1,4 @@
-"""The lab's machines: each is an init process in its own namespaces, with the services that it starts."""
+"""The lab's machines: each is an init process in its own namespaces, and the services that this process starts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_service_scripts(directory: Path, node: str, services: Mapping[str, str
 def boot_node(directory: Path, description: LabDescription, node: str) -> None:
     """Connect the node to the network and power it on. Returns as soon as its init runs. Raises LabError if it does not start."""
     node_folder = directory / node
-    # Pass nothing else from the user's shell: a proxy setting would intercept requests to the lab's registry.
+    # Pass no other variables of the user's shell: a proxy setting would intercept requests to the lab's registry.
     path = build_search_path(Path(description.engine) if description.engine else None)
     network.connect_node(description, node)
     get_init_daemon(directory, node).spawn(
@@ -75,7 +75,7 @@ def read_log_tail(directory: Path, node: str, service: str) -> str:
 def wait_until_service_listens(directory: Path, node: str, service: str, port: int, *, seconds: float = 60) -> None:
     """Wait until the node's service `service` listens on TCP port `port`.
 
-    Raises LabError with the service's log if the machine dies, or after `seconds`.
+    Raises LabError with the service's log if the machine dies, or if the service does not listen within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while port not in list_listening_ports(pid := get_init_daemon(directory, node).pid):
@@ -85,7 +85,7 @@ def wait_until_service_listens(directory: Path, node: str, service: str, port: i
 
 
 def list_listening_ports(pid: int | None) -> set[int]:
-    """Return the TCP ports that are listened on in the network namespace of process `pid`; empty if it is gone."""
+    """Return the TCP ports on which processes listen in the network namespace of process `pid`; empty if `pid` does not exist."""
     try:
         rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     except OSError:

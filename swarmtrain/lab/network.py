@@ -1,7 +1,7 @@
 """The lab's network: a bridge in a namespace of its own, and one veth pair from it to each machine.
 
 The bridge's end of a pair is named after its node and lives in the bridge's namespace; the other end is the machine's eth0. Nothing is
-added to the host's own network: there, an engine's FORWARD rules would cut the machines off from each other.
+added to the host's own network namespace: there, the FORWARD rules of a Docker engine would block traffic between the machines.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def get_namespace_path(lab: str, member: str) -> Path:
 def build_enter_command(lab: str, member: str) -> list[str]:
     """Return the command prefix that runs a command in the network namespace of `member`, a node or the `bridge`.
 
-    Not `ip netns exec`: it mounts a new /sys, in which dockerd finds no devices cgroup.
+    The prefix is not `ip netns exec`, which mounts a new /sys in which dockerd does not find the devices cgroup.
     """
     return ["nsenter", f"--net={get_namespace_path(lab, member)}"]
 
 
 def check_kernel_support() -> None:
-    """Check that this kernel can create a network namespace and every kind of link that a lab needs. Raises LabError if it cannot."""
+    """Check that this kernel can create a network namespace and every kind of link that a lab needs. Raises LabError if not."""
     name = f"st-probe-{os.getpid()}"
     try:
         process.run_command(["ip", "netns", "add", name])
@@ -99,7 +99,7 @@ def remove_namespace(lab: str, member: str) -> None:
 def remove_node_link(lab: str, node: str) -> None:
     """Remove the node's link to the bridge. Does nothing if it does not exist."""
     node_namespace = get_namespace_name(lab, node)
-    with contextlib.suppress(ProcessError):  # if its creation was interrupted, only its name exists
+    with contextlib.suppress(ProcessError):  # if the creation of the namespace was interrupted, only its name exists
         if node_namespace in list_namespaces() and "eth0" in process.run_command(
             ["ip", "-n", node_namespace, "link", "show", "type", "veth"]
         ):
@@ -159,7 +159,7 @@ def _list_link_ends(lab: str, node: str) -> list[tuple[str, str]]:
 
 
 def _derive_mac_address(address: str) -> str:
-    """Return the MAC address derived from an IPv4 address. It stays the same after a reboot: peers keep an old address for seconds."""
+    """Return the MAC address derived from an IPv4 address. It must stay the same after a reboot, because peers cache it for seconds."""
     return ":".join(["02", "42", *(f"{int(octet):02x}" for octet in address.split("."))])
 
 

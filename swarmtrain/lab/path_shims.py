@@ -1,4 +1,4 @@
-"""Wrapper scripts for SSH and Slurm programs, which reach the lab's machines from an outside shell: the first PATH entry of `lab env`."""
+"""Wrapper scripts with which SSH and Slurm programs reach the lab from a shell outside it; `lab env` puts their folder first in PATH."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmtrain.lab.state import LabDescription
 
 _SSH_PROGRAMS = ("ssh", "scp", "sftp")
 _SLURM_PROGRAMS = ("sbatch", "srun", "salloc", "squeue", "sinfo", "scancel", "scontrol", "sattach", "sbcast", "sprio", "sdiag", "sstat")
-# A job inherits the PATH of its submitter. On a machine of the lab, it is in the lab's network already.
+# A job inherits the PATH of its submitter, so it may call a wrapper on a machine of the lab, which is already in the lab's network.
 _SHIM_SCRIPT = """#!/bin/sh
 [ -e {namespace} ] && exec {enter} {argv} "$@"
 exec {argv} "$@"

@@ -1,4 +1,4 @@
-"""Checks that this machine can host a lab. Each obstacle has its own error with its own fix."""
+"""Checks that this machine can host a lab. Each failed check has its own error message and fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _APT_COMMAND = "apt-get install -y docker.io docker-registry mmdebstrap iproute2
 
 
 def build_search_path(engine: Path | None) -> str:
-    """Return the PATH for a lab's programs: first the directory `engine` of the given Docker engine, last the system's sbin directories."""
+    """Return the PATH for a lab's programs: first `engine`, the directory of a different Docker engine; last the sbin directories."""
     engine_path = [str(engine)] if engine else []
     return os.pathsep.join([*engine_path, os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 

@@ -31,7 +31,7 @@ def start_registry(description: LabDescription, directory: Path) -> None:
         "version": "0.1",
         "log": {"level": "warn"},
         "storage": {"filesystem": {"rootdirectory": str(store_path)}, "delete": {"enabled": True}},
-        # The same secret in all labs: they share the store, unfinished uploads included.
+        # All labs use the same secret, because they share the store, including unfinished uploads.
         "http": {"addr": f"{description.bridge_address}:{PORT}", "secret": "lab"},
     }
     (directory / "registry.json").write_text(json.dumps(config))
@@ -41,7 +41,7 @@ def start_registry(description: LabDescription, directory: Path) -> None:
         enter_command=network.build_enter_command(description.name, "bridge"),
         log=log,
     )
-    deadline = time.monotonic() + 60  # a busy disk takes long to load the program
+    deadline = time.monotonic() + 60  # loading the program from a busy disk takes long
     while PORT not in machines.list_listening_ports(daemon.pid):
         if daemon.pid is None or time.monotonic() > deadline:
             raise LabError(f"the registry does not start:\n{read_last_log_lines(log)}", place="lab")

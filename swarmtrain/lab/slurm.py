@@ -1,6 +1,6 @@
-"""The lab's Slurm cluster: munged and slurmctld on the first machine, a slurmd on each. Key, socket and state are in the lab's directory.
+"""The lab's Slurm cluster: munged and slurmctld on the first machine, and slurmd on every machine.
 
-Jobs of the partition `urgent` preempt those of `main`, which have 20 s to exit.
+The munge key, socket and state are in the lab's directory. Jobs of the partition `urgent` preempt jobs of `main`, which have 20 s to exit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarmtrain.lab import cpu_share, machines, network
 from swarmtrain.lab.state import LabDescription
 
 PORTS = {"slurmctld": 6817, "slurmd": 6818}
-_CPUS_PER_NODE = 8  # per node, whatever the machine has, so that two jobs can share a node
+_CPUS_PER_NODE = 8  # CPUs per node, independent of the real number, so that two jobs can share a node
 _READY_STATES = ("idle", "mixed", "allocated", "completing")
 
 _CONF_TEMPLATE = """ClusterName=lab
@@ -51,7 +51,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 _NODE_TEMPLATE = "NodeName={name} NodeAddr={address} CPUs={cpus} SocketsPerBoard=1 CoresPerSocket={cpus}\n"
-# --force: the folder may be below a world-writable one such as /tmp. An existing socket may be that of a node0 that was killed.
+# --force: the folder may be below a world-writable one such as /tmp. An existing socket may be left from a node0 that was killed.
 _MUNGED_COMMAND = "munged --foreground --force --socket={0}/munge.socket --key-file={0}/munge.key --pid-file=/run/munge.pid {1}"
 _MUNGED_FILE_OPTIONS = "--log-file={0}/munge.log --seed-file={0}/munge.seed"
 

@@ -1,4 +1,4 @@
-"""The SSH servers of the lab's machines: each accepts root with the lab's own key, and the clients' configuration has the host keys."""
+"""SSH servers of the lab's machines: each accepts logins of root with the lab's key; the client configuration contains the host keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmtrain.lab.state import LabDescription
 PORT = 22
 _NODE_DISK = "/mnt/own"
 _SESSION_PATH = f"{_NODE_DISK}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# On the machine, ssh uses the lab's key for every user, as in a shell with the variables of `lab env`.
+# On a machine of the lab, ssh uses the lab's key for every user, as it does in a shell with the variables of `lab env`.
 _SSHD_SERVICE = """mkdir -m 755 /run/sshd
 mount --bind {config} /etc/ssh/ssh_config
 exec "$(command -v sshd)" -D -e -f {settings}
@@ -68,5 +68,5 @@ def build_sshd_service(directory: Path, description: LabDescription, node: str) 
 
 
 def wait_until_sshd_up(directory: Path, node: str) -> None:
-    """Wait until the node's sshd listens. Raises LabError with its log if it does not."""
+    """Wait until the node's sshd listens. Raises LabError with the sshd's log if it does not."""
     machines.wait_until_service_listens(directory, node, "sshd", PORT)

@@ -31,9 +31,10 @@ _HIDDEN_FOLDERS = ("/run", "/mnt", "/proc")
 class LabDescription:
     """Settings of a lab, as stored in its lab.json.
 
-    `engine` is the directory of its dockerd, None for the one in PATH. `shared` is the directory that all nodes share. `components`
-    lists what the machines have, of COMPONENTS: engines in a swarm or, with `docker`, in none; an sshd; a Slurm. The engines of a
-    `bare` lab are in no swarm, whatever its components are, and trust no registry. Each engine declares `gpus` GPUs that do not exist.
+    `engine` is the directory of the lab's dockerd, None for the dockerd in PATH. `shared` is the directory that all nodes share.
+    `components` is a subset of COMPONENTS: `swarm` (Docker engines that form a swarm), `docker` (engines without a swarm), `ssh` (an sshd
+    per machine) and `slurm` (a Slurm cluster). The engines of a `bare` lab do not form a swarm, whatever the components are, and do not
+    trust a registry. Each engine declares `gpus` simulated GPUs.
     """
 
     name: str
@@ -122,9 +123,10 @@ def check_directory_visible(directory: Path, hint: str) -> None:
 
 
 def choose_subnet(name: str, taken_networks: Collection[str]) -> str:
-    """Return a free /24 subnet of 10.77.0.0/16 for the lab `name`. It is always the same, unless it overlaps with `taken_networks`.
+    """Return a free /24 subnet of 10.77.0.0/16 for the lab `name`.
 
-    `taken_networks` are in CIDR notation. Raises LabError if no subnet is free.
+    A name always gets the same subnet, unless that subnet overlaps with `taken_networks`. `taken_networks` are in CIDR notation. Raises
+    LabError if no subnet is free.
     """
     networks = [ipaddress.ip_network(network, strict=False) for network in taken_networks]
     first = hashlib.sha256(name.encode()).digest()[0]

@@ -17,7 +17,7 @@ from swarmtrain.plan import Cargo, Inventory, Plan
 from swarmtrain.protocol import Event
 
 ProgressReporter = Callable[[str], None]
-"""Function that shows one line of progress to the user."""
+"""Function that shows one progress message to the user."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of output. `rank` is None for lines that no rank wrote; `time` is seconds since the epoch."""
+    """One line of a run's output. `rank` is None if no rank wrote the line; `time` is in seconds since the epoch."""
 
     node: str
     text: str
@@ -58,14 +58,14 @@ class TaskState:
     reason: str = ""
     exit_code: int | None = None
     gpus: tuple[str, ...] = ()
-    """The GPUs that the service has reserved: their ids, or the count of each kind."""
+    """The GPUs reserved by the service: their ids, or the number of GPUs of each kind."""
 
 
 RunUpdate = Event | LogLine | TaskState
 
 
 class Change(Protocol):
-    """A change that `deploy` would make to a run. str() returns it with its cause."""
+    """A change that `deploy` would make to a run. str() returns a description of the change and its cause."""
 
     @property
     def interrupts(self) -> bool:
@@ -75,7 +75,7 @@ class Change(Protocol):
 
 @dataclass(frozen=True)
 class Action:
-    """A change to one object of a run, and its cause: the change type of launchers that need no further detail."""
+    """A change to one object of a run, and its cause. Implements Change for launchers that need no further fields."""
 
     verb: str
     name: str
@@ -88,7 +88,7 @@ class Action:
 
 
 class Launcher(Protocol):
-    """Interface of the launchers, each of which deploys and removes runs in one kind of place.
+    """Interface of the launchers. Each launcher deploys and removes runs on one backend (Swarm, Slurm, SSH, …).
 
     The only exceptions that its methods raise deliberately are SwarmtrainErrors.
     """
@@ -99,7 +99,7 @@ class Launcher(Protocol):
     def write_deployment_file(plan: Plan, output: Path) -> str:
         """Write the file that starts `plan` without swarmtrain to `output`, for `swarmtrain generate`. Return text for the user.
 
-        Works without the place that the launcher changes.
+        Needs no connection to the engine, cluster or hosts on which the run would be deployed.
         """
         ...
 
@@ -113,7 +113,7 @@ class Launcher(Protocol):
         ...
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Return the problems that would prevent `plan` from working. Only fast checks are made."""
+        """Return the problems that would prevent `plan` from working. Only fast checks are run."""
         ...
 
     def plan_changes(self, plan: Plan) -> Sequence[Change]:
@@ -131,10 +131,10 @@ class Launcher(Protocol):
         ...
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config (with its hosts) and the cargo with which `run` was deployed, from which a new plan can be made.
+        """Return the config (with its hosts) and the cargo (script, files, secrets) with which `run` was deployed.
 
-        The content of a secret cannot be read back. Its digest can, which is enough for an unchanged secret. Raises RunNotFound
-        if the run does not exist.
+        A new plan can be made from them. The content of a secret cannot be read back, but its digest can, which is enough if the secret is
+        unchanged. Raises RunNotFound if the run does not exist.
         """
         ...
 
@@ -156,12 +156,12 @@ class Launcher(Protocol):
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the coordinator's events so far, oldest first. Raises RunNotFound if there is no such run.
 
-        `since`, in seconds since the epoch, may leave out older events to save work.
+        Events before `since` (seconds since the epoch) may be omitted, to save work.
         """
         ...
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        """Yield updates of the run: the coordinator's events from the start, and output and states from now on.
+        """Yield updates of the run: all of the coordinator's events, and new output and task states.
 
         Ends at the run's outcome or removal. Raises RunNotFound if there is no such run.
         """

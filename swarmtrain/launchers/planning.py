@@ -1,4 +1,4 @@
-"""Make the plan of a run: settle what the loaded config leaves open, read the inventory, and plan."""
+"""Make the plan of a run: resolve the config values that depend on this machine, read the inventory, and compute the plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inv
 
 
 @dataclass(frozen=True)
-class SettledConfig:
-    """A config that needs no file and no environment variable of this machine any more, the files that are shipped with it, and notes."""
+class ResolvedConfig:
+    """A config that no longer refers to files or environment variables of this machine, the files that are shipped with it, and notes."""
 
     config: Config
     cargo: Cargo
@@ -30,15 +30,16 @@ class SettledConfig:
         return add_notes(make_plan(self.config, inventory, self.cargo, run=run), *self.notes)
 
 
-def settle_config(config: Config, folder: Path, load_running_config: Callable[[], Config | None]) -> SettledConfig:
-    """Settle what `config` takes from this machine. Paths are relative to `folder`. Raises SwarmtrainError if a file cannot be read.
+def resolve_config(config: Config, folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
+    """Resolve the values that `config` takes from this machine: files, variables, the owner of save_dir.
 
-    `load_running_config` returns the config of the run as it is deployed, or None.
+    Paths are relative to `folder`. Raises SwarmtrainError if a file cannot be read. `load_running_config` returns the config of the run as
+    it is deployed, or None.
     """
     config = resolve_external_inputs(config, folder, os.environ)  # the hostsfile, the env file, and variables of this shell
     cargo = read_cargo(config, folder)  # the script, its files and secrets
     config, user_note = resolve_container_user(config, load_running_config)  # the owner of save_dir
-    return SettledConfig(config, cargo, (user_note,))
+    return ResolvedConfig(config, cargo, (user_note,))
 
 
 def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
@@ -46,14 +47,14 @@ def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
 
     Raises SwarmtrainError if a file cannot be read, or the machines cannot hold the run.
     """
-    settled = settle_config(config, folder, lambda: _load_running_config(config, run))
-    return settled.make_plan(read_inventory(settled.config), run)
+    resolved = resolve_config(config, folder, lambda: _load_running_config(config, run))
+    return resolved.make_plan(read_inventory(resolved.config), run)
 
 
 def plan_run_offline(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan for `run`, without a cluster if the config lists `hosts`: these alone are then the machines."""
-    settled = settle_config(config, folder, lambda: None)
-    return settled.make_plan(_read_offline_inventory(settled.config), run)
+    """Return the plan for `run`. If the config lists `hosts`, they are the machines, and no cluster is queried."""
+    resolved = resolve_config(config, folder, lambda: None)
+    return resolved.make_plan(_read_offline_inventory(resolved.config), run)
 
 
 def count_planned_ranks(config: Config) -> int:
@@ -85,7 +86,7 @@ def plan_scaled_run(launcher: Launcher, run: str, nodes: int) -> Plan:
 def read_inventory(config: Config, launcher: Launcher | None = None) -> Inventory:
     """Return the inventory of machines that `config` may use, from `launcher` or a new launcher of its type.
 
-    Where hosts are taken as written, configured hosts are names only, with no machine behind them.
+    If the launcher takes `runner.hosts` as written, they are only names, and no machine is queried.
     """
     runner = config.runner
     if runner.hosts and runner.capabilities.hosts is HostSource.as_written:
@@ -108,7 +109,7 @@ def _load_running_config(config: Config, run: str) -> Config | None:
 def derive_run_name(config_file: Path) -> str:
     """Return a run name from the name of the config file, with only the characters that a host name allows.
 
-    Raises PlanError if none is left.
+    Raises PlanError if no characters are left.
     """
     name = "".join(char if char.isascii() and char.isalnum() else "-" for char in config_file.stem.lower()).strip("-")
     if not name:

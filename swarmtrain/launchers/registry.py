@@ -14,13 +14,13 @@ from swarmtrain.plan import Cargo
 
 
 def create_launcher(runner_type: str) -> Launcher:
-    """Return the launcher of `runner_type`. Raises SwarmtrainError if it cannot work on this machine, or its package is broken."""
+    """Return the launcher of `runner_type`. Raises SwarmtrainError if it does not work on this machine, or its package is broken."""
     launcher_class: Callable[[], Launcher] = load_launcher_class(runner_type)
     return launcher_class()
 
 
 def load_launcher_class(runner_type: str) -> type[Launcher]:
-    """Import the launcher class of `runner_type`. Raises SwarmtrainError if another package has it, and is missing or broken."""
+    """Import the launcher class of `runner_type`. Raises SwarmtrainError if it is in another package that is missing or broken."""
     built_in = BUILT_IN_LAUNCHERS.get(runner_type)
     if built_in is None:
         return _load_installed_class(runner_type)
@@ -52,7 +52,7 @@ def load_deployment(launcher: Launcher, run: str) -> tuple[Config, Cargo]:
 def find_run(name: str | None) -> tuple[Launcher, str]:
     """Return the launcher of run `name`, and the run's name. Without a name, the only existing run is returned.
 
-    Raises RunNotFound, which lists the existing runs, if there is no such run, or several and no name.
+    Raises RunNotFound, whose message lists the existing runs, if there is no such run, or if there are several runs and no name is given.
     """
     launchers, runs, unreachable = discover_runs()
     matching = [item for item in runs if name in (None, item[1])] or _find_terminating_runs(launchers, name)
@@ -70,7 +70,7 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
 
 
 def discover_runs() -> tuple[dict[str, Launcher], list[tuple[Launcher, str]], list[SwarmtrainError]]:
-    """Return the launchers that work on this machine by runner type, their runs, and the errors of launchers that could not list theirs."""
+    """Return the launchers that work on this machine, by runner type; their runs; and the errors of launchers that could not list runs."""
     launchers: dict[str, Launcher] = {}
     runs: list[tuple[Launcher, str]] = []
     unreachable: list[SwarmtrainError] = []
@@ -84,7 +84,7 @@ def discover_runs() -> tuple[dict[str, Launcher], list[tuple[Launcher, str]], li
 
 
 def _convert_listing_error(runner_type: str, error: Exception) -> SwarmtrainError:
-    """Return what prevented a launcher from listing its runs. Raises `error` if it is a defect of a built-in launcher."""
+    """Return the error that prevented a launcher from listing its runs. Raises `error` again if it is a bug of a built-in launcher."""
     if runner_type in BUILT_IN_LAUNCHERS:
         if isinstance(error, EngineError | StateDirectoryError):
             return error

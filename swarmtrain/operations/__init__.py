@@ -1,1 +1,1 @@
-"""Operations of the commands on a run: deploy, follow, scale and stop it, and explain its failures."""
+"""Operations on runs that the commands call: deploy, follow, scale and stop a run, and explain its failures."""

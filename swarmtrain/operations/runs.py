@@ -46,7 +46,7 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
 
 
 def _compute_deploy_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:
-    """Return the changes that deploying `plan` would make, and the error that prevents them in the run's current state, if any."""
+    """Return the changes that deploying `plan` would make, and the error that prevents these changes in the run's current state, if any."""
     try:
         return launcher.plan_changes(plan), None
     except StackError as error:
@@ -164,7 +164,7 @@ def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
 
 
 def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
-    """Print why the run failed: as a full screen on a terminal, where the failure itself has scrolled away; elsewhere in short form."""
+    """Print why the run failed. On a terminal, first print the full diagnosis, because the failure itself may have scrolled away."""
     try:
         diagnosis = diagnose_live_run(launcher, run)
     except SwarmtrainError:  # the run's updates were already printed
@@ -180,7 +180,7 @@ def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
 
 
 def scale_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
-    """Deploy the run's new plan, and wait until the new world has formed. Raises StackError if none forms in time."""
+    """Deploy the run's new plan, and wait until the new world has formed. Raises StackError if no new world forms in time."""
     events = launcher.read_events(plan.run)
     seen_count = len(events)
     if _is_training_on_node_count(events, len(plan.nodes)) and not launcher.plan_changes(plan):
@@ -226,7 +226,7 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_count: int, report_prog
 
 
 def stop_run(launcher: Launcher, run: str) -> None:
-    """Request the ranks to save and exit, and wait until they have."""
+    """Request the ranks to save and exit, and wait until they have exited."""
     with show_progress(
         f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for the remaining ranks"
     ) as report_progress:

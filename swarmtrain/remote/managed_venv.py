@@ -1,8 +1,9 @@
-"""Managed venv: a new version is built next to the current one, and replaces it once complete.
+"""Managed venv: a new venv is built next to the current one, and replaces it once complete.
 
-PATH                 symlink to the environment in use; switching is a rename of the link
-PATH.made/KEY        an environment; KEY is a hash of its list of versions, its wheels, and the Python that it was built with
-PATH.made/wheels     wheels uploaded with the list, during a build        PATH.made/lock   held by the process that builds
+PATH                 symlink to the venv in use, replaced by a rename
+PATH.made/KEY        a venv; KEY is a hash of its requirements, its wheels, and the Python that it was built with
+PATH.made/wheels     uploaded wheels, during a build
+PATH.made/lock       lock file, held by the process that builds
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _IDENTITY_TIMEOUT_SECONDS = 60.0
 
 
 class ManagedVenv:
-    """The managed venv at one path. The caller must hold the file `lock` for changes."""
+    """The managed venv at one path. To change it, the caller must hold the lock file `lock`."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
@@ -35,7 +36,7 @@ class ManagedVenv:
         self._build_folder = get_build_folder(path)
 
     def compute_venv_key(self, python: str, digest: str) -> str:
-        """Return the key of the venv whose content has the digest `digest`, built with `python`.
+        """Return the key of a venv that is built with `python` and whose content has the digest `digest`.
 
         Raises ProcessError if `python` is not a Python interpreter.
         """
@@ -63,10 +64,10 @@ class ManagedVenv:
     def build_and_activate_venv(
         self, python: str, key: str, requirements: Sequence[str], *, use_index: bool, is_caller_gone: Callable[[], bool]
     ) -> dict[str, str]:
-        """Build the environment from `requirements`, whose paths are relative to the wheels, and activate it.
+        """Build the venv with key `key` from `requirements`, whose paths are relative to the wheels folder, and activate it.
 
-        Return `error` and `output` of a failed step, or nothing. Without `use_index`, only the uploaded wheels are used. The build is
-        aborted once `is_caller_gone` returns True. On any failure the previous environment stays active.
+        Return `error` and `output` of a failed step; an empty dict if all succeeded. Without `use_index`, only the uploaded wheels are
+        used. The build is aborted once `is_caller_gone` returns True. On any failure the previous venv stays active.
         """
         venv, wheels = self._build_folder / key, self._build_folder / "wheels"
         active_key = self.path.readlink().name if self.path.is_symlink() else ""
@@ -77,7 +78,7 @@ class ManagedVenv:
         index_options = [] if use_index else ["--no-index", "--find-links=."]
         steps = {
             f"{python} cannot make a venv": [python, "-I", "-m", "venv", str(venv)],
-            # Older Pythons install setuptools into each venv; the list determines which version is installed, if any.
+            # Before Python 3.12 each venv contains setuptools; only the requirements should determine whether it is installed.
             "pip cannot remove setuptools": [*pip, "uninstall", "--yes", "setuptools"],
             "pip cannot install the list": [*pip, "install", "--no-deps", *index_options, "--requirement=list.txt"],
             "the list is incomplete": [*pip, "check"],

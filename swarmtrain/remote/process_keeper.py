@@ -1,4 +1,4 @@
-"""Process keeper: restarts one process of a run, as Swarm's `restart_policy: on-failure` does. 0 is final, any other exit code restarts.
+"""Process keeper: restarts one process of a run, as Swarm's `restart_policy: on-failure` does: after any exit code except 0.
 
 `python -m swarmtrain.remote.process_keeper SPEC`, started by the launcher in its own session. SIGTERM is forwarded to the process, which is
 then not restarted. The state is written to a sidecar file of SPEC with the suffix .state.
@@ -62,7 +62,7 @@ class ProcessKeeper:
     def _wait_for_exit(self, child: subprocess.Popen[bytes]) -> int:
         """Wait until the child process exits, and return its exit code.
 
-        A stop request of this keeper is forwarded to the child once, and retried if that failed.
+        If a stop of this process keeper is requested, the request is forwarded to the child once; a failed attempt is retried.
         """
         exit_requested = False
         while True:
@@ -78,9 +78,9 @@ class ProcessKeeper:
         return subprocess.run(self.spec.stop_command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
     def _prepare_process(self, errors: IO[bytes]) -> int:
-        """Run the prepare command of the process. Return 0 if the process can be started, and a stop was not requested.
+        """Run the prepare command of the process, and return its exit code; -SIGTERM if a stop was requested.
 
-        Leftovers of an earlier process are removed only if preparing fails.
+        If the command fails, leftovers of an earlier process are removed, and the command is run once more.
         """
         code = self._run_prepare_command(subprocess.DEVNULL)
         if code and not self.stop_requested:
@@ -95,7 +95,7 @@ class ProcessKeeper:
 
     @contextlib.contextmanager
     def _open_output_files(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """Yield the files for stdout and stderr of the process: one log for both, or a plain file for stdout and a log for stderr."""
+        """Yield the files for stdout and stderr of the process: one timestamped log, or a plain file for stdout and a log for stderr."""
         out, errors = Path(self.spec.stdout), Path(self.spec.stderr)
         with open_timestamped_log(errors) as log:
             if out == errors:

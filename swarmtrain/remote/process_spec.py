@@ -13,7 +13,7 @@ from swarmtrain.atomic_file import write_atomically
 class ProcessSpec:
     """Spec of a process that a process keeper runs.
 
-    `content_digest` identifies the files that it reads: with other content, it is another process.
+    `content_digest`: hash of the files that the process reads. If their content changes, the process must be replaced.
     """
 
     name: str
@@ -26,9 +26,9 @@ class ProcessSpec:
     cleanup_command: list[str] = field(default_factory=list)
     """Command that removes leftovers: run if `prepare_command` fails, and after the process has ended for good."""
     prepare_command: list[str] = field(default_factory=list)
-    """Command that is run before each start and never interrupted: objects that it requests are created even if nobody waits for them."""
+    """Command that is run before each start. It is never interrupted: the objects that it creates would be created even without it."""
     stop_command: list[str] = field(default_factory=list)
-    """Command that requests the process to stop; needed if SIGTERM to `argv` would not reach the process."""
+    """Command that stops the process gracefully; needed if SIGTERM to the process of `argv` would not reach it, as in a container."""
 
     def save(self, path: Path) -> None:
         """Write the spec to `path`, readable by its owner only: it contains the user's environment."""

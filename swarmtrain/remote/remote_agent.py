@@ -1,7 +1,7 @@
-"""The remote agent of a launcher on a machine: answers one request at a time, as direct calls or as JSON lines over SSH.
+"""The remote agent of a launcher on a machine: handles one request at a time, as direct calls or as JSON lines over SSH.
 
-Over SSH this module arrives in a zip file on the same standard input, so the machine needs nothing but Python. Each public method of
-RemoteAgent is a request. Request data never appears in a command line or environment.
+Over SSH, standard input first carries a zip file with this module, then the requests, so the machine needs nothing but Python. Each public
+method of RemoteAgent is a request. Request data never appears in a command line or environment.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class RemoteAgent:
         return getattr(self, method)(**fields)
 
     def describe_host(self, cwd: str = "", ports: tuple[int, ...] = ()) -> dict[str, Any]:
-        """Return facts about this machine, which of `ports` are in use, and whether the folder `cwd` exists."""
+        """Return facts about this machine, including which of `ports` are in use, and whether the folder `cwd` exists."""
         connection = os.environ.get("SSH_CONNECTION", "").split()
         return {
             "host": socket.gethostname(),
-            "address": connection[2] if len(connection) == 4 else "",  # as sshd documents it
+            "address": connection[2] if len(connection) == 4 else "",  # SSH_CONNECTION has four fields; the third is this machine's address
             "python": platform.python_version(),
             "gpus": len(list(_NVIDIA_GPUS_FOLDER.glob("*"))),
             "time": time.time(),
@@ -72,7 +72,7 @@ class RemoteAgent:
         }
 
     def check_interpreter(self, argv: list[str], env: dict[str, str]) -> dict[str, Any]:
-        """Return the version of swarmtrain that the interpreter `argv` finds, and whether it finds torch; otherwise the `error`."""
+        """Return which version of swarmtrain the interpreter `argv` can import, and whether it can import torch; otherwise the `error`."""
         try:
             completed = subprocess.run(
                 [*argv, "-c", _CHECK_SCRIPT],
@@ -117,8 +117,8 @@ class RemoteAgent:
         """Return the content of the run's folder: path, marker (None: there is no such run here), specs, states, and live processes."""
         folder = self._get_run_folder(run)
         names = folder.list_process_names()
-        # First, so that a process started meanwhile is absent rather than alive with a spec that has not been read.
-        alive = [name for name in names if folder.is_alive(name)]
+        # List live processes first: a process that starts later is then missing, instead of alive without its spec.
+        alive = [name for name in names if folder.is_process_alive(name)]
         return {
             "path": str(folder.path),
             "marker": json.loads((folder.path / MARKER_FILE).read_text(encoding="utf-8")) if folder.exists else None,
@@ -128,7 +128,7 @@ class RemoteAgent:
         }
 
     def write_files(self, run: str, files: dict[str, tuple[str, int]]) -> None:
-        """Write files into the run's folder in this order; each is given as base64 content and file mode."""
+        """Write `files` into the run's folder in this order: by name, the content in base64 and the file mode."""
         folder = self._get_run_folder(run).path
         for name, mode in ((".", 0o700), ("code", 0o755), ("logs", 0o755), ("secrets", 0o700)):
             (folder / name).mkdir(mode=mode, parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ class RemoteAgent:
     def lock_run(self, run: str, owner: str) -> str:
         """Acquire the lock for changes to the run, until `unlock_run` or the end of this agent.
 
-        If another process holds it, return its holder.
+        Return an empty string; if another process holds the lock, return its owner.
         """
         folder = self._get_run_folder(run).path
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class RemoteAgent:
     def poll_changes(
         self, run: str, offsets: dict[str, int], wait_seconds: float = 0.0, tail: int | None = None, file_names: list[str] | None = None
     ) -> dict[str, Any]:
-        """Return the run's status and the new content of its files, as soon as either changes, or after `wait_seconds`.
+        """Return the run's status and the new content of its files, as soon as one of them changes, or after `wait_seconds`.
 
         `offsets`: number of bytes of each file that were read before. A file without an offset is read from its start, or its last `tail`
         lines. `file_names`: files to read (default: all). If the response has `has_more`, the caller polls again immediately.
@@ -306,7 +306,7 @@ def _is_caller_gone() -> bool:
 
 
 def _acquire_lock(path: Path, owner: str) -> tuple[IO[str] | None, str]:
-    """Acquire the lock file `path`. Return it open, which holds the lock until it is closed; or None and the current holder."""
+    """Acquire the lock file `path`. Return the open file, which holds the lock until it is closed; or None and the current holder."""
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

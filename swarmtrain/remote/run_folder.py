@@ -1,11 +1,11 @@
 """Folder of a run on a machine that runs its processes, and the process keepers of these processes.
 
-local.json          marker of a run, with what a later launcher must know of it; removed last
-deployed.json       the config as deployed             config.json   the same, resolved, as the nodes read it
-code/ secrets/      what is shipped with the run       logs/         the ranks' own files
-NODE.spec NODE.state  spec and state of a kept process   lock   held by the process that changes the run
+local.json          marker of a run, with the facts that a later launcher needs; removed last
+deployed.json       the config as deployed             config.json   the resolved config, which the nodes read
+code/ secrets/      files shipped with the run         logs/         files that ranks write
+NODE.spec NODE.state  spec and state of a process under a process keeper   lock   held by the process that changes the run
 events.jsonl        the coordinator's lines            NODE.log      output of a node, each line with a timestamp
-events.N.jsonl NODE.N.log   the same, of earlier starts of the run
+events.N.jsonl NODE.N.log   events and logs of earlier starts of the run
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HostRunFolder:
     def rotate_events(self) -> None:
         """Move events and logs to numbered files, for a new coordinator.
 
-        Otherwise an old outcome would end the following of the new run, and old lines would be attributed to it.
+        Otherwise readers would stop at the old outcome, and attribute old lines to the new start of the run.
         """
         if not self.events_path.exists():
             return
@@ -93,7 +93,7 @@ class HostRunFolder:
             return ProcessState(state.keeper_pid, "failed", state.exit_code, state.restarts)
         return state
 
-    def is_alive(self, name: str) -> bool:
+    def is_process_alive(self, name: str) -> bool:
         """Return whether the process keeper of `name` is running."""
         state = self.load_process_state(name)
         return state is not None and self._is_keeper_process(state.keeper_pid, name)
@@ -107,11 +107,11 @@ class HostRunFolder:
         with self.get_log_path(spec.name).open("ab") as log, defer_signals():
             keeper = start_process(argv, cwd=spec.cwd, stdout=log, stderr=log, new_session=True)
             write_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))))
-            # A new program has no command line for a moment, and a concurrent stop of the run would not recognize it.
+            # For a moment, a process that was just started has no command line, by which a concurrent stop of the run recognizes it.
             deadline = time.monotonic() + _KEEPER_START_TIMEOUT_SECONDS
             while keeper.poll() is None and not self._is_keeper_process(keeper.pid, spec.name) and time.monotonic() < deadline:
                 time.sleep(0.001)
-        keeper.returncode = 0  # it is meant to outlive us: its state file, not this handle, reports how it ends
+        keeper.returncode = 0  # suppress Popen's warning: the keeper outlives this process; its state file reports how it ends
 
     def stop_processes(self, names: list[str], grace: float) -> None:
         """Stop the process keepers of `names` and all their descendants: SIGTERM, then SIGKILL a few seconds after `grace` seconds."""
@@ -126,13 +126,13 @@ class HostRunFolder:
         if specs_with_cleanup and not grace:
             for spec in specs_with_cleanup:
                 run_cleanup_command(spec)
-        # A keeper that is just creating a container finishes that first, so that no container is left afterwards.
+        # A process keeper that is creating a container finishes that first, so that no container is left behind.
         self._wait_for_keepers_to_exit(
             keepers, grace + _EXIT_GRACE_SECONDS if grace else _PREPARE_TIMEOUT_SECONDS if specs_with_cleanup else 0.0
         )
         remaining = {name: pid for name, pid in keepers.items() if self._is_keeper_process(pid, name)}
         process_trees = [pid for keeper in remaining.values() for pid in [keeper, *_list_descendant_processes(keeper)]]
-        # A process that died during its own start may have left children that have not noticed yet.
+        # A process keeper that died while starting may have left child processes that have not exited yet.
         for pid in {*process_trees, *_list_session_processes(keepers.values())}:
             _send_signal(pid, signal.SIGKILL)
         self._wait_for_keepers_to_exit(remaining, _KILL_TIMEOUT_SECONDS)

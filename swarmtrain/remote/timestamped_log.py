@@ -1,4 +1,4 @@
-"""Log file of a node's output with a timestamp per line, since a plain file has none."""
+"""Log file of a node's output, with a timestamp added to each line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def format_timestamp_prefix(seconds: float) -> str:
 
 @contextlib.contextmanager
 def open_timestamped_log(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a pipe for the output of a process; its lines are appended to the log `path`, all of them before this exits.
+    """Yield a pipe for the output of a process; its lines are appended to the log `path`, all of them before the context manager exits.
 
-    Descendants left behind may keep printing: on exit their output is awaited for 1 s, and appended as long as this process lives.
+    Descendants of the process may keep printing: on exit their output is awaited for 1 s, and appended as long as this process lives.
     """
     read_fd, write_fd = os.pipe()
     reader = threading.Thread(target=_copy_pipe_to_log, args=(read_fd, path), daemon=True)
@@ -48,6 +48,6 @@ def _copy_pipe_to_log(read_fd: int, path: Path) -> None:
 
 def _write_timestamped_lines(log: IO[bytes], lines: list[bytes]) -> None:
     prefix = format_timestamp_prefix(time.time()).encode()
-    # A full disk is not a reason to stop the process, which would block forever on a full pipe.
+    # Ignore a full disk and keep reading: otherwise the process would block forever on the full pipe.
     with contextlib.suppress(OSError):
         log.write(b"".join(prefix + line + b"\n" for line in lines))

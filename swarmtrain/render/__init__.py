@@ -1,1 +1,1 @@
-"""Convert a plan to what launchers send: commands as argv lists, environments, stack documents, sbatch scripts. Pure functions."""
+"""Convert a plan to the inputs of launchers: command lines (argv), environments, stack documents, sbatch scripts. Pure functions."""

@@ -1,7 +1,7 @@
-"""Convert a plan to a compose document for one engine outside a swarm: the input of `docker compose` and of the Docker launcher.
+"""Convert a plan to a Compose file for one engine outside a swarm: the input of `docker compose` and of the Docker launcher.
 
-It is the stack document, with Swarm's settings replaced by an engine's: a bridge instead of the overlay, and `restart`, `cpus`,
-`mem_limit` and `gpus` instead of `deploy`.
+It is the stack document with Swarm's settings replaced by those of a single engine: a bridge network instead of the overlay, and `restart`,
+`cpus`, `mem_limit` and `gpus` instead of `deploy`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarmtrain.render.stack_document import NETWORK_NAME, Stack
 
 
 def render_compose(plan: Plan) -> Stack:
-    """Return the compose document of `plan`: a container for each node and one for the rendezvous. Raises StackError for an empty file."""
+    """Return the Compose file of `plan`: a container for each node, and one for the rendezvous. Raises StackError for an empty file."""
     stack = stack_document.render_stack(plan)
     nodes = {node.name: node for node in plan.nodes}
     secrets = json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True)
@@ -40,8 +40,8 @@ def _convert_service_to_compose(plan: Plan, name: str, service: dict[str, Any], 
     converted |= {
         "container_name": f"{plan.run}-{name}",
         "environment": {variable: unescape_go_template(value) for variable, value in service["environment"].items()},
-        # Exit code 0 is final; after any other, the node comes back, even after an engine restart. The coordinator keeps the restart
-        # budget.
+        # After exit code 0, a container is not restarted; after any other, it is, and also when the engine is restarted. The coordinator
+        # keeps the restart budget.
         "restart": "on-failure",
     }
     if "volumes" in service:
@@ -60,7 +60,7 @@ def _convert_service_to_compose(plan: Plan, name: str, service: dict[str, Any], 
 
 
 def _select_gpus(plan: Plan, node: PlannedNode) -> Any:
-    """Return the GPUs of a node: those that it names, its share if several nodes use the machine, else all."""
+    """Return the GPUs of a node: those listed for it in the config; else its share if several nodes use the machine; else all."""
     if plan.config.runner.swarm.gpu is GpuMode.none:
         return ""
     device_ids = list(node.gpus)

@@ -34,7 +34,7 @@ def build_volumes(docker: DockerConfig) -> Mapping[str, dict[str, Any]]:
 
 
 def find_save_dir_mount(config: Config) -> tuple[str, str] | None:
-    """Return source and target of the mount that contains save_dir; None if save_dir is not in a mount."""
+    """Return the source and target of the mount that contains save_dir; None if save_dir is not in a mount."""
     path = _resolve_save_dir_path(config)
     containing_mounts = [pair for pair in config.runner.docker_config.docker_mounts if path is not None and path.is_relative_to(pair[1])]
     return max(containing_mounts, key=lambda pair: len(pair[1]), default=None)

@@ -1,4 +1,4 @@
-"""Commands of a run and their environment variables, the same for every launcher except for paths and addresses."""
+"""Commands of a run and their environment variables. They are the same for every launcher, except for paths and addresses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
 def _build_flight_recorder_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
     """Return the variables that make NCCL's flight recorder store the last collectives of each rank, and dump them to the logs on a hang.
 
-    A variable that the user has set under its older name is left out, since torch would prefer the new name.
+    If the user has set a variable under its older name, the new name is not set, because torch would prefer it.
     """
     config = plan.config
     folder = config.logger.log_dir or config.trainer.save_dir or PurePath(layout.log_dir)

@@ -1,9 +1,9 @@
 """Convert a plan to the sbatch script that `deploy` submits and `generate` writes.
 
-Slurm starts the script on the first node of the job. The script starts one keeper on each node (swarmtrain.launchers.slurm.node_task),
-which keeps the node's supervisor running and, on the first node, the coordinator. When Slurm signals that the time limit is near, or
-within the grace time of a preemption, the script lets the ranks save and exit, and requeues its own job. After that grace time, Slurm
-itself requeues the job.
+Slurm starts the script on the first node of the job. The script starts one process keeper on each node
+(swarmtrain.launchers.slurm.node_task), which keeps the node's supervisor running and, on the first node, the coordinator. When Slurm
+signals that the time limit is near or that the job is preempted, the script lets the ranks save and exit, and requeues its own job. If the
+grace time of a preemption ends before that, Slurm itself requeues the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarmtrain.render.process_environment import NodeLayout, build_coordinator_
 NODE_TASK_MODULE = "swarmtrain.launchers.slurm.node_task"
 JOB_COMMENT = "swarmtrain"
 GRACEFUL_EXIT_SIGNAL = "URG"
-"""Signal that requests the ranks to save and exit. Slurm sends it to all processes of the job, and other programs ignore SIGURG."""
+"""Signal that requests the ranks to save and exit. Slurm sends it to all processes of the job; programs ignore SIGURG by default."""
 TERMINATED_FILE = "terminated.state"
 """Marker file in the run's folder: it exists if Slurm itself has sent SIGTERM to the ranks since the job began."""
 # A placeholder for what only a node of the job knows, and fills in.
@@ -124,7 +124,7 @@ def _build_sbatch_options(plan: Plan, job_layout: JobLayout) -> list[str]:
 def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
     """Return the srun command of the script, with one task on each node.
 
-    The failure of a node is handled by its keeper and the coordinator, and does not end the other tasks.
+    The failure of a node is handled by its process keeper and the coordinator, and does not end the other tasks.
     """
     slurm = plan.config.runner.slurm
     is_elastic = plan.min_nodes < plan.max_nodes

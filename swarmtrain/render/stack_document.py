@@ -44,8 +44,8 @@ _MAX_NAME_LENGTH = 64
 _MAX_NODES_IN_SLASH_24 = 100
 _LARGE_SUBNET = "10.128.0.0/16"
 _IPV4_PATTERN = re.compile(r"[0-9.]+")
-# On the host network, a restarted container has the same name and process id as the one before: until the agents have forgotten that
-# one (6 s), they would mistake the new container for it.
+# On the host network, a restarted container has the same name and process id as its predecessor. Until the agents have dropped the
+# predecessor (6 s), they would mistake the new container for it.
 _RESTART_DELAY, _RESTART_DELAY_ON_HOST_NETWORK = "2s", "8s"
 _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 
@@ -58,7 +58,7 @@ class Stack:
     document: dict[str, Any]
     files: dict[str, bytes]
     command_template: str = "docker stack deploy -c {file} {name}"
-    """Template of the command that deploys the document from a `file`."""
+    """Template of the command that deploys the document in the file `{file}` under the name `{name}`."""
 
 
 def render_stack(plan: Plan) -> Stack:
@@ -88,7 +88,7 @@ def render_stack_yaml(stack: Stack) -> str:
 
 
 def _iterate_yaml_sections(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the YAML of the stack document by sections, one per service: a YAML dumper remembers all objects, and slows down with them."""
+    """Yield the YAML of the stack document in sections, one per service: a YAML dumper gets slower with each object that it has written."""
     for key, value in document.items():
         if key != "services":
             yield _dump_yaml_section({key: value})
@@ -106,7 +106,7 @@ def _dump_yaml_section(section: dict[str, Any]) -> str:
 def write_stack(stack: Stack, path: Path) -> None:
     """Write the stack document to `path` as YAML, and the files that it refers to into a folder next to it.
 
-    Files of an earlier call that are no longer used are removed. Raises StackError if the files cannot be written; then nothing has
+    Files of an earlier call that are no longer used are removed. Raises StackError if the files cannot be written; then no file has
     changed.
     """
     secret_paths = _list_secret_paths(stack)
@@ -116,7 +116,7 @@ def write_stack(stack: Stack, path: Path) -> None:
             path.parent / name: (content, SECRET_MODE if name in secret_paths else PUBLIC_MODE) for name, content in stack.files.items()
         }
         write_files_atomically({**files, path: (render_stack_yaml(stack).encode(), PUBLIC_MODE)})
-        # Last, so that the stack file refers to existing files whenever this is interrupted.
+        # The stack file is written last, so that it refers only to existing files even if this function is interrupted.
         for file in folder.iterdir():
             if _GENERATED_FILE_PATTERN.fullmatch(file.name) and f"{_get_files_folder(stack)}/{file.name}" not in stack.files:
                 file.unlink()
@@ -221,7 +221,7 @@ def _build_node_layout(plan: Plan) -> NodeLayout:
     address = plan.coordinator_machine.address if plan.coordinator_machine else ""
     return NodeLayout(
         coordinator_host=address or RENDEZVOUS_SERVICE,
-        # The store has no authentication: nobody else can reach it in a network of the run's own. Elsewhere it binds only to its own
+        # The store has no authentication. In the run's own network, nobody else can reach it. Elsewhere it binds only to its own
         # address, except for a host name, which may resolve to loopback on the machine itself.
         bind_address=address if _IPV4_PATTERN.fullmatch(address) else "0.0.0.0",
         config_path=CONFIG_PATH,
@@ -256,7 +256,7 @@ def _build_deploy_section(plan: Plan, objects: _SwarmObjects, role: str, constra
         "endpoint_mode": "dnsrr",
         "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: objects.config_digest, **labels},
         "placement": {"constraints": constraints},
-        # Exit code 0 is final; after any other, the node comes back. The coordinator keeps the restart budget.
+        # After exit code 0, a task is not restarted; after any other, it is. The coordinator keeps the restart budget.
         "restart_policy": {
             "condition": "on-failure",
             "delay": _RESTART_DELAY_ON_HOST_NETWORK if plan.coordinator_machine else _RESTART_DELAY,
@@ -268,9 +268,9 @@ def _build_deploy_section(plan: Plan, objects: _SwarmObjects, role: str, constra
 def _format_visible_devices(plan: Plan, node: PlannedNode) -> str:
     """Return the value of NVIDIA_VISIBLE_DEVICES, which selects the GPUs that NVIDIA's container runtime shows in the container."""
     if plan.config.runner.swarm.gpu is GpuMode.none:
-        # Otherwise an image that sets this to `all` shows every GPU of the node to a job that did not ask for one.
+        # Otherwise an image that sets this to `all` shows every GPU of the node to a job that did not request any.
         return "void"
-    # A toolkit that is configured for Swarm's assignments prefers them to `all`; without one, the supervisor selects the GPUs.
+    # An NVIDIA Container Toolkit that is configured for Swarm's assignments prefers them to `all`; without it, the supervisor selects GPUs.
     return ",".join(node.gpus) or "all"
 
 

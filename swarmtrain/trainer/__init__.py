@@ -4,17 +4,17 @@ runtime         config, rank, world size and device of this process
 data            token files, samples and their order
 model           a decoder-only transformer
 objectives      what a model is trained for: next-token prediction, preference tuning, contrastive training
-parallel        one device mesh; tensor and pipeline parallelism within a replica, data parallelism between replicas
+parallel        one device mesh; tensor, context and pipeline parallelism within a replica, data parallelism between replicas
 optim           AdamW, SGD, Muon, parameter groups, learning rate schedules, gradient clipping
 memory          estimate of the memory that each rank needs, before a cluster is used
 loop            train(): steps, validation, checkpoints, graceful exit
 checkpoint      checkpoints: written in the background, restored in any topology
 metrics         log lines, events, metric sinks
-health          detection of hangs, stragglers, non-finite losses, divergent replicas
+health          detection of hangs, stragglers, non-finite losses, diverged replicas
 tokenize        convert text to token files
 inference       generate text, embed texts, evaluate
-huggingface     read models of Hugging Face
-export          write checkpoints as models of Hugging Face
+huggingface     read Hugging Face models
+export          convert checkpoints to Hugging Face models
 random_seeds    seeds of random number generators
 custom          run(): train a custom script
 object_factory  create objects from a config

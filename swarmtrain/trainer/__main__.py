@@ -3,8 +3,8 @@
 bench       benchmark a config on this machine, interactively; also under torchrun
 data        create and inspect token files; started by `swarmtrain data`
 export, sample, embed, evaluate
-            started by the `swarmtrain` commands of these names, one process per rank: each process reads its request from standard input
-            as JSON, and can read from and write to the terminal
+            started by the `swarmtrain` commands of the same names, one process per rank: each process reads its request as JSON from
+            standard input, and can use the terminal
 memory      started by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
             the response to standard output as JSON, {"error": …} on failure
 """
@@ -26,7 +26,7 @@ def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
     """Return the memory in bytes that the config in `request` needs on each kind of rank.
 
     If the highest peak exceeds the request's `available_bytes`, the response also lists config changes that save memory, each with the
-    peak that remains.
+    resulting peak.
     """
     from swarmtrain.trainer.memory import estimate_memory, suggest_memory_savings
 

@@ -1,4 +1,4 @@
-"""Benchmark a config on this machine: run some training steps, without log, checkpoints or validation.
+"""Benchmark a config on this machine: run a few training steps, without metrics, checkpoints or validation.
 
     python -m swarmtrain.trainer bench examples/quickstart.yml -o topology.micro_batch_size=4 --steps 20
     torchrun --nproc-per-node 8 -m swarmtrain.trainer bench CONFIG
@@ -121,7 +121,7 @@ def run_benchmark(
 
 @contextmanager
 def _open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, bool]]:
-    """Yield the training data, and whether it is synthetic: random tokens are used if token files are missing on any node."""
+    """Yield the training data, and whether the data is synthetic: random tokens are used if token files are missing on any rank."""
     data_config = runtime.config.data
     prefixes = [*data_config.data_prefixes, *chain(*data_config.collect_companion_prefixes())]
     if all(collectives.all_gather_objects(bool(prefixes) and all(map(memory_map.has_token_files, prefixes)))):

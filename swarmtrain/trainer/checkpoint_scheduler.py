@@ -1,7 +1,4 @@
-"""Saves checkpoints during training: when they are due, after a stop request, and at the end of the run.
-
-Reports committed checkpoints.
-"""
+"""Saves checkpoints during training: when one is due, after a stop request, and at the end of the run. Reports committed checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from swarmtrain.trainer.metrics import RunReporter
 class CheckpointScheduler:
     """Saves checkpoints to the run's save_dir; a no-op if it is not set.
 
-    All methods except `is_due_by_clock` and `report_saved` are called by all ranks together.
+    All methods except `is_due_by_clock` and `report_saved_checkpoints` are called by all ranks together.
     """
 
     def __init__(
@@ -40,9 +37,9 @@ class CheckpointScheduler:
         return self._save_interval.is_due_by_clock
 
     def save_if_due(self, progress: Progress, *, save_requested: bool) -> None:
-        """Start a checkpoint if any rank has requested one or one is due, unless this step is saved already.
+        """Start a checkpoint if a rank has requested one or one is due, unless the step of `progress` is already saved.
 
-        `save_requested`: any rank has requested one. Raises the errors of CheckpointManager.save.
+        `save_requested`: True if any rank has requested a checkpoint. Raises the errors of CheckpointManager.save.
         """
         is_due = save_requested or self._save_interval.is_due_by_schedule(
             progress.step, progress.consumed_samples, has_validation_loss=progress.validation_loss is not None

@@ -1,4 +1,4 @@
-"""Collective operations over the CPU for small values, and values that rank 0 computes for all ranks."""
+"""Collective operations for small Python values, and functions that run on rank 0 or on all ranks and share their results and errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
     try:
         local_outcome = function(), None
     except SwarmtrainError as error:
-        failed_rank = dist.get_rank() if error.rank is None else error.rank  # it may have been raised on another rank
+        failed_rank = dist.get_rank() if error.rank is None else error.rank  # if set, another rank raised it in a nested call
         local_outcome = None, (failed_rank, error.message, error.place, error.hint, type(error))
     outcomes = all_gather_objects(local_outcome, group)
     for _, failure in outcomes:

@@ -24,7 +24,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOW_PRECISION_DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 MicroBatches = Sequence[tuple[int, Ids]]
-"""The micro batches of one replica: for each, its number in the global batch and the ids of its samples."""
+"""The micro batches of one replica: for each, its index in the global batch and the ids of its samples."""
 
 
 def run_forward_backward(
@@ -47,7 +47,7 @@ def run_forward_backward(
     if isinstance(model.wrapped_model, PipelineModel):
         first_micro_batch = micro_batches[0][0] if micro_batches else 0
         rows = _load_all_micro_batches(runtime, data, micro_batches)
-        timer.start_phase(BACKWARD)  # between micro batches it waits for other stages
+        timer.start_phase(BACKWARD)  # a stage that waits for other stages counts as backward
         loss = model.wrapped_model.run_forward_backward(
             rows,
             scale_loss,
@@ -72,7 +72,7 @@ def run_forward_backward(
 
 
 def _get_loss_and_correct_count(model: ParallelModel, vector_loss: VectorLoss | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss sum, and the number of loss units that were correct.
+    """Return the summed loss, and the number of loss units that were correct.
 
     `loss_sum`: sum of the model's outputs, which is the loss unless the objective compares vectors.
     """
@@ -92,8 +92,8 @@ def _compute_vector_loss(
     """Compute the vectors of this replica's samples without gradients, and compare them with all vectors of the global batch.
 
     Return None if the objective does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage).
-    `forward` takes the number of the micro batch, and with pipeline parallelism also the index of the stage; it returns the context for
-    that forward pass.
+    `forward` takes the index of the micro batch in the global batch, and with pipeline parallelism also the index of the stage. It returns
+    the context manager for that forward pass.
     """
     objective, topology, mesh = model.local_model.objective, runtime.config.topology, model.mesh
     if not isinstance(objective, VectorObjective):
@@ -146,7 +146,7 @@ def run_validation_forward(
 
 
 def _pad_micro_batches(micro_batches: MicroBatches, count: int) -> Sequence[tuple[int, Ids | None]]:
-    """Return `micro_batches`, padded with empty micro batches to `count`: all replicas must run the same number."""
+    """Return `micro_batches`, padded with empty ones to `count` micro batches: all replicas must run the same number."""
     return [*micro_batches, *[(0, None)] * (count - len(micro_batches))]
 
 
@@ -171,9 +171,9 @@ def _copy_batch_to_device(runtime: Runtime, rows: TokenBatch) -> TokenBatch:
 
 @contextmanager
 def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batch: int, *stage: int) -> Iterator[None]:
-    """Context manager for the forward pass of `micro_batch` in step `number`: timing, autocast and random seeds.
+    """Context manager for the forward pass of a micro batch in step `number`: timing, autocast and random seeds.
 
-    `stage`: index of the pipeline stage, with pipeline parallelism only.
+    `micro_batch`: index in the global batch. `stage`: index of the pipeline stage, with pipeline parallelism only.
     """
     with (
         timer.time_phase(FORWARD, micro_batch, *stage),

@@ -26,7 +26,9 @@ from swarmtrain.trainer.runtime import Runtime
 
 
 class StepInstruments:
-    """Context manager that detects hangs, and runs the garbage collector only between steps. Call `start` before the first step."""
+    """Context manager that detects hangs, and runs the garbage collector only between steps.
+
+    Call `start_step_timer` before the first step."""
 
     _rank_timer: RankTimer
     _timer: StepTimer
@@ -53,11 +55,9 @@ class StepInstruments:
         self._watchdog.__exit__(kind, error, trace)
 
     def start_step_timer(self, data: TokenDataset, step: int) -> StepTimer:
-        """Start measuring after `step`. Return the step timer, to which the code of a step reports its phases.
+        """Start measuring with the step after `step`. Return the step timer, which the code of a step notifies of each phase.
 
-        Called by all ranks together.
-
-        Raises TrainingError if an output file cannot be opened.
+        Called by all ranks together. Raises TrainingError if an output file cannot be opened.
         """
         self._tensor_stats = TensorStatsRecorder(self._runtime, self._model, step)
         self._rank_timer, self._timer = RankTimer(self._runtime, self._model, data), StepTimer(self._runtime.device)
@@ -65,7 +65,7 @@ class StepInstruments:
         return self._timer
 
     def record_tensor_statistics(self) -> None:
-        """Record tensor statistics of the step. Call it after forward and backward, when gradients are summed over replicas.
+        """Record the tensor statistics of the step. Call it after the backward passes, once gradients are summed over replicas.
 
         Called by all ranks together.
         """

@@ -53,8 +53,9 @@ def train(
     `extra_metrics` are added to the event that reports the end of the run.
 
     If a stop is requested on any rank (SIGTERM, or preemption by the Determined master), all ranks save a checkpoint of the same step and
-    raise SystemExit(EXIT_PLANNED). The exit code is 0 instead if the Determined master was notified that the trial is not finished. If a
-    rank dies, the surviving ranks save the last step that they hold completely.
+    raise SystemExit(EXIT_PLANNED). If the Determined master was notified that the trial is not finished, the exit code is 0 instead.
+
+    If a rank dies, the surviving ranks save a just-in-time checkpoint: the newest step of which they hold all shards.
 
     Raises TrainingError if training cannot continue, CheckpointError if a checkpoint cannot be written or loaded.
     """
@@ -129,7 +130,7 @@ def train(
                         after_backward=instruments.record_tensor_statistics,
                     )
                     non_finite_policy.apply_policy(result, position, data)
-                audit_log.write_step_record(result)  # recorded before surviving ranks can save this step
+                audit_log.write_step_record(result)  # before `progress`, so that a step that surviving ranks save is recorded
                 progress = progress.advance_to_step(number, position + runtime.config.topology.samples_per_step)
                 with timer.time_phase(LOGGING):
                     reporter.report_step(result, instruments.phase_seconds)
@@ -152,7 +153,7 @@ def _check_vocabulary_and_report_start(
 ) -> None:
     """Check that all tokens in the data are in the vocabulary, then report the start of the run. Raises DataError, TrainingError.
 
-    Runs after the checkpoint is restored, which verifies that the data belongs to the run.
+    Call this after restoring the checkpoint, which verifies that the data belongs to the run.
     """
     vocabulary_check.scan_token_files(runtime, [*data.all_token_files, *(validation_data.all_token_files if validation_data else ())])
     report_start()
@@ -163,7 +164,7 @@ def _is_step_due(step: int, interval: int | None) -> bool:
 
 
 def _check_same_data_on_all_ranks(runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None) -> None:
-    """Raise TrainingError if any rank has other training or validation data than rank 0."""
+    """Raise TrainingError if the training or validation data of any rank differs from rank 0's."""
     fingerprints = collectives.all_gather_objects((data.fingerprint, validation_data.fingerprint if validation_data else "", runtime.node))
     for rank, (*rank_fingerprints, node) in enumerate(fingerprints):
         if rank_fingerprints != list(fingerprints[0][:-1]):

@@ -1,7 +1,7 @@
 """Policy for steps with a NaN/Inf loss or gradient: stop the run, skip the batch, or roll back to a checkpoint and skip the batch.
 
-A rollback first records in save_dir which batch to skip, and then fails. The restarted run resumes from the newest checkpoint, as after
-any failure, and uses the same restart budget.
+For a rollback, the run records in save_dir which batch to skip, and then fails. After the restart it resumes from the newest checkpoint, as
+after any failure. The restart counts against the same restart budget.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NonFinitePolicy:
         self._skipped_positions: set[int] = set().union(*collectives.run_on_all_ranks(self._read_skipped_positions))
 
     def skip_excluded_batches(self, progress: Progress) -> Progress:
-        """Return `progress`, advanced past the recorded batches to skip at its position."""
+        """Return `progress`, advanced past the batches at its position that are recorded as to be skipped."""
         while progress.consumed_samples in self._skipped_positions:
             progress = replace(progress, consumed_samples=progress.consumed_samples + self._runtime.config.topology.samples_per_step)
         return progress
@@ -77,7 +77,7 @@ class NonFinitePolicy:
             raise CheckpointError(message, place=str(file), hint="remove the file; then no batch is skipped") from None
 
     def _record_non_finite_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
-        """Record the sample ids of a non-finite step in save_dir, and with `skip_position` also that the batch is to be skipped.
+        """Record the sample ids of a non-finite step in save_dir; if `skip_position` is given, also that the batch at it is to be skipped.
 
         Return a note that names the file; empty if nothing was recorded. Raises CheckpointError if a batch to skip cannot be recorded.
         """

@@ -1,4 +1,4 @@
-"""Create objects from a config that has the dotted path of a class or function, and its arguments."""
+"""Create objects from config sections that contain the dotted path of a class or function (`_target_`), and its arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TARGET_KEY = "_target_"
 def instantiate(values: Mapping[str, Any], /, *arguments: Any, **kwargs: Any) -> Any:
     """Import the class or function at the dotted path `values["_target_"]`, call it, and return the result.
 
-    It is called with `arguments`, the other `values` and `kwargs`. Values that have a `_target_` of their own are instantiated first. The
-    author of the config can execute arbitrary code.
+    It is called with `arguments`, the other `values` and `kwargs`. Values that have a `_target_` of their own are instantiated first. So a
+    config can execute arbitrary code.
 
         optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-3}                 # config, below script:
         optimizer = instantiate(options["optimizer"], model.parameters())    # script

@@ -1,4 +1,4 @@
-"""Explanation of out-of-memory errors: the failed allocation, the known allocations, and config changes that save memory."""
+"""Explain out-of-memory errors: the failed allocation, the sizes of known tensors, and config changes that save memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _HINT += "topology.activation_checkpointing_type: every_layer, or topology.data_
 def explain_out_of_memory_error(
     place: str, get_allocated_tensors: Callable[[], Mapping[str, Iterable[Tensor | None]]] = dict
 ) -> Iterator[None]:
-    """Context manager that raises an out-of-memory error of the body as TrainingError with an explanation.
+    """Context manager that re-raises an out-of-memory error of the body as TrainingError with an explanation.
 
-    `place`: shown in the error. `get_allocated_tensors` returns the known tensors by purpose, whose sizes are reported.
+    `place`: place that the error shows. `get_allocated_tensors` returns known tensors by purpose; the error reports their total sizes.
     """
     try:
         yield

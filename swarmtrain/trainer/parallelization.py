@@ -1,4 +1,4 @@
-"""Distribution of a model over all ranks: model parallelism, initial values, and the wrapper for data parallelism."""
+"""Distribution of a model over all ranks: model parallelism, initial parameter values, and the wrapper for data parallelism."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _build_shard_initializer(
 ) -> Callable[[str], Tensor]:
     """Return a function that maps a parameter name to the initial value of this rank's tensor-parallel shard.
 
-    `is_memory_mapped`: initial values are views of a memory-mapped file, so they are copied.
+    `is_memory_mapped`: the initial values are views of a memory-mapped file, so they must be copied.
     """
     precision = torch.float64 if model.architecture.precision is Precision.float64 else torch.float32
 
@@ -204,7 +204,7 @@ def _wrap_model(
     `tied_index`: index of the parameter that has a tied copy on another pipeline stage; None if there is none.
     """
     config = runtime.config
-    # A sum of two numbers is rounded once, in any order.
+    # A sum of two numbers is rounded only once, so it needs no float64 to be independent of the order.
     sum_in_fp64 = config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) > 2
     if not _has_sharded_state(config):
         materialize(model)

@@ -1,4 +1,4 @@
-"""Seeds of the random number generators, derived from what they are for: the same in every topology."""
+"""Seeds of the random number generators, derived from their purpose (such as step and micro batch), so independent of the topology."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 def seed_everything(*components: object) -> None:
     """Seed the random number generators of Python, numpy and torch with a hash of `components`.
 
-    The same components give the same numbers.
+    The same components give the same random numbers.
     """
     seed_value = derive_seed(*components)
     random.seed(seed_value)

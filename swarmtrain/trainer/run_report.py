@@ -1,8 +1,8 @@
 """Report of the environment in which a run executes, written each time that the run starts or restarts.
 
 The full report is written to report.json in the run's folder, a summary to the log, and one entry per node is posted to the coordinator.
-Of environment variables, the report includes only those that configure devices and communication. Of the variables in the config's `env`,
-it includes only the names: their values may be confidential.
+The report includes only those environment variables that configure devices and communication. For the variables in the config's `env` it
+includes only the names, since the values may be confidential.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _read_driver_version() -> str:
 
 
 def _format_number_ranges(numbers: Sequence[int]) -> str:
-    """Format ascending `numbers` as ranges, such as "0-3, 8"."""
+    """Return the ascending `numbers`, formatted as ranges, such as "0-3, 8"."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:

@@ -121,10 +121,10 @@ def read_options(options_class: type[OptionsT], config: Config) -> OptionsT:
 
 @contextmanager
 def start_runtime(config: Config) -> Iterator[Runtime]:
-    """Context manager: initialize logging, device and process group from the environment variables; destroy the group at the end.
+    """Context manager: initialize logging, device and process group from environment variables; destroy the process group at the end.
 
     A process group that the script has already initialized is used unchanged, and not destroyed. Raises TrainingError if the environment
-    variables are invalid. Raises it on every rank if the config enables float8 and the device of any rank does not support it.
+    variables are invalid; and on every rank, if the config enables float8 and any rank's device does not support it.
     """
     environ = os.environ
     try:
@@ -153,7 +153,7 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
     if not already_initialized:
         _init_process_group(runtime)
     _check_same_device_type(runtime)
-    _install_excepthook()  # torch has installed its own hook over ours, which prefixes every line with the rank
+    _install_excepthook()  # init_process_group has replaced our hook by its own, which prefixes every line with the rank
     if config.transformer_architecture.float8_layers:
         collectives.run_on_all_ranks(lambda: float8.check_float8_support(config.transformer_architecture, device))
     try:
@@ -170,7 +170,7 @@ def set_collective_timeout(seconds: float | None, groups: Sequence[dist.ProcessG
     """Set how many seconds a collective of `groups` may wait for a peer before it raises an error. None: 30 minutes."""
     timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
     for group in groups:
-        # torch has no public call for this; without it a stopped peer is detected only after 30 minutes.
+        # torch has no public function for this. Without it, a frozen peer is detected only after 30 minutes.
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -187,8 +187,8 @@ def _init_process_group(runtime: Runtime) -> None:
 _last_process_group: list[object] = []
 """The default process group that this process destroyed last, kept alive on purpose.
 
-gloo's destructor waits for a thread that may need the GIL at that moment. If DistributedDataParallel held the last reference, a script
-could hang when it frees its model.
+The destructor of a gloo group waits for a thread that may need the GIL at that moment. If DistributedDataParallel held the last reference
+to the group, a script could hang when it frees its model.
 """
 
 
@@ -243,7 +243,7 @@ def _select_device(local_rank: int) -> torch.device:
 
 
 def _configure_determinism(device: torch.device, mode: DeterminismMode) -> None:
-    # CPU operations are deterministic anyway, except for some that no model here uses.
+    # CPU operations are deterministic anyway, except for some that no model of swarmtrain uses.
     if mode is DeterminismMode.require or (mode is DeterminismMode.prefer and device.type == "cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix multiplication
         torch.use_deterministic_algorithms(True, warn_only=mode is DeterminismMode.prefer)

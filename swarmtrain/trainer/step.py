@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation on validation data: the collectives that both need, and their results."""
+"""One optimizer step, and one evaluation on validation data, with their collectives and results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StepResult:
     save_requested: bool = False
     """True if any rank requested a checkpoint."""
     non_finite_reason: str = ""
-    """Which values were NaN/Inf; the step was skipped then. Empty if all values were finite."""
+    """Which values were NaN/Inf, so that the step was skipped; empty if all values were finite."""
 
     @property
     def is_skipped(self) -> bool:
@@ -88,7 +88,7 @@ def train_step(
     )
     for _, ids in next_micro_batches:
         data.prefetch_samples(ids)  # read from the disk while this step is computed
-    loss_token_count = max(1, batch.loss_denominator)  # 0 if the loss mask excludes all tokens of these samples
+    loss_token_count = max(1, batch.loss_denominator)  # the denominator is 0 if the loss mask excludes all tokens
     local_sums = run_forward_backward(
         runtime,
         model,
@@ -103,8 +103,8 @@ def train_step(
             after_backward()
     timer.start_phase(OPTIMIZER)
     update = optimizer.prepare_step(number, *local_sums)
-    # The last collective comes before the first update: a rank that gets past it completes the step, and a peer that dies
-    # before it leaves the previous step intact.
+    # The last collective comes before the first parameter update. A rank that gets past it can complete the step alone; if a peer dies
+    # before it, the state after the previous step is intact.
     timer.start_phase(COMMUNICATION)
     loss_sum, correct = update.extra_scalars
     replica_means = _build_replica_loss_means(model, data, local_micro_batches, loss_sum)

@@ -18,7 +18,7 @@ _RED, _DIM, _RESET = "\033[31m", "\033[2m", "\033[0m"
 
 
 def print_message(line: str) -> None:
-    """Print a message. If the terminal was closed, ignore the error, so that the current operation continues."""
+    """Print a message on stderr. If the terminal was closed, ignore the error, so that the current operation continues."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201  # this is the place that prints
 
@@ -30,9 +30,10 @@ def has_color_support(stream: int = 2) -> bool:
 
 @contextmanager
 def show_progress(title: str, *, interrupt_hint: str = "") -> Iterator[ProgressReporter]:
-    """Yield a progress reporter for the operation `title`. On a terminal, the newest line has a spinner until the next line.
+    """Yield a progress reporter for the operation `title`.
 
-    `interrupt_hint` is printed if the user presses Ctrl-C meanwhile.
+    On a terminal, the newest progress message has a spinner until the next one is printed. `interrupt_hint` is printed if the user presses
+    Ctrl-C meanwhile.
     """
     try:
         if has_color_support():

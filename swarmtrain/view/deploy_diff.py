@@ -12,7 +12,7 @@ from swarmtrain.plan import Cargo, Plan, RunFile
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.formatting import format_count
 
-# What Swarm cannot change in an existing network.
+# Config settings of a network that Swarm cannot change in place.
 _NETWORK_KEYS = ("runner.swarm.mtu", "runner.swarm.encrypted", "runner.swarm.internal")
 _MAX_VALUE_LENGTH = 60
 
@@ -20,7 +20,7 @@ _MAX_VALUE_LENGTH = 60
 def list_differences(plan: Plan, config: Config, cargo: Cargo, tasks: Sequence[TaskState], restart_count: int) -> list[str]:
     """Return the differences between `plan` and the run deployed with `config` and `cargo`, one per line.
 
-    `restart_count` is the number of services that a change of the config or of a file restarts; 0 if none runs.
+    `restart_count` is the number of services that a change of the config or of a file restarts; 0 if no service is running.
     """
     restart_note = _describe_restart(plan, restart_count)
     network_note = _describe_network_recreation(plan)

@@ -28,13 +28,16 @@ class FailureEvidence:
 
     @property
     def searchable_text(self) -> str:
-        """All text that may explain the failure. If there is a traceback, the output is left out, since it belongs to other causes."""
+        """All text that may explain the failure. If there is a traceback, the output is left out, since it may concern other problems."""
         trace = str(self.data.get("traceback", ""))
         return f"{self.error}\n{trace or self.output}"
 
     @property
     def signal(self) -> str:
-        """Name of the signal that ended the process, such as SIGKILL; also derived from a shell's exit code. Empty if there was none."""
+        """Name of the signal that ended the process, such as SIGKILL; empty if there was none.
+
+        It is also derived from a shell's exit code, 128 + signal number.
+        """
         code = self.data.get("exit_code")
         signal_text = str(self.data.get("signal") or "")
         return signal_text or (get_signal_name(code - 128) if isinstance(code, int) and code > 128 else "")
@@ -61,7 +64,7 @@ class FailureSignature:
 
 
 def identify_failure(evidence: FailureEvidence) -> FailureSignature | None:
-    """Return the first failure mode that matches `evidence`; None if none does. The error itself takes precedence over the other output."""
+    """Return the first failure mode that matches `evidence`; None if none matches. The error is searched before all other output."""
     by_error = (signature for signature in FAILURE_SIGNATURES if signature.pattern and signature.matches_evidence(evidence, evidence.error))
     by_text = (signature for signature in FAILURE_SIGNATURES if signature.matches_evidence(evidence, evidence.searchable_text))
     return next(by_error, None) or next(by_text, None)

@@ -49,7 +49,7 @@ def format_memory_usage(used: float, limit: float) -> str:
 def parse_time(text: str, now: float) -> float:
     """Return seconds since the epoch for a duration before `now` (`10m`, `1h30m`, `2d`), or for a date and time.
 
-    Raises SwarmtrainError.
+    Raises SwarmtrainError if the text has neither form.
     """
     if _DURATION_PATTERN.fullmatch(text):
         return now - sum(float(number) * _DURATION_UNITS[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))

@@ -1,6 +1,6 @@
 """History of a run, computed from its events: one line per event, with its time. Also the list of known runs.
 
-Both format themselves as text.
+RunHistory and RunList format themselves as text.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunHistory:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """An existing or past run. `state` is as in a status, or down; times are seconds since the epoch."""
+    """An existing or past run. `state` is a state of RunStatus, or `down`; times are in seconds since the epoch."""
 
     run: str
     state: str
@@ -80,7 +80,7 @@ class RunList:
 
 
 def build_history(run: str, events: Sequence[Event]) -> RunHistory:
-    """Return the history of `run`: all events except resource usage, and of successive progress events only the last."""
+    """Return the history of `run`: all events except resource usage, and of successive progress events only the last one."""
     worlds_by_time = {world.time: world for world in list_worlds(events)}
     entries: list[HistoryEntry] = []
     for event, next_event in zip(events, [*events[1:], None], strict=False):

@@ -14,7 +14,7 @@ from swarmtrain.launchers.common import trainer_subprocess
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _USABLE_FRACTION = 0.9
-"""Usable fraction of a device's memory: CUDA and NCCL use the rest, or it is lost to fragmentation."""
+"""Usable fraction of a device's memory. The rest is used by CUDA and NCCL, or lost to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def estimate_memory(config: Config, ranks: int, device_memory: int | None) -> Me
 
 
 def parse_size(text: str, option: str = "--device-memory") -> int:
-    """Return the size `text` (80GiB, 80G, 512M), the value of the option `option`, in bytes. Raises SwarmtrainError if it is invalid."""
+    """Parse the size `text` (80GiB, 80G, 512M), the value of the option `option`, into bytes. Raises SwarmtrainError if it is invalid."""
     match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise SwarmtrainError(f"{text!r} is not a valid size", place=option, hint="use a size such as 80GiB or 512MiB")

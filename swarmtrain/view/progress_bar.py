@@ -18,7 +18,7 @@ _BAR_WIDTH = 40
 
 
 def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bool = False) -> RenderableType | None:
-    """Return the progress bar for a progress event's data, with step and metrics if `loss`; None if the data have no steps."""
+    """Return the progress bar for a progress event's data; None if the data have no steps. With `loss`, include the step and metrics."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 

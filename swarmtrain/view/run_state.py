@@ -1,4 +1,4 @@
-"""State of a run: what its launcher reports now, combined with the earlier events that were stored on this machine."""
+"""State of a run: its launcher's current report, combined with earlier events that were stored on this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def show_live_status(launcher: Launcher, run: str) -> None:
 
 
 class RunStatusPoller:
-    """Polls the status of a run. Of the coordinator's log, only new events are read."""
+    """Polls the status of a run. After the first poll, only new events are read from the coordinator's log."""
 
     _OVERLAP_SECONDS = 60.0
 

@@ -39,7 +39,7 @@ class RunStatus:
     validation: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     straggler: dict[str, Any] = field(default_factory=dict)
-    """The straggler: the rank for which the other ranks of this world wait; empty if there is none."""
+    """Data of the straggler, the rank for which the other ranks of this world wait; empty if there is no straggler."""
     failures: int = 0
     restarts: dict[str, NodeRestarts] = field(default_factory=dict)
     """Restarts of each node, by node name."""
@@ -51,7 +51,7 @@ class RunStatus:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that the run has been running, or ran until its outcome."""
+        """Seconds from the start of the run until its outcome, or until now."""
         return None if self.started is None else (self.ended or self.time) - self.started
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def suggest_quarantine_remedy(run: str, host: str) -> str:
 def _collect_latest_events(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
     """Return the newest event of each kind, with its time.
 
-    A coordinator that starts again after an outcome clears it. A straggler belongs to one world.
+    The outcome is dropped if the coordinator starts again after it. The straggler is dropped when a new world forms.
     """
     latest: dict[str, dict[str, Any]] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""Display of a status that is refreshed periodically: on a terminal one screen with a progress bar, elsewhere one line per change."""
+"""Display a periodically refreshed status: on a terminal as a screen with a progress bar, elsewhere as text after each change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _STALE_SECONDS = 5.0
 class StatusRefresher(threading.Thread):
     """Thread that calls `load_status` every `interval` seconds, until it is closed or `load_status` raises an unexpected error.
 
-    EngineError is expected: it only marks the status as outdated. It is a thread, so that a manager that hangs does not block the screen.
+    EngineError is expected: it only marks the status as outdated. The status is loaded in a thread, so that a manager that hangs does not
+    block the screen.
     """
 
     def __init__(self, load_status: Callable[[], RunStatus], interval: float = _REFRESH_SECONDS) -> None:
@@ -55,7 +56,7 @@ class StatusRefresher(threading.Thread):
         self._closing.set()
 
     def render_screen(self) -> str:
-        """Return the text of the screen: the status and, if it is outdated, since when."""
+        """Return the text of the screen: the status and, if it is outdated, the time since it was loaded."""
         age = time.monotonic() - self.refreshed_at
         screen_text = str(self.latest_status) if self.latest_status else "no status yet"
         if self.connection_error is None and age < _STALE_SECONDS:

@@ -25,7 +25,7 @@ _MAX_LINE_WIDTH = 160
 
 @dataclass(frozen=True)
 class PeerNode:
-    """Another node at the time of the first failure: its last output line before, and its own failure, if any."""
+    """Another node at the time of the first failure: its last output line before the failure, and its own failure, if any."""
 
     node: str
     state: str
@@ -52,7 +52,7 @@ class FailureDiagnosis:
     meaning: str
     fix: str
     quarantine: str
-    """Until when the node is quarantined, and the suggested remedy; empty if it is not quarantined."""
+    """Text with the end of the failed node's quarantine and the suggested remedy; empty if the node is not quarantined."""
     traceback: str
     lines: tuple[str, ...]
     peers: tuple[PeerNode, ...]
@@ -110,7 +110,7 @@ def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskStat
         return None
     data = first.data
     node, rank = str(data.get("node", "")), data.get("rank")
-    # Lines of a file that another program wrote have no time, so they may be relevant.
+    # Lines that another program wrote into a log file have no timestamp, so they may belong to the failure.
     recent_lines = [
         line for line in lines if not line.time or first.time - LINES_BEFORE_SECONDS < line.time < first.time + _LINES_AFTER_SECONDS
     ]
@@ -165,9 +165,9 @@ def _format_exit(data: dict[str, Any]) -> str:
 
 
 def _find_lost_node_failure(events: Sequence[Event]) -> Event | None:
-    """Return a failure event for a run that ended without a reported failure; None if the run is still up, or done.
+    """Return a failure event for a run that ended without a reported failure; None if the run has no outcome yet, or is done.
 
-    It is the event of the last node that fell silent, else the coordinator's outcome.
+    The event names the last node that left without an exit code, or has the reason of the coordinator's outcome if there is no such node.
     """
     outcome = next((event for event in reversed(events) if event.kind == protocol.EVENT_OUTCOME), None)
     if outcome is None or outcome.data.get("status") == "done":

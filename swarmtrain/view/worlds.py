@@ -1,4 +1,4 @@
-"""Worlds of a run, computed from its events: which nodes trained together from when, and why each new world formed."""
+"""Worlds of a run, computed from its events: for each world its nodes, its start, and the reason why it formed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def format_failure(data: Mapping[str, Any]) -> str:
 
 
 def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
-    """Return by node name how often the node caused ranks to restart, and the last reason."""
+    """Return, by node name, the number of times that the node caused ranks to restart, and the time and reason of the last restart."""
     restarts_by_node: dict[str, NodeRestarts] = {}
     joined_nodes: set[str] = set()
     for event in events:
@@ -119,7 +119,7 @@ def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode
 
 
 def _describe_new_nodes(previous_members: set[str], members: set[str]) -> str:
-    """Return a text that names the new nodes of a world. A node may have joined before the previous world, but too late for it."""
+    """Return a text that names the new nodes of a world. They may have joined before the previous world formed, but too late for it."""
     new = ", ".join(sorted(members - previous_members)) if previous_members else ""
     return f"{new} came" if new else ""
 

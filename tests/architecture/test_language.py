@@ -27,7 +27,7 @@ BANNED = {
     r"\bbef(?:ell|all\w*)\b|\bwhoever\b|\bamid\b|\bbeside\b|\bfor ever\b|\bshall\b": "a present-day word",
     r"(?<!there )\b(?:is|are) no (?!longer\b)[a-z]+": "is not a …",
     r"\bcounted tokens\b": "loss tokens",
-    r"\bsurvivors\b(?!-save)": "surviving ranks",
+    r"\bsurvivors\b": "surviving ranks",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\b(?:put|written|moved) aside\b": "in a staging folder",
 }

@@ -24,7 +24,7 @@ from swarmtrain.protocol import (
     EXIT_PLANNED,
     PERMANENT_BEFORE_FIRST_STEP,
     Event,
-    Receipt,
+    EventResponse,
     RunOutcome,
 )
 
@@ -45,7 +45,7 @@ class CoordinatorHarness:
 
     @property
     def outcome(self) -> RunOutcome | None:
-        return self.coordinator.orders.outcome
+        return self.coordinator.supervisor_response.outcome
 
     def post_world(self, name: str, *nodes: str) -> None:
         for index, node in enumerate(nodes):
@@ -74,7 +74,7 @@ def harness() -> CoordinatorHarness:
 
 
 def test_nodes_that_close_the_same_round_start_one_new_round(harness: CoordinatorHarness) -> None:
-    assert harness.coordinator.orders.round == "b-1"
+    assert harness.coordinator.supervisor_response.round == "b-1"
     assert harness.coordinator.close_round("node0", "b-1").round == "b-2"
     assert harness.coordinator.close_round("node1", "b-1").round == "b-2"
     assert harness.coordinator.close_round("node1", "a-7").round == "b-2"
@@ -514,21 +514,21 @@ def test_what_is_permanent_before_the_first_step_ends_a_run_without_steps(harnes
 
 
 def test_a_rank_is_answered_whether_its_reason_is_known(harness: CoordinatorHarness) -> None:
-    def post(world: str, rank: int, error: str) -> Receipt:
+    def post(world: str, rank: int, error: str) -> EventResponse:
         return harness.coordinator.handle_event(
             Event(EVENT_FAILURE, {"world": world, "node": "node0", "rank": rank, "error": error, "exit_code": 1})
         )
 
     harness.post_world("w1", "node0", "node1")
-    assert post("w1", 0, PEER) == Receipt(is_known=False, run_failed=False), "nobody has said why yet"
-    assert post("w1", 1, "boom") == Receipt(is_known=False, run_failed=False)
-    assert post("w1", 2, "boom") == Receipt(is_known=True, run_failed=False)
-    assert post("w1", 3, PEER + "9") == Receipt(is_known=True, run_failed=False), "a consequence"
-    assert post("w1", 4, "step 7 on rank 4: 1.5 GiB more were requested") == Receipt(is_known=False, run_failed=False)
-    assert post("w1", 5, "step 7 on rank 5: 2 GiB more were requested") == Receipt(is_known=True, run_failed=False), (
+    assert post("w1", 0, PEER) == EventResponse(is_known=False, run_failed=False), "nobody has said why yet"
+    assert post("w1", 1, "boom") == EventResponse(is_known=False, run_failed=False)
+    assert post("w1", 2, "boom") == EventResponse(is_known=True, run_failed=False)
+    assert post("w1", 3, PEER + "9") == EventResponse(is_known=True, run_failed=False), "a consequence"
+    assert post("w1", 4, "step 7 on rank 4: 1.5 GiB more were requested") == EventResponse(is_known=False, run_failed=False)
+    assert post("w1", 5, "step 7 on rank 5: 2 GiB more were requested") == EventResponse(is_known=True, run_failed=False), (
         "the same, but for its numbers"
     )
-    assert post("w2", 0, "boom") == Receipt(is_known=False, run_failed=False), "another world"
+    assert post("w2", 0, "boom") == EventResponse(is_known=False, run_failed=False), "another world"
 
 
 def test_of_a_run_that_has_failed_no_more_failures_are_published(harness: CoordinatorHarness) -> None:

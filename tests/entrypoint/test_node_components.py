@@ -216,12 +216,12 @@ def test_the_coordinator_answers_nonsense_with_an_error_and_survives(small_run: 
         with pytest.raises(CoordinatorError):
             coordinator._send_request(op, **fields)
     coordinator.register_node("node0")
-    orders = coordinator.send_heartbeat("node0")
-    assert orders.outcome is None
-    assert isinstance(orders.round, str)
+    response = coordinator.send_heartbeat("node0")
+    assert response.outcome is None
+    assert isinstance(response.round, str)
     while coordinator.close_round("node0", "").wait:
         time.sleep(0.1)
-    assert coordinator.close_round("node0", "") == orders
+    assert coordinator.close_round("node0", "") == response
     coordinator._send_request("post", kind="finished", data={"step": 1}, time=0.0)
     assert coordinator.report_node_exit("node0", 0).outcome == RunOutcome("done", "the last step, 1, is done", 0)
     assert small_run.coordinator.wait(20) == 0
@@ -232,9 +232,9 @@ def test_an_interface_is_found_by_its_name_its_subnet_or_an_address() -> None:
     assert by_name == by_subnet == Route("127.0.0.1", "lo", is_configured=True)
     assert choose_published_address(Route("10.1.0.4", "ib0", is_configured=True)) == "10.1.0.4"
     assert choose_route("localhost", "nobody.invalid:1") == choose_route("127.0.0.1", "nobody.invalid:1") == by_name
-    with pytest.raises(OSError, match=r"^203\.0\.113\.7 is not an address of this node; it has .*lo 127\.0\.0\.1"):
+    with pytest.raises(OSError, match=r"^203\.0\.113\.7 is not an address of this node; this node has .*lo 127\.0\.0\.1"):
         find_route_by_interface("203.0.113.7")
-    with pytest.raises(OSError, match=r"no interface ib7 has an address on this node; it has .*lo 127\.0\.0\.1"):
+    with pytest.raises(OSError, match=r"no interface ib7 has an address on this node; this node has .*lo 127\.0\.0\.1"):
         find_route_by_interface("ib7")
 
 

@@ -161,7 +161,7 @@ def test_a_run_on_an_image_that_no_registry_has(
         )
         == tag
     )
-    assert said[-1] == "node1: has it"
+    assert said[-1] == "node1: already has the image"
 
     content = engine.client.inspect_image(tag)["Id"]
     assert images.pin_image(engine, tag).reference == images.pin_image(engine, content).reference == content

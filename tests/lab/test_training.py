@@ -247,7 +247,7 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_continuous(
     assert {step: ours[step] for step in shown} == pytest.approx(shown, rel=1e-5)
     assert [*shown][-1] == STEPS
     assert max(later - earlier for earlier, later in pairwise(shown)) < STEPS / 4, "twice a second is told of a step"
-    assert marked[0] in ("restart", "2 → 1 nodes")
+    assert {"restart", "2 → 1 nodes"} & set(marked), marked
     assert marked[-1] in ("2 → 3 nodes", "1 → 3 nodes")  # the killed node rejoins in a world before the new node's, or in the same one
 
 

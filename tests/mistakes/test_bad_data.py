@@ -29,7 +29,7 @@ def test_nothing_to_prepare(error_case: ErrorCase) -> None:
     error_case.write_file("web.jsonl", '{"text": "a"}\n', show=False)
     error_case("swarmtrain data tokenize 'web/**/*.jsonl' --to tokens --tokenizer bytes")
     error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer tokenizer.json")
-    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes --end-token '</s>'")
+    error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes --eos-token '</s>'")
     error_case("swarmtrain data tokenize web.jsonl --to tokens --tokenizer bytes --prompt-key text")
 
 

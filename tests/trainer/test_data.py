@@ -141,7 +141,7 @@ def _write_python_sources(folder: str) -> None:
 
 def test_python_sources(tmp_path: Path) -> None:
     """Two processes at once, as with two nodes on one machine: both succeed, and the files are complete."""
-    processes = [multiprocessing.get_context("fork").Process(target=_write_python_sources, args=(str(tmp_path),)) for _ in range(2)]
+    processes = [multiprocessing.get_context("spawn").Process(target=_write_python_sources, args=(str(tmp_path),)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -22,7 +22,7 @@ from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.tokenize import command, pipeline
 from swarmtrain.trainer.tokenize.inspect_samples import format_samples
 from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
-from swarmtrain.trainer.tokenize.verify import verify_token_files
+from swarmtrain.trainer.tokenize.verification import verify_token_files
 
 
 def tokenize_texts(folder: Path, texts: list[str]) -> Path:

@@ -134,7 +134,7 @@ def _overwrite_bytes(path: Path, at: int, content: bytes) -> None:
 CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "version": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 9, b"\2"), "has version 2"),
     "real numbers": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\7"), "type 7, which is not an integer type"),
-    "other type": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\4"), "its dtype, int32, puts them"),
+    "other type": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\4"), "do not match the dtype int32"),
     "header cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 20), "does not begin with Megatron's header"),
     "index cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 60), "has 60 bytes, and 82 are expected from its header"),
     "tokens cut": (lambda a: _truncate_file(a.with_suffix(".bin"), 6), "its index does not match its tokens"),
@@ -143,7 +143,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "document outside": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 74, b"\x09"), "documents that do not match its 2 sequences"),
     "less than none": (
         lambda a: _overwrite_bytes(a.with_suffix(".idx"), 34, b"\xff\xff\xff\xff"),
-        "sequences that are not contiguous",
+        "the sequences are not contiguous",
     ),
     "two at once": (lambda a: a.with_suffix(".meta.json").write_text("{}"), "belongs to another .idx"),
     "a token to divide by": (lambda a: None, "has its own index"),

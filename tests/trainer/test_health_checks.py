@@ -13,7 +13,7 @@ from worlds import LocalWorld, list_saved_steps, merge_config
 
 from swarmtrain.config.schema.trainer import DeterminismMode
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.health.replica_check import compute_bit_sums, find_differing_ranks
+from swarmtrain.trainer.health.replica_check import compute_checksums, find_differing_ranks
 from swarmtrain.trainer.optim import gradient_checks
 from swarmtrain.trainer.runtime import _configure_determinism
 
@@ -28,12 +28,12 @@ def reset_deterministic_mode() -> Iterator[None]:
 def test_every_bit_but_no_order_changes_the_sum(dtype: torch.dtype) -> None:
     tensor = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(dtype)
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    (sound,) = compute_bit_sums([tensor])
-    assert compute_bit_sums([tensor.flip(0), tensor.view(8, 8).T]) == [sound, sound]
+    (sound,) = compute_checksums([tensor])
+    assert compute_checksums([tensor.flip(0), tensor.view(8, 8).T]) == [sound, sound]
     for bit in range(8 * dtype.itemsize):
         broken = tensor.clone()
         broken.view(words)[5] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(words)
-        assert compute_bit_sums([broken]) != [sound], f"bit {bit}"
+        assert compute_checksums([broken]) != [sound], f"bit {bit}"
 
 
 def test_which_replica_differs() -> None:

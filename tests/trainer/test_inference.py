@@ -93,11 +93,11 @@ def test_no_sequence_gets_longer_than_the_model_was_made_for() -> None:
     assert len(short) == 47
 
 
-def test_generation_stops_at_end_tokens() -> None:
+def test_generation_stops_at_eos_tokens() -> None:
     made = build_random_model("usual")
     first, second, third = generate_completions(made, PROMPTS)
     end = first[4]
-    ended = generate_completions(made, PROMPTS, end_tokens={end})
+    ended = generate_completions(made, PROMPTS, eos_tokens={end})
     assert ended[0] == [*first[: first.index(end)], *[None] * (len(ended[0]) - first.index(end))]
     for tokens, whole in zip(ended[1:], (second, third), strict=True):
         kept = [token for token in tokens if token is not None]

@@ -28,7 +28,7 @@ from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.tokenize import pipeline
 from swarmtrain.trainer.tokenize.inspect_samples import format_samples
 from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
-from swarmtrain.trainer.tokenize.verify import verify_token_files
+from swarmtrain.trainer.tokenize.verification import verify_token_files
 
 SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=1 << 16)
 text = some.text(some.characters(exclude_categories=["Cs"]), max_size=12)

@@ -231,7 +231,7 @@ def test_what_cannot_be_tokenized_is_reported(tmp_path: Path, tokenizer: Path) -
         (name, "were not written by this command", {"prefix": f"{tmp_path}/own"}),
         (name, "no such file", {"tokenizer": f"{tmp_path}/none.json"}),
         (name, "is not a valid tokenizer.json", {"tokenizer": name}),
-        (name, "has no token '<no>'", {"tokenizer": str(tokenizer), "end_token": "<no>"}),
+        (name, "has no token '<no>'", {"tokenizer": str(tokenizer), "eos_token": "<no>"}),
     ]
     for file, said, changes in wrong:
         with pytest.raises(TrainingError, match=said):

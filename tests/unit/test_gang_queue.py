@@ -8,7 +8,11 @@ import pytest
 
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, list_earlier_requests
-from swarmtrain.launchers.swarm.resources.resource_accounting import ResourceSupply, add_holders_to_reason, compute_resource_supplies
+from swarmtrain.launchers.swarm.resources.resource_accounting import (
+    ResourceSupply,
+    append_holders_to_pending_reason,
+    compute_resource_supplies,
+)
 
 KIND = "NVIDIA-GPU"
 
@@ -120,6 +124,9 @@ def test_a_queue_place_that_is_stale_or_for_something_else_does_not_count() -> N
 def test_a_waiting_node_shows_for_whom_it_waits() -> None:
     found = {KIND: [ResourceSupply("x", 2, {"a": 1, "": 1}), ResourceSupply("y", 2, {"b": 1})]}
     pending = TaskState("node0", "x", "pending", "no suitable node (insufficient resources on 1 node)")
-    assert add_holders_to_reason(pending, found).reason == f"{pending.reason}; a has 1 of 2 NVIDIA-GPU; another has 1 of 2 NVIDIA-GPU"
+    assert (
+        append_holders_to_pending_reason(pending, found).reason
+        == f"{pending.reason}; a has 1 of 2 NVIDIA-GPU; another has 1 of 2 NVIDIA-GPU"
+    )
     running = TaskState("node1", "y", "running")
-    assert add_holders_to_reason(running, found) == running
+    assert append_holders_to_pending_reason(running, found) == running

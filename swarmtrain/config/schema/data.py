@@ -28,7 +28,7 @@ class TokenFileFormat(StrEnum):
 
 
 class BlendedDatasetConfig(Section):
-    """Weights with which several token files are blended. If none of the three kinds of weights is set, the files form one dataset."""
+    """Weights by which several token files are blended. If none of the three kinds of weights is set, the files are concatenated."""
 
     weights: tuple[float, ...] | None = Field(
         None,
@@ -80,9 +80,9 @@ class BlendedDatasetConfig(Section):
 
 
 class DataConfig(Section):
-    """Training and validation data: memory-mapped token files. A prefix P means P.bin (tokens), P.idx (documents) and P.meta.json.
+    """Training and validation data: memory-mapped token files.
 
-    Other formats have fewer files.
+    A file prefix P stands for P.bin (tokens), P.idx (documents) and P.meta.json. Other formats have only some of these files.
     """
 
     data_prefixes: tuple[Path, ...] = Field((), description="Prefixes of the training token files.")
@@ -171,7 +171,7 @@ class DataConfig(Section):
                     raise build_field_error(
                         f"{name}{kind}_prefixes",
                         f"has {companion_count} entries for {data_count} {name}data_prefixes",
-                        "list the same number for each data prefix",
+                        "list one entry for each data prefix",
                     )
                 ratios.append(companion_count // data_count if data_count else 0)
             if self.validation_data_prefixes and ratios[0] != ratios[1]:
@@ -184,7 +184,7 @@ class DataConfig(Section):
     def collect_companion_prefixes(self, *, validation: bool = False) -> tuple[tuple[Path, ...], ...]:
         """Return the file prefixes of the companion rows of each sample (rejected, positive, negative), for training or validation data.
 
-        There is one tuple per kind of row, in this order, aligned by index with the data prefixes.
+        There is one tuple per kind of companion row, in this order. Its prefixes correspond by index to the data prefixes.
         """
         if validation:
             count = len(self.validation_data_prefixes)

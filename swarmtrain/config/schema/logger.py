@@ -31,7 +31,7 @@ class LogColor(StrEnum):
 
 
 class LogRanks(Section):
-    """Selection of ranks that log: a rank must meet all conditions. A plain list of numbers is read as `ranks`."""
+    """Selection of the ranks that log: a rank must meet all conditions. A plain list of numbers sets only the field `ranks`."""
 
     ranks: tuple[int, ...] | None = Field(None, description="Global rank numbers. null: any.")
     pipe_parallel_rank: int | None = Field(None, ge=0, description="Pipeline-parallel rank. null: any.")
@@ -52,7 +52,7 @@ class LogRanks(Section):
 
 
 def _parse_sinks(value: Any) -> Any:
-    """Convert a list of names to a mapping of each name to its options, of which it has none."""
+    """Convert a list of sink names to a mapping of each name to empty options."""
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
         return {name: {} for name in value}
     return value

@@ -57,7 +57,7 @@ def _parse_mount_pairs(value: Any) -> Any:
 
 
 def _stringify_numbers(value: Any) -> Any:
-    """Return the list with numbers converted to text: a GPU is named by number or by UUID."""
+    """Return the list `value` with numbers converted to strings: a GPU is identified by number or by UUID."""
     return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
 
 
@@ -96,7 +96,7 @@ class NcclDebug(StrEnum):
 
 
 class NumaBinding(StrEnum):
-    """NUMA binding: which CPU cores a rank is bound to, by its GPU."""
+    """NUMA binding: which CPU cores each rank is bound to, depending on its GPU."""
 
     node = "node"
     socket = "socket"
@@ -150,7 +150,7 @@ class DockerConfig(Section):
 
     @property
     def cache_variables(self) -> dict[str, str]:
-        """Environment variables that point libraries at the folder cache_dir."""
+        """Environment variables that make libraries keep their caches in cache_dir."""
         if self.cache_dir is None:
             return {}
         folders = {"HF_HOME": "huggingface", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -400,7 +400,7 @@ class RunnerConfig(Section):
                 )
             if self.nodes is not None and self.nodes > len(hosts):
                 raise build_field_error(
-                    "nodes", f"{self.nodes}, but hosts lists only {len(hosts)}", "list more hosts, or leave nodes out to use those listed"
+                    "nodes", f"{self.nodes}, but hosts lists only {len(hosts)}", "list more hosts, or remove nodes to use all listed hosts"
                 )
         low, nodes, high = self.node_range
         if not low <= nodes <= high:
@@ -417,7 +417,7 @@ class RunnerConfig(Section):
 
     @model_validator(mode="after")
     def _check_launcher_settings(self, info: ValidationInfo) -> RunnerConfig:
-        """Check what depends on the launcher, except on a node, where the launcher's package may be missing or broken."""
+        """Check the settings that depend on the launcher, except on a node, where the launcher's package may be missing or broken."""
         if self.runner_type in BUILT_IN_LAUNCHERS or info.context != DEPLOYED_CONTEXT:
             _check_gpus_of_hosts(self)
             _check_equal_slots(self)
@@ -427,7 +427,7 @@ class RunnerConfig(Section):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the launcher. Raises SwarmtrainError if the package that has it is missing or broken."""
+        """The capabilities of the launcher. Raises SwarmtrainError if the package that provides the launcher is missing or broken."""
         return find_capabilities(self.runner_type)
 
     @property

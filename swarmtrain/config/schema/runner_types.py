@@ -1,6 +1,6 @@
-"""Types of launchers: the values of runner.runner_type, and what config, plan and commands need to know about each of them.
+"""Types of launchers: the values of runner.runner_type, and the capabilities of each launcher.
 
-Only this module distinguishes launchers by name. All others use the Capabilities of the launcher.
+Only this module distinguishes launchers by name. Config, plan and commands use the launcher's Capabilities.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from swarmtrain.config.entry_points import LAUNCHER_GROUP, build_entry_point_err
 from swarmtrain.errors import SwarmtrainError
 
 DEPLOYED_CONTEXT = "deployed"
-"""Validation context of the config of a deployed run. Nodes read it, and need not have the package of the launcher."""
+"""Validation context for the config of a deployed run. Nodes validate with it, since they may lack the launcher's package."""
 
 
 class HostSource(StrEnum):
-    """Where a plan takes its hosts from."""
+    """How the launcher finds the hosts for a plan."""
 
     as_written = "as written"
     """The names in runner.hosts are not looked up."""
     cluster = "cluster"
-    """The launcher asks a cluster, in which the names in runner.hosts are looked up."""
+    """The launcher queries a cluster, and looks up the names in runner.hosts there."""
     over_ssh = "over SSH"
     """The hosts in runner.hosts are reached over SSH."""
 
@@ -34,16 +34,16 @@ class NodeNetwork(StrEnum):
     """The network that the nodes of a run use."""
 
     own = "own"
-    """One in which only the launcher knows addresses and ports: of containers, of loopback, of a job."""
+    """A network whose addresses and ports only the launcher knows: of containers, of loopback, of a Slurm job."""
     host = "host"
-    """That of the machines, with a port for each run."""
+    """The host network of the machines, with ports for each run."""
     configured = "configured"
-    """The one that runner.swarm.network names."""
+    """The network that runner.swarm.network names."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a launcher on which config, plan and commands depend. The defaults describe processes on one machine."""
+    """Properties of a launcher on which config, plan and commands depend. The defaults describe a launcher of processes on one machine."""
 
     hosts: HostSource = HostSource.as_written
     network: NodeNetwork = NodeNetwork.own
@@ -55,15 +55,15 @@ class Capabilities:
     sees_all_gpus: bool = False
     """Whether ranks see all GPUs of their machine without swarm.gpu."""
     requires_gpu_mode: bool = False
-    """Whether ranks see the GPUs that runner.hosts lists only with swarm.gpu: visible."""
+    """Whether ranks see the GPUs listed in runner.hosts only if swarm.gpu is visible."""
     has_equal_nodes: bool = False
     """Whether a scheduler gives all nodes of a job the same slots, by default one for each GPU that runner.slurm requests."""
     has_managers: bool = False
-    """Whether managers of a swarm place the nodes: one runs the coordinator, and the doctor queries them."""
+    """Whether the nodes run in a swarm with managers: a manager runs the coordinator, and the doctor queries the managers."""
 
 
 class BuiltInLauncher(NamedTuple):
-    """A launcher of this package: `module:class`, and its capabilities, which are known without importing it."""
+    """A launcher of this package: its class as `module:class`, and its capabilities, which are known without importing the class."""
 
     location: str
     capabilities: Capabilities
@@ -95,7 +95,7 @@ RUNNER_TYPE_ALIASES = {"pdsh": "ssh", "pdsh_docker": "ssh_docker"}
 
 
 def list_runner_types() -> list[str]:
-    """Return the values of runner.runner_type: the built-in launchers, then those of other installed packages."""
+    """Return the possible values of runner.runner_type: the built-in launchers, then the launchers of other installed packages."""
     return list(dict.fromkeys([*BUILT_IN_LAUNCHERS, *list_entry_points(LAUNCHER_GROUP)]))
 
 
@@ -110,7 +110,10 @@ def find_capabilities(runner_type: str) -> Capabilities:
 
 
 def load_installed_launcher(runner_type: str) -> Any:
-    """Import the launcher class that another package adds as `runner_type`. Raises SwarmtrainError if it is missing or broken."""
+    """Import the launcher class that another installed package provides as `runner_type`.
+
+    Raises SwarmtrainError if it is missing or broken.
+    """
     entry_point = list_entry_points(LAUNCHER_GROUP).get(runner_type)
     if entry_point is None:
         known = ", ".join(list_runner_types())
@@ -126,7 +129,7 @@ def _check_runner_type(value: Any, info: ValidationInfo) -> str:
         runner_type = RUNNER_TYPE_ALIASES.get(value, value)
         if runner_type in BUILT_IN_LAUNCHERS or info.context == DEPLOYED_CONTEXT or runner_type in list_runner_types():
             return runner_type
-    from swarmtrain.config.yaml_document import describe_value  # only errors need PyYAML
+    from swarmtrain.config.yaml_document import describe_value  # imported here because only errors need PyYAML
 
     *others, last = map(repr, list_runner_types())
     raise ValueError(f"must be {', '.join(others)} or {last}, not {describe_value(value)}")

@@ -30,7 +30,7 @@ class Section(BaseModel):
 
 
 def build_field_error(name: str, message: str, hint: str = "") -> PydanticCustomError:
-    """Return the validation error that a section raises about its field `name`, so that the report shows the line of this field."""
+    """Return the validation error that a section raises about its field `name`, so that the error report shows the line of this field."""
     return PydanticCustomError("wrong_field", "{message}", {"message": message, "name": name, "hint": hint})
 
 

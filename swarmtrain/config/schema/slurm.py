@@ -38,7 +38,7 @@ SingleLine = Annotated[str, AfterValidator(_check_printable_line)]
 
 
 class ApptainerConfig(Section):
-    """The container of each node's processes, run by apptainer or its predecessor singularity."""
+    """Settings of the container in which the processes of each node run, under Apptainer or its predecessor Singularity."""
 
     image: SingleWord | None = Field(
         None, description="Image file (run.sif), folder or docker://IMAGE. null: no container; ranks use the Python that runs deploy."

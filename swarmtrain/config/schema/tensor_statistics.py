@@ -77,7 +77,7 @@ _DEFAULT_STATISTICS = (
 
 
 class TensorStatisticsRecorderConfig(Section):
-    """Statistics of tensors, one line per tensor in tensor-statistics.jsonl in log_dir."""
+    """Statistics of tensors, written to tensor-statistics.jsonl in log_dir, one line per recorded tensor."""
 
     interval: int = Field(100, ge=1, description="Steps between records.")
     statistics: tuple[tuple[str, tuple[Statistic, ...]], ...] = Field(

@@ -1,7 +1,7 @@
 """`topology`: parallelism and batch sizes, and the quantities that are derived from them when a world forms.
 
 Global batch, micro batch, tensor- and pipeline-parallel size are fixed by the config. World size, data-parallel size and
-gradient accumulation belong to a *world*: they are derived when one forms, and again when it changes.
+gradient accumulation belong to a *world*: they are derived whenever a world forms.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TopologyConfig(Section):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that hold and compute one model replica together."""
+        """Number of ranks that hold and compute one model replica together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
@@ -161,7 +161,7 @@ class TopologyConfig(Section):
     def compute_shard_group_size(self, replicas: int, *, zero: bool) -> int:
         """Return the number of ranks that shard one copy of the model state if there are `replicas` replicas.
 
-        Context-parallel ranks shard it, too. `zero`: the optimizer state of ddp is sharded (optimizer.zero).
+        Context-parallel ranks also shard it. `zero`: whether the optimizer state is sharded with ddp (optimizer.zero).
         """
         is_sharded = zero or self.data_parallel_type is DataParallelType.fsdp
         return self.data_parallel_shard_size or (replicas * self.context_parallel_size if is_sharded else 1)
@@ -170,8 +170,8 @@ class TopologyConfig(Section):
         """Return the coordinates of `rank` in a world of `world_size` ranks: pipeline stage (pipe), replica (data), tensor-parallel rank
         (model).
 
-        Neighboring ranks first form a tensor-parallel group, then a context-parallel group; then come the replicas of a stage, then the
-        stages. In a world that does not fit the topology, the coordinates are approximate.
+        Consecutive ranks vary along the tensor-parallel group first, then along the context-parallel group, the replicas, and the pipeline
+        stages. In a world that does not match the topology, the coordinates are approximate.
         """
         ranks_per_stage = max(1, world_size // self.pipeline_parallel_size)
         data_rank = rank % ranks_per_stage // self.tensor_parallel_size // self.context_parallel_size
@@ -212,8 +212,8 @@ def _derive_parallel_sizes(
 def _check_pipeline_settings(topology: TopologyConfig) -> None:
     """Raise a validation error if the batch sizes or settings do not fit the pipeline.
 
-    A global batch with fewer micro batches than the pipeline needs is an error, since no world could fill the pipeline. The micro batches
-    of a single replica may be too few: see config.pipeline_layout.count_scheduled_micro_batches.
+    A global batch with fewer micro batches than the pipeline needs is an error, since no world could fill the pipeline. A single replica
+    may have too few micro batches; they are padded (config.pipeline_layout.count_scheduled_micro_batches).
     """
     ranks, count = topology.pipeline_parallel_size, topology.micro_batches_per_step
     if topology.pipe_stages_per_rank == 1 and count < ranks:

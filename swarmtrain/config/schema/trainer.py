@@ -23,7 +23,7 @@ PathList = Annotated[tuple[Path, ...], BeforeValidator(_parse_paths)]
 
 
 class DeterminismMode(StrEnum):
-    """How to treat operations whose result differs from run to run (nondeterministic operations)."""
+    """How to handle nondeterministic operations, whose results differ from run to run."""
 
     ignore = "ignore"
     prefer = "prefer"

@@ -11,7 +11,7 @@ from swarmtrain.config.schema.fp8 import FP8LinearConfig, FP8Scaling
 from swarmtrain.config.schema.section import Section, build_field_error, check_multiple
 
 _ROTARY_PAIR = 2
-"""Number of dimensions per RoPE rotation."""
+"""Number of dimensions that RoPE rotates together."""
 
 
 class NormType(StrEnum):
@@ -29,7 +29,7 @@ class MlpType(StrEnum):
 
 
 class ActivationFunction(StrEnum):
-    """Activation between the two matrices of a default MLP."""
+    """Activation functions between the two matrices of a default MLP."""
 
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
@@ -60,10 +60,10 @@ class LayerNormConfig(Section):
 
 
 class RotaryScalingConfig(Section):
-    """RoPE scaling for longer sequences than the model was first trained with (Llama 3.1).
+    """RoPE scaling for longer sequences than those of pretraining (Llama 3.1).
 
-    Rotations that turn too rarely within the original length to have been learned in full are slowed by a factor. Those
-    that turn often are unchanged, and those in between are interpolated.
+    Low-frequency rotations, which do not complete enough turns within the original sequence length to be learned in full, are slowed by a
+    factor. High-frequency rotations are unchanged, and those in between are interpolated.
     """
 
     factor: float = Field(8.0, ge=1, description="Factor by which slow rotations are slowed further.")
@@ -372,7 +372,7 @@ class TransformerArchitectureConfig(Section):
 
     @property
     def embedding_size(self) -> int | None:
-        """Dimensions of a text embedding; None if the model returns logits."""
+        """Number of dimensions of a text embedding; None if the model returns logits."""
         head = self.embedding_head_config
         return (self.hidden_size, *head.proj_layers)[-1] if head else None
 

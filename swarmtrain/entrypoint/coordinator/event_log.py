@@ -1,4 +1,4 @@
-"""Writer of the coordinator's log. It limits the rate of progress and usage events, so that a month of them leaves room for others.
+"""Writer of the coordinator's log. It limits the rate of progress and usage events, so that the log has room for a run of a month.
 
 Pure: events are written through `publish`, time comes from `clock` (seconds, monotonic).
 """
@@ -11,11 +11,11 @@ from typing import Any
 from swarmtrain.protocol import EVENT_USAGE, Event
 
 PROGRESS_INTERVAL_SECONDS = (0.5, 30.0)
-"""Minimum and maximum seconds between two progress lines; in between, 1 % of the run's age."""
+"""Minimum and maximum seconds between two progress lines. Within these limits the interval is 1 % of the run's age."""
 USAGE_INTERVAL_SECONDS = 10.0
-"""Seconds between two usage lines of a run of a few nodes."""
+"""Minimum seconds between two usage lines. In runs with many nodes, USAGE_BYTES_PER_SECOND makes the interval longer."""
 USAGE_BYTES_PER_SECOND = 12.0
-"""Byte rate limit of usage lines: the engine keeps 100 MB of the coordinator's log, of which a month of them takes less than half."""
+"""Byte rate limit of usage lines: in a month they fill less than half of the 100 MB that the engine keeps of the coordinator's log."""
 
 
 class EventLogWriter:
@@ -40,7 +40,7 @@ class EventLogWriter:
         self._publish(event)
 
     def write_progress(self, event: Event) -> None:
-        """Write a progress event if one is due; otherwise keep it as pending, replacing an older pending one."""
+        """Write the progress event `event` if one is due; otherwise keep it as pending, in place of an older pending event."""
         now, (min_interval, max_interval) = self._clock(), PROGRESS_INTERVAL_SECONDS
         self._pending_progress = event
         if now >= self._next_progress_at:

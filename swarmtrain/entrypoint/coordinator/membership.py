@@ -11,7 +11,7 @@ from dataclasses import dataclass
 NODE_LOST_SECONDS = 30.0
 """Seconds without a heartbeat after which a node is considered lost."""
 NODE_RESPONSIVE_SECONDS = 5.0
-"""Seconds without a heartbeat (one is sent per second) after which no other node waits for this one."""
+"""Seconds without a heartbeat after which the other nodes do not wait for a node. Nodes send one heartbeat per second."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Membership:
         return {name for name in self.members if self._clock() - self._nodes[name].last_heartbeat <= NODE_RESPONSIVE_SECONDS}
 
     @property
-    def is_deserted(self) -> bool:
-        """Whether every node has left or is unresponsive, so that nobody listens to the coordinator any more."""
+    def has_no_active_nodes(self) -> bool:
+        """Whether every node has left or is unresponsive, so that no node uses the coordinator any more."""
         return all(node.has_left or self._is_silent(node) for node in self._nodes.values())
 
     def register_node(self, name: str) -> bool:

@@ -1,12 +1,13 @@
 """Quarantine of flaky nodes: which machines fail repeatedly, and which nodes are therefore excluded.
 
-Pure: time comes from `clock` (seconds, monotonic); what to report is returned as an event. The rules:
+Pure: time comes from `clock` (seconds, monotonic); methods return the events to report. The rules:
 - Only failures that a machine can cause count: a signal, a hang, a GPU or disk error, a supervisor that died. An exception of the script
-  does not count, however often it occurs on one node: some rank raises it, and rank 0 is always on the same node.
-- A node on which three worlds began to fail within an hour, and more than twice as many as on all others together, is flaky.
-- It is quarantined for an hour if the other members are at least `min_nodes`; otherwise a warning is reported, once per hour.
-- It may train again earlier if the others become too few, since a bad machine is better than none, or if a stop of the node was requested:
-  the user who restarts it is assumed to have fixed it.
+  does not count, even if it always occurs on the same node: it may depend on the rank, and a rank such as 0 stays on its node.
+- A node is flaky if it was the first to fail in at least three worlds within an hour, and in more than twice as many as all other nodes
+  together.
+- A flaky node is quarantined for an hour if at least `min_nodes` other members remain; otherwise a warning is reported, once per hour.
+- The quarantine ends early if fewer than `min_nodes` others remain, since a flaky machine is better than none. It also ends if a stop of
+  the node is requested: the user who restarts the node is assumed to have fixed it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MACHINE_ERROR_PATTERN = re.compile(
 
 
 class NodeQuarantine:
-    """Failures of machines, and the quarantined nodes."""
+    """Tracks failures that machines caused, and which nodes are quarantined."""
 
     def __init__(self, min_nodes: int, clock: Callable[[], float]) -> None:
         self._min_nodes, self._clock = min_nodes, clock
@@ -44,8 +45,8 @@ class NodeQuarantine:
         return self._quarantined_until.keys()
 
     def record_machine_failure(self, world: str, node: str, members: Set[str]) -> Event | None:
-        """Record that the machine of `node` caused the failure of `world`. Return an event to report, or None. `members`: current nodes."""
-        if (world, node) not in self._counted_failures:  # a world that fails in several reports counts once
+        """Record that the machine of `node` caused the failure of `world`. Return an event to report, if any."""
+        if (world, node) not in self._counted_failures:  # several reports of the same failure count once
             self._counted_failures.add((world, node))
             self._failure_times[node].append(self._clock())
         recent_failures = self._count_recent_failures(node)

@@ -1,4 +1,4 @@
-"""Barrier of a rendezvous round: nodes start together, so that the first does not form a world that ends when the next node arrives.
+"""Barrier of a rendezvous round: nodes start together, so that the first nodes do not form a world that ends when the next one arrives.
 
 Pure: time comes from `clock` (seconds, monotonic).
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Set
 BARRIER_TIMEOUT_SECONDS = 60.0
 """Seconds after which the nodes that have arrived start without the others."""
 COORDINATOR_WARMUP_SECONDS = 2.5
-"""Seconds in which a newly started coordinator may not have heard of all live nodes: they send one heartbeat per second."""
+"""Seconds after its start in which the coordinator may not have received a heartbeat (one per second) from every live node."""
 
 
 class RendezvousBarrier:
@@ -25,14 +25,14 @@ class RendezvousBarrier:
         self._round_started_at = 0.0
 
     def expect_node(self, name: str) -> None:
-        """Announce that a node's supervisor has started, so that the barrier expects the node; importing torch takes it several seconds."""
+        """Record that the supervisor of node `name` has started: the barrier waits for it while it imports torch for several seconds."""
         self._announced[name] = self._clock()
         self._arrived.discard(name)
 
     def register_arrival(self, round: str, name: str, expected_nodes: Set[str]) -> bool:
-        """Register that a node is ready for `round`. Return whether the round starts.
+        """Register that the node `name` is ready for `round`. Return whether the round starts.
 
-        `expected_nodes` are alive and will arrive if they have not.
+        `expected_nodes`: live nodes, for which the round waits until they have arrived.
         """
         if round != self._round:
             self._round, self._arrived, self._round_started_at = round, set(), self._clock()

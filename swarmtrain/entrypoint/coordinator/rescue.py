@@ -1,13 +1,14 @@
 """Just-in-time checkpoints: choose which step the surviving ranks of a failed world save, and which of these ranks write the checkpoint.
 
-Also issues the generation of a new world, higher than any on the disks of that world and than all issued before.
-A pure state machine, as state_machine.py is. Ranks report what they hold, repeatedly while they live. The rules:
-- The newest step of which all shards exist wins. A rank that is ready for a step counts as one that has done it, if another has: ranks may
-  have learned of a step's end unevenly, by one step.
-- A rank that is not ready has not joined the last collective of the next step, so no rank is beyond it: the step of such a rank is the
-  newest possible, and it is chosen as soon as it is complete. Otherwise the arbiter waits for other ranks.
-- Each shard is written by one rank, the lowest. If one of the writers becomes silent, new ones are chosen from those left.
-- If each node has its own disk, the ranks of one node must hold all shards; every node for which that is true saves its own copy.
+Also issues generations (fencing tokens): a new world's generation is higher than any on the disks of that world and than all issued before.
+
+A pure state machine, as state_machine.py is. Surviving ranks report the state that they hold, repeatedly. The rules:
+- The newest step of which surviving ranks hold all shards is saved. A rank that holds the previous step, but is ready to complete this step
+  alone, counts as a holder if another rank has completed it: when a world fails, ranks may be one step apart.
+- A rank that is not ready has not joined the last collective of its next step, so no rank has completed that step: the rank's own step is
+  the newest possible, and is chosen once all its shards are reported. Otherwise the arbiter waits for reports of other ranks.
+- Each shard is written by one rank, the lowest that holds it. If a writer stops reporting, new writers are chosen from the other ranks.
+- If each node has its own disk, a copy needs all shards on one node; every node whose ranks hold all shards saves its own copy.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from swarmtrain.protocol import EVENT_FAILURE, Event, RescueAssignment, SurvivorState
 
 RESCUE_DECISION_TIMEOUT_SECONDS = 10.0
-"""Seconds, from the first rank's report, in which further ranks may change the decision."""
+"""Seconds after the first report in which reports of further ranks are awaited."""
 RESCUE_SETTLE_SECONDS = 1.0
-"""Seconds to hear from all nodes that save their own copy: the more have it, the less is sent over the network."""
+"""Seconds to wait for reports of further nodes if each node has its own disk: a node without a copy later receives it over the network."""
 SURVIVOR_LOST_SECONDS = 5.0
 """Seconds without a report after which a surviving rank is considered lost."""
 _MAX_WORLDS = 8
@@ -35,7 +36,7 @@ class _BrokenWorld:
     last_reports: dict[int, float] = field(default_factory=dict)
     rescue: RescueAssignment = field(default_factory=RescueAssignment)
     saved_ranks: set[int] = field(default_factory=set)
-    """First writers that have finished the current attempt."""
+    """Ranks that are the first writer of a disk and have finished the current attempt."""
 
 
 class RescueArbiter:
@@ -70,7 +71,7 @@ class RescueArbiter:
         return any(not world.rescue.is_finished and self._list_alive_ranks(world) for world in self._worlds.values())
 
     def report_surviving_rank(self, key: str, rank: int, state: SurvivorState) -> RescueAssignment:
-        """Record that rank `rank` of the world `key` is alive and holds `state`. Return its assignment."""
+        """Record that rank `rank` of the world `key` is alive and holds `state`. Return the assignment of writers."""
         world = self._get_or_create_world(key)
         world.survivor_states[rank], world.last_reports[rank] = state, self._clock()
         if not world.rescue.is_finished:
@@ -78,13 +79,13 @@ class RescueArbiter:
         return world.rescue
 
     def record_dead_rank(self, event: Event) -> None:
-        """Record from a failure event that a rank is dead, so that the arbiter does not wait for its report."""
+        """Record from a failure event that a rank is dead, so that the arbiter does not wait for a report of this rank."""
         if event.kind == EVENT_FAILURE and {"world", "rank"} <= event.data.keys():
             world = self._get_or_create_world(str(event.data["world"]))
             world.dead_ranks.add(int(event.data["rank"]))
 
     def record_rescue_finished(self, key: str, attempt: int, rank: int) -> None:
-        """Record that `rank`, the first writer of a disk, has finished attempt `attempt`: its checkpoint is committed, or has failed."""
+        """Record that `rank`, the first writer of a disk, has finished attempt `attempt`: its disk's save is committed, or failed."""
         world = self._worlds.get(key)
         if world and attempt == world.rescue.attempt:
             world.saved_ranks.add(rank)
@@ -127,15 +128,16 @@ class RescueArbiter:
 
 
 def choose_checkpoint_writers(survivor_states: dict[int, SurvivorState], *, no_more_expected: bool) -> tuple[int, tuple[int, ...]]:
-    """Return the step to save and its writers in rank order. The writers are empty if no step is complete yet.
+    """Return the step to save, and the ranks that write it, in ascending order.
 
-    The writers are also empty while a newer step may still be reported, unless `no_more_expected`.
+    There are no writers if the surviving ranks do not hold all shards of a step, or while a newer step may still be reported.
+    `no_more_expected`: no further rank is expected to report.
     """
     newest = max(state.step for state in survivor_states.values())
     newest_is_final = no_more_expected or any(state.step == newest and not state.ready for state in survivor_states.values())
     for step in (newest, newest - 1) if no_more_expected else (newest,) if newest_is_final else ():
         holders_by_disk: dict[int, dict[int, int]] = {}
-        # Ranks that have done the step come before those that are only ready to.
+        # Prefer ranks that have completed the step to those that are only ready to complete it.
         for rank, state in sorted(survivor_states.items(), key=lambda item: (item[1].step != step, item[0])):
             if state.step == step or (state.ready and state.step == step - 1 and step == newest):
                 holders_by_disk.setdefault(state.disk, {}).setdefault(state.shard, rank)

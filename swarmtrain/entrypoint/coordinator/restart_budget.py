@@ -1,4 +1,4 @@
-"""Restart budget of a run: how often it may fail, and which repeated failure is a bug in the script rather than a hardware fault.
+"""Restart budget of a run: how often it may fail, and when a repeated failure is treated as a bug in the script.
 
 Pure: time comes from `clock` (seconds, monotonic). The failure of a world counts once, no matter how many of its ranks fail.
 """
@@ -56,7 +56,7 @@ class RestartBudget:
 
     @property
     def repeated_failure_reason(self) -> str | None:
-        """Reason to treat the last failure as a bug: the previous failure was the same exception at the same step. None if it was not."""
+        """Reason to treat the last failure as a bug: the failure before it was the same exception at the same step. Otherwise None."""
         is_repeated = self._last_failure[1] is not None and self._last_failure[1] == self._previous_signature
         return "same error at the same step as before: not a machine fault" if is_repeated else None
 

@@ -1,8 +1,8 @@
-"""The rendezvous role: hosts the c10d store and serves the coordinator; once per run, on any node.
+"""The rendezvous role: hosts the c10d store and the coordinator; one process per run, on any node.
 
 Prints each event as one JSON line on standard output, and nothing else: launchers read that log.
-Exit codes: 0 the run has an outcome and all nodes have received it, 143 stopped before that (so that Swarm restarts it), 1 its port is in
-use, or its environment is invalid.
+Exit codes: 0 if the run has an outcome and all nodes have received it, 143 if the process was stopped before that (so that Swarm restarts
+it), 1 if its port is in use or its environment is invalid.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                     raise ValueError(f"unknown operation: {op}")
 
     def advance_timers(self) -> bool:
-        """Advance the coordinator's timers. Return whether the coordinator can exit."""
+        """Process the coordinator's timeouts. Return whether the coordinator can exit."""
         with self._lock:
             self._coordinator.advance_timers()
             return self._coordinator.is_finished

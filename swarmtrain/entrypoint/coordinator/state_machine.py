@@ -1,15 +1,15 @@
 """State machine of the coordinator: decides which rendezvous round is current, and how the run ended.
 
-A pure state machine: calls in, events out through `publish`, time through `clock` (seconds, monotonic). The rules:
+A pure state machine: events are published through `publish`, time comes from `clock` (seconds, monotonic). The rules:
 - A round is used until a node reports it closed; N nodes that close the same round start one new round.
-- A world that fails costs one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before restores the budget,
-  except for `max_restarts_per_hour`. When none is left, the run has failed, and the first failure of its last world is the reason. The same
-  exception at the same step twice in a row is a bug and ends the run, whatever is left.
+- A world that fails costs one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before resets the count of
+  `max_restarts`, but not that of `max_restarts_per_hour`. When no restart is left, the run has failed, and the first failure of its last
+  world is the reason. The same exception at the same step twice in a row is a bug and ends the run, whatever the budget.
 - A run is done when the trainer reports it, or, with a script that reports nothing, when all nodes of a world have left with exit code 0.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 
-membership.py knows which nodes are present, rendezvous_barrier.py when a round begins, event_log.py what is printed when, world_tracker.py
-the worlds and their failures, restart_budget.py how often a run may fail, and node_quarantine.py which nodes are quarantined.
+membership.py tracks which nodes are present, rendezvous_barrier.py decides when a round begins, event_log.py limits the rate of log lines,
+world_tracker.py tracks worlds and their failures, restart_budget.py limits failures, and node_quarantine.py excludes flaky nodes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from swarmtrain.protocol import (
     EXIT_PLANNED,
     PERMANENT_BEFORE_FIRST_STEP,
     Event,
-    Orders,
-    Receipt,
+    EventResponse,
     RunOutcome,
+    SupervisorResponse,
 )
 
 LINGER_SECONDS = 2.0
-"""Minimum seconds that the coordinator keeps serving after the outcome."""
+"""Minimum seconds that the coordinator keeps serving after the run has an outcome."""
 STABLE_WORLD_SECONDS = 300.0
 """Seconds that a world must run to count as progress, for scripts that report no steps."""
 COLLATERAL_GRACE_SECONDS = 3.0
@@ -94,33 +94,33 @@ class Coordinator:
         return f"{self._boot_id}-{self._round_number}"
 
     @property
-    def orders(self) -> Orders:
-        return Orders(self.round, self._outcome)
+    def supervisor_response(self) -> SupervisorResponse:
+        return SupervisorResponse(self.round, self._outcome)
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has an outcome, and every remaining node has received it."""
-        return self._outcome is not None and self._clock() - self._outcome_at >= LINGER_SECONDS and self._membership.is_deserted
+        return self._outcome is not None and self._clock() - self._outcome_at >= LINGER_SECONDS and self._membership.has_no_active_nodes
 
-    def register_node(self, name: str) -> Orders:
-        """Register a start of a node's supervisor, the first start or a restart, and return its orders."""
+    def register_node(self, name: str) -> SupervisorResponse:
+        """Register a start of a node's supervisor, the first start or a restart, and return the response."""
         if name not in self._membership:
             self._membership_changing = True
         elif name in self._worlds.unfinished_nodes:
             self._fail_run_with_incomplete_world(f"{name} was lost")
         if self._membership.register_node(name) and self._worlds.newest:
             self._record_machine_failure(self._worlds.newest.key, name)
-        return self.orders
+        return self.supervisor_response
 
-    def record_heartbeat(self, name: str) -> Orders:
-        """Record a heartbeat of a node's supervisor, and return its orders."""
+    def record_heartbeat(self, name: str) -> SupervisorResponse:
+        """Record a heartbeat of a node's supervisor, and return the response."""
         self._membership.record_heartbeat(name)
-        return self.orders
+        return self.supervisor_response
 
-    def close_round(self, name: str, round: str) -> Orders:
-        """Handle a node without an agent, which is ready for the round after `round` ("" before its first round), and return its orders.
+    def close_round(self, name: str, round: str) -> SupervisorResponse:
+        """Record that a node, without an agent, is ready for the round after `round` ("" before its first). Return the response.
 
-        If the orders name the same round again, the other nodes are finishing, and the node must not start an agent.
+        If the response names the same round again, the other nodes are finishing, and the node must not start an agent.
         """
         self._membership.record_heartbeat(name)
         if round == self.round and not self._outcome:
@@ -129,13 +129,13 @@ class Coordinator:
             elif not self._worlds.has_finished_node:
                 self._round_number += 1
         if round == self.round or self._outcome:
-            return self.orders
+            return self.supervisor_response
         expected_nodes = self._membership.responsive_nodes - self._quarantine.quarantined_nodes
         wait = name in self._quarantine.quarantined_nodes or not self._barrier.register_arrival(self.round, name, expected_nodes)
-        return replace(self.orders, wait=wait)
+        return replace(self.supervisor_response, wait=wait)
 
-    def record_node_exit(self, name: str, exit_code: int) -> Orders:
-        """Record a node's exit and return its orders.
+    def record_node_exit(self, name: str, exit_code: int) -> SupervisorResponse:
+        """Record a node's exit and return the response.
 
         The exit code is 0 for success, EXIT_PLANNED if a stop was requested, else a failure.
         """
@@ -156,10 +156,10 @@ class Coordinator:
                 )
         elif name in self._worlds.unfinished_nodes:
             self._fail_run_with_incomplete_world(f"{name} exited with exit code {exit_code}")
-        return self.orders
+        return self.supervisor_response
 
-    def handle_event(self, event: Event) -> Receipt:
-        """Handle an event from a node or a rank, and return its receipt.
+    def handle_event(self, event: Event) -> EventResponse:
+        """Handle an event from a node or a rank, and return the response.
 
         Raises ValueError for an event kind that only the coordinator may write.
         """
@@ -181,10 +181,10 @@ class Coordinator:
         else:
             self._event_log.write_event(event)
             self._record_progress(event)
-        return Receipt(is_known, run_failed=self._has_run_failed)
+        return EventResponse(is_known, run_failed=self._has_run_failed)
 
     def advance_timers(self) -> None:
-        """Advance timers: declare silent nodes lost, and fail the run once the wait for a root cause is over."""
+        """Process timeouts: declare silent nodes lost, and fail the run once the wait for a root cause is over."""
         for name in self._membership.collect_lost_nodes():
             self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": None}))
             if name in self._worlds.unfinished_nodes:
@@ -216,7 +216,7 @@ class Coordinator:
             self._event_log.write_event(Event(EVENT_WORLD_FORMED, {**event.data, "ranks": ranks}))
 
     def _record_failure(self, event: Event) -> bool:
-        """Record a failure event. Return whether its reason was already reported."""
+        """Record a failure event. Return whether the failure's reason was already reported."""
         cause = self._worlds.attribute_failure(event.data, self.round)
         is_known = self._reported_failures.record_failure_reason(cause)
         if self._reported_failures.record_failure_report(cause, event.data) and not self._has_run_failed:
@@ -238,7 +238,7 @@ class Coordinator:
     def _charge_restart_budget(self, cause: FailureCause) -> None:
         if cause.world not in self._charged_worlds:
             if cause.is_collateral and self._membership_changing:
-                return  # a node joined or left and its peers failed because of that: not charged to the budget
+                return  # peers failed because a node joined or left: not charged to the budget
             self._charged_worlds.add(cause.world)
             if self._is_stable_world(cause.world):
                 self._budget.reset_consecutive_failures()

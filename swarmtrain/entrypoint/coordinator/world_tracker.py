@@ -1,6 +1,6 @@
-"""Worlds of a run: the one that is forming, the one that trains, and the failures of each.
+"""Tracks the worlds of a run: those that are forming, the newest that has formed, and the failures of each.
 
-Pure: values in, values out. A world is identified by its key (protocol.build_world_key), a failure by its world, node and rank.
+Pure: no clock and no I/O. A world is identified by its key (protocol.build_world_key), a failure by its world, node and rank.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class WorldTracker:
         return self.newest
 
     def attribute_failure(self, data: Mapping[str, Any], round: str) -> FailureCause:
-        """Return the cause of a failure event, attributed to the right world and to the failed rank, which another rank may have
-        reported.
+        """Return the failure cause of an event, attributed to its world and to the failed rank.
 
-        `round` is the current rendezvous round: an agent that fails does not know its world.
+        Another rank may have reported the failure. `round` is the current rendezvous round, by which the failure of an agent is
+        attributed: an agent does not know its world.
         """
         attributed = {key: value for key, value in data.items() if key != "failed_rank"}
         for node, ranks in (self.newest.ranks if self.newest else {}).items():
@@ -116,10 +116,10 @@ class ReportedFailures:
         self._reasons_by_world: dict[str, dict[str, bool]] = {}
 
     def record_failure_reason(self, cause: FailureCause) -> bool:
-        """Record the reason of a failure.
+        """Record the reason of a failure. Return whether the reason is already known.
 
-        Return whether the reason is already known: reported by another rank of this world (apart from numbers), or collateral to a known
-        failure.
+        It is known if another rank of this world has reported the same text (numbers may differ), or if the failure is collateral to a
+        known failure.
         """
         reasons = self._reasons_by_world.setdefault(cause.world, {})
         reason = _NUMBER_PATTERN.sub("0", str(cause.data.get("error")))
@@ -130,7 +130,7 @@ class ReportedFailures:
     def record_failure_report(self, cause: FailureCause, report: Mapping[str, Any]) -> bool:
         """Record a failure report. Return whether this is the first report of the failed rank.
 
-        `report` is the failure before attribution; its own rank counts as reported, too.
+        `report` is the failure before attribution; the rank that it names counts as reported, too.
         """
         is_new = _build_failed_rank_id(cause.world, cause.data) not in self._reported_ranks
         self._reported_ranks |= {_build_failed_rank_id(cause.world, report), _build_failed_rank_id(cause.world, cause.data)}

@@ -1,7 +1,7 @@
 """Probe of a Python interpreter: its packages and collective backends. This file is run as `PYTHON -c` with one JSON argument.
 
-The argument `{}` requests an inspection. Any other argument describes a process group with one process on each host, which runs an
-all-reduce. Prints one JSON line.
+The argument `{}` requests an inspection of the interpreter. Any other argument describes a process group with one process on each host,
+which runs an all-reduce. The result is printed as one JSON line.
 """
 
 from __future__ import annotations

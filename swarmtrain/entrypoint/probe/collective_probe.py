@@ -1,8 +1,8 @@
 """Probe of the first collective: import torch, connect all nodes through the store, and run an all-reduce.
 
-One process per node. Prints a line when torch is imported, then reads one JSON line from standard input: variables to add to its
-environment, and link errors of this node. Then prints one JSON line: versions, devices, and the seconds of an all-reduce for each backend,
-or an error. If any node has a link error, none runs the all-reduce: it would only hang.
+One process per node. It prints a line when torch is imported, then reads one JSON line from standard input: variables to add to its
+environment, and link errors of this node. It then prints one JSON line: versions, devices, and the seconds of an all-reduce for each
+backend, or an error. If any node has a link error, none runs the all-reduce: it would only hang.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUP_TIMEOUT = timedelta(seconds=40)
 def main() -> NoReturn:
     """Import torch, wait for the request, print the result, and exit with 0.
 
-    Exits immediately: a regular shutdown of torch takes 0.5 s of CPU time.
+    Exits by os._exit: a regular shutdown of torch takes 0.5 s of CPU time.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("torch")
@@ -88,7 +88,7 @@ def _measure_backend(backend: str, store: Store, rank: int, world_size: int) -> 
         timings = _time_all_reduce(backend, store, rank, world_size)
     finally:
         store.set(f"{done_prefix}{rank}", "")
-    # A process that exits discards what it has sent but a slow link has not delivered yet.
+    # Wait for all ranks: a process that exits discards data that a slow link has not delivered yet.
     store.wait([f"{done_prefix}{peer_rank}" for peer_rank in range(world_size)])
     dist.destroy_process_group()
     return timings

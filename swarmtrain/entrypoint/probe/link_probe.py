@@ -1,7 +1,7 @@
 """Probe of the network link between each pair of nodes: round-trip time, largest unfragmented packet, and bandwidth in each direction.
 
-Both ends measure. Pairs are scheduled in rounds of disjoint pairs, so that no node takes part in two measurements at once. All nodes go
-through the same rounds in the same order, and wait only for their partner. Standard library only.
+Both nodes of a pair measure. Pairs are scheduled in rounds of disjoint pairs, so that a node takes part in only one measurement at a time.
+All nodes run the same rounds in the same order, and wait only for their partner. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ROUND_TRIPS = 40
 _ROUND_TRIPS_SECONDS = 0.15
 _STREAM_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 16
-# What a slow link still has to deliver after sending ends: with a larger buffer that would take seconds.
+# A limited send buffer: a slow link would take seconds to deliver a larger one after sending ends.
 _SEND_BUFFER_BYTES = 1 << 18
 _DATAGRAM_WAIT_SECONDS = 0.1
 _SOCKET_TIMEOUT_SECONDS = 3.0
-# Time to retry a connection to a peer that was reached before: on a busy machine an overlay occasionally loses a peer and finds it again.
+# Time to retry a connection to a peer that was reached before: on a busy machine an overlay network occasionally loses a peer for a while.
 _CONNECT_RETRY_SECONDS = 20.0
 _UNRESPONSIVE_SECONDS = 20.0
 _HEADER_BYTES = 28
@@ -52,7 +52,7 @@ class Link:
 def schedule_node_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return every pair of `names` once, in rounds of disjoint pairs: n-1 rounds for n names, or n if n is odd.
 
-    The circle method of round-robin tournaments (Kirkman, 1847): one name keeps its place, the others rotate by one place per round.
+    Uses the circle method of round-robin tournaments (Kirkman, 1847): one name keeps its place, the others rotate by one place per round.
     """
     ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     rounds = []
@@ -89,13 +89,13 @@ class LinkProber:
     ) -> dict[str, float | None]:
         """Wait until all `peers` listen. Return for each peer the seconds to resolve its name, or None if the peer never answered.
 
-        A name that resolves means that the peer exists: if it does not answer for `unresponsive_timeout` seconds, it is no longer waited
-        for. A name that does not exist yet may block a lookup for many seconds, so each peer is resolved in its own thread, and the time
-        is that of a lookup after the peer has answered.
+        A name that resolves means that the peer exists: if the peer then does not answer for `unresponsive_timeout` seconds, waiting for it
+        ends. The lookup of a name that does not exist yet may block for many seconds, so each peer is resolved in its own thread, and the
+        returned time is that of a second lookup, after the peer has answered.
         """
         deadline = time.monotonic() + timeout
         lookup_times: dict[str, float | None] = dict.fromkeys(peers)
-        # Threads instead of a pool: a stop does not wait for daemon threads.
+        # Daemon threads instead of a pool: on a stop, the process does not wait for them.
         threads = [
             threading.Thread(target=self._wait_for_peer, args=(peer, deadline, unresponsive_timeout, lookup_times), daemon=True)
             for peer in peers
@@ -126,7 +126,7 @@ class LinkProber:
     def measure_link(self, a: str, b: str, partner_timeout: float) -> Link:
         """Measure the link between the nodes `a` and `b`, one of which is this node.
 
-        `partner_timeout`: seconds to wait for the other one.
+        `partner_timeout`: seconds to wait for the other node.
         """
         partner = b if self.name == a else a
         if partner not in self._addresses:
@@ -265,7 +265,7 @@ def _receive_stream(connection: socket.socket) -> float:
     """Receive a TCP stream until the sender marks its last chunk. Return the rate in bytes per second."""
     received_bytes = 0
     is_last = _receive_exact_bytes(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
-    started_at = time.monotonic()  # the clock starts after the first chunk, which does not count
+    started_at = time.monotonic()  # the clock starts after the first chunk, which is not counted
     while not is_last:
         is_last = _receive_exact_bytes(connection, _CHUNK_BYTES)[:1] == _LAST_MARK
         received_bytes += _CHUNK_BYTES

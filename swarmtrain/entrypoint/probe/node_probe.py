@@ -1,4 +1,4 @@
-"""The probe role: checks what a node provides for a job, from inside the job's container, and how it reaches its peers.
+"""The probe role: checks from inside the job's container what the node provides for the job, and how the node reaches its peers.
 
 Posts its results to the coordinator: a `probe` event for the node, a `link` event for each pair in which this node comes first, and a
 `collective` event for the first collective of all nodes. Then exits with 0. Standard library only.
@@ -34,7 +34,7 @@ from swarmtrain.protocol import EVENT_COLLECTIVE, EVENT_LINK, EVENT_NODE_PROBE, 
 
 _COORDINATOR_TIMEOUT_SECONDS = 600.0
 _PEERS_TIMEOUT_SECONDS = 60.0
-# A node that did not reach all its peers is this much later in the first round.
+# A partner that did not reach all its peers enters the first round up to _PEERS_TIMEOUT_SECONDS later.
 _PARTNER_TIMEOUT_SECONDS = _PEERS_TIMEOUT_SECONDS + 10.0
 _HEARTBEAT_SECONDS = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 90.0
@@ -47,8 +47,8 @@ def main() -> int:
 
     Raises CoordinatorError if the coordinator is unreachable, ValueError if the environment is invalid.
     """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not immediate exit: the markers must be removed
-    # A name that does not exist yet is forwarded to the host's resolver, which may never answer.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # no immediate exit, so that the markers are removed
+    # Limit DNS lookups: a name that does not exist yet is forwarded to the host's resolver, which may never answer.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     env, probe_env = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
     collective = _CollectiveProbe()
@@ -59,7 +59,7 @@ def main() -> int:
     route = _choose_rank_route(env)
     peers = [peer for peer in probe_env.peers if peer != env.node]
     with _write_markers(env) as markers:
-        # After the markers are written: a peer that this node reaches can rely on them.
+        # Listen only after the markers are written: a peer that reaches this node can then see its markers.
         prober = LinkProber(env.node, probe_env.probe_port, read_interface_mtu(route.interface), peer_addresses=probe_env.addresses)
         facts = {"host": socket.gethostname(), **_collect_node_facts(env, route), "clock": coordinator.measure_clock_offset()}
         lookup_times = prober.wait_for_peers(peers, _PEERS_TIMEOUT_SECONDS)
@@ -152,7 +152,7 @@ def _measure_disk_space(path: str) -> tuple[int, int]:
 
 
 def list_machine_gpus(driver_folder: Path) -> list[str]:
-    """Return the UUIDs of the machine's GPUs from the driver's folder, which a container sees unless the container runtime hides it."""
+    """Return the UUIDs of the machine's GPUs from the driver's folder, which is visible in a container unless its runtime hides it."""
     uuids = []
     for path in sorted(driver_folder.glob("gpus/*/information")):
         with contextlib.suppress(OSError):
@@ -214,9 +214,9 @@ def find_save_folder(env: NodeEnv, target: Path) -> Path:
 
 
 def _describe_mount(env: NodeEnv, marker: MountMarker) -> dict[str, Any]:
-    """Return the facts of one mount. `visible_nodes`: nodes whose markers are in it; `content_digest`: fingerprint of its content."""
+    """Return the facts of one mount: `visible_nodes` are the nodes whose markers are in it, `content_digest` is a hash of its entries."""
     prefix = f".{env.run}-"
-    # On a network file system markers may appear late, but not later than those of peers that have been reached.
+    # A network file system may show markers late; peers that were reached have written theirs before they listened.
     names = [name for name in _list_entry_names(Path(marker.target)) if not name.startswith(prefix)]
     visible_nodes = [name.removeprefix(prefix) for name in _list_entry_names(marker.folder) if name.startswith(prefix)]
     entries = [_get_entry_name_and_size(Path(marker.target) / name) for name in names][:_MAX_ENTRIES]
@@ -281,7 +281,7 @@ class _CollectiveProbe:
             self._process.kill()
             return {"error": f"no result within {_COLLECTIVE_TIMEOUT_SECONDS:g} s"}
         lines = output.decode(errors="replace").strip().splitlines()
-        for line in reversed(lines):  # torch may print last
+        for line in reversed(lines):  # torch may print further lines after the result
             with contextlib.suppress(ValueError):
                 return dict(json.loads(line))
         return {"error": lines[-1] if lines else f"exit code {self._process.returncode}"}

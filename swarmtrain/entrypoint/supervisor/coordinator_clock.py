@@ -1,7 +1,7 @@
 """A common clock for all nodes of a rendezvous: the coordinator's monotonic clock, which cannot be set.
 
-torch's rendezvous compares node heartbeats by the wall clock of each machine. If one clock is off by several seconds, or is set during a
-run, that node considers all others dead, or they consider it dead.
+torch's rendezvous compares node heartbeats by the wall clock of each machine. If one node's clock is off by several seconds, or is set
+during a run, that node considers all others dead, or they consider it dead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs torch's own elastic agent with settings for a swarm.
 
-The process is forked from the node's supervisor, one per rendezvous round. Exit codes: 0 all ranks of this node returned, EXIT_PLANNED a
-stop was requested, 1 anything else (store lost, round closed …).
+The process is forked from the node's supervisor, one per rendezvous round. Exit codes: 0 if all ranks of this node returned,
+EXIT_PLANNED if a stop was requested, 1 otherwise (store lost, round closed …).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RENDEZVOUS_SETTINGS = {
     "last_call_timeout": 1,  # supervisors start their agents together
     "close_timeout": 10,
     "read_timeout": 60,
-    "keep_alive_interval": 2,  # 6 s in total to detect a dead node; 1 s × 2 splits a world whose nodes merely stall
+    "keep_alive_interval": 2,  # a dead node is detected after 6 s; with 1 s × 2, a node that only stalls counts as dead
     "keep_alive_max_attempt": 3,
 }
 
@@ -70,7 +70,7 @@ def run_agent(round: str, address: str | None, environment: dict[str, str]) -> i
         elastic_launch(_build_launch_config(env, round, address, logs), rank_process.run_rank)()
         return 0
     except Exception as error:  # noqa: BLE001  # any error must be reported
-        gc.disable()  # torch's keep-alive thread must not collect its own timer: it would wait for itself, and print that
+        gc.disable()  # torch's keep-alive thread must not collect its own timer, which would wait for that thread
         return EXIT_PLANNED if isinstance(error, SignalException) else _report_agent_failure(env, round, error)
 
 
@@ -86,7 +86,7 @@ def _build_launch_config(env: NodeEnv, round: str, address: str | None, logs: De
         rdzv_backend="c10d",
         rdzv_endpoint=env.store,
         rdzv_configs=dict(_RENDEZVOUS_SETTINGS),
-        max_restarts=_UNLIMITED_RESTARTS,  # a planned exit is a failure to torch; the coordinator has the restart budget
+        max_restarts=_UNLIMITED_RESTARTS,  # torch counts a planned exit as a failure; the coordinator has the restart budget
         start_method="forkserver",
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] ",
@@ -132,8 +132,8 @@ def _build_logs_specs(env: NodeEnv) -> DefaultLogsSpecs:
 def _replace_log_handlers(death_reporter: DeathReporter) -> None:
     """Replace torch's own log handler in this process.
 
-    To print an exception torch's handler imports the compiler, which takes seconds in the middle of a recovery. And a SIGTERM that arrives
-    meanwhile is raised inside the handler, which prints it and continues: this agent would never exit.
+    To print an exception, torch's handler imports the compiler, which takes seconds during a recovery. If a SIGTERM arrives in that time,
+    its exception is raised inside the handler, which prints it and continues: this agent would never exit.
     """
     for name in ("torch", "torch.distributed"):
         logger = logging.getLogger(name)
@@ -167,9 +167,11 @@ class _PlainLogHandler(logging.StreamHandler[TextIO]):
 class DeathReporter(logging.Handler):
     """Log handler that posts the deaths of ranks that torch's agent logs, since a rank killed by a signal cannot report its own death.
 
-    It also resumes frozen ranks that are to be stopped. The coordinator drops deaths that the rank itself has already reported in more
-    detail. Of several ranks that are dead when torch checks, torch logs only one, often a peer that failed because of another rank's
-    death. So all deaths are posted, except of ranks that torch terminated.
+    Of several ranks that are dead when torch checks, torch logs only one, often a peer that failed because of another rank's death. So the
+    deaths of all ranks are posted, except of those that torch terminated. The coordinator drops a death that the rank itself has already
+    reported in more detail.
+
+    The handler also resumes frozen ranks (SIGSTOP) that torch is about to stop.
     """
 
     def __init__(self, env: NodeEnv, logs: Any) -> None:
@@ -207,7 +209,7 @@ class DeathReporter(logging.Handler):
 
 
 def _collect_exit_codes(record: logging.LogRecord, terminated_pids: Container[int]) -> dict[int, int]:
-    """Return the exit codes, by local rank, of the rank that torch logs and of all other dead ranks, except those in `terminated_pids`."""
+    """Return by local rank the exit codes of the rank that torch logs and of all other dead ranks, except those in `terminated_pids`."""
     exit_codes = {}
     if record.exc_info and record.exc_info[2]:
         # torch has no public access to its processes. If this fails, only the logged rank is reported.
@@ -224,7 +226,7 @@ def _collect_exit_codes(record: logging.LogRecord, terminated_pids: Container[in
 
 
 def describe_out_of_memory(memory_limit: int | None) -> dict[str, Any]:
-    """Return the fields of a failure event for a death with an OOM kill. `memory_limit`: memory limit of the container in bytes."""
+    """Return the failure event fields of a rank that the OOM killer killed. `memory_limit`: container memory limit in bytes."""
     memory_scope = f"its container's limit of {memory_limit / 2**30:.2f} GiB" if memory_limit else "the machine's memory"
     return {"error": f"killed by SIGKILL: out of memory within {memory_scope}", "oom": True}
 

@@ -1,9 +1,10 @@
-"""Process creation on a node: torch is imported once in a container's lifetime, and all processes that need it are forked from there.
+"""Process creation on a node: torch is imported once in a container's lifetime, and all processes that need torch are forked.
 
     supervisor ── forkserver ── agent ── its own forkserver ── ranks
 
-The servers are multiprocessing's forkservers. An agent's is forked from the agent, which has imported everything, so that a new agent, of
-the next rendezvous round, needs no import either. The ranks are its descendants, so that they die with it.
+The servers are multiprocessing's forkservers. An agent's forkserver is forked from the agent, which has all modules imported, so ranks need
+no imports. Ranks are descendants of their agent, so that they die with it. The agent of the next rendezvous round is forked from the
+supervisor's forkserver.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _FORKSERVER_DIED_CODE = 255
 
 def preload_forkserver() -> None:
     """Start a forkserver that imports what agents and ranks need. It lives as long as the thread that calls this."""
-    # multiprocessing removes the semaphores of killed processes, as it should; its warning about that is noise.
+    # multiprocessing removes the semaphores of killed processes, as intended; suppress its warning about that.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     _CONTEXT.set_forkserver_preload(["swarmtrain.entrypoint.supervisor.forkserver_preload"])
-    # Slurm ends a job by a signal to all processes of a node. The servers ignore it: ranks that are saving would die with them.
+    # Slurm ends a job by a SIGTERM to all processes of a node. The forkservers ignore it: ranks that are saving would die with them.
     previous_handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGTERM, previous_handler)
@@ -50,17 +51,14 @@ def start_forked_process(name: str, main: Callable[..., int], *arguments: object
 
 
 def wait_for_exit_code(process: ForkServerProcess, timeout: float) -> int | None:
-    """Return the exit code of `process` (negative: killed by that signal); None if it still runs after `timeout` seconds."""
+    """Return the exit code of `process` (-N: killed by signal N); None if the process still runs after `timeout` seconds."""
     process.join(timeout)
     # The server reports its children's exit codes. If the server itself is killed, its children are killed too.
     return -signal.SIGKILL if process.exitcode == _FORKSERVER_DIED_CODE else process.exitcode
 
 
 def has_rank_processes(process: ForkServerProcess) -> bool:
-    """Return whether the agent `process` has ranks, or descendants of ranks, under any process name.
-
-    Returns True if processes cannot be listed.
-    """
+    """Return whether the agent `process` has rank processes, or descendants of them. Also True if processes cannot be listed."""
     process_names = set()
     for entry in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has just exited
@@ -91,7 +89,7 @@ def use_forked_forkserver() -> Iterator[None]:
 
 
 def _fork_forkserver(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Fork multiprocessing's forkserver: run in the child what the interpreter would run by `-c`, the last of `args`. Return its pid."""
+    """Fork multiprocessing's forkserver, and return its pid. The child runs the last of `args`, the code that follows `-c`."""
     parent = os.getpid()
     if pid := os.fork():
         return pid

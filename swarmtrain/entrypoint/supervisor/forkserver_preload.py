@@ -1,7 +1,7 @@
 """Module that the node's forkserver preloads once, so that every agent and rank forked from it has torch imported already.
 
 The import has an intended side effect: it makes the forkserver die with the supervisor. Otherwise the forkserver would outlive a killed
-supervisor: it exits when a pipe closes, and processes forked from it hold this pipe open.
+supervisor: it exits when a pipe to the supervisor closes, but processes forked from it keep this pipe open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ set_process_name("torch-preloaded")
 
 
 def _print_unexpected_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Suppress the error of a rank that was just starting when its agent exited, and found the agent's semaphores gone."""
+    """Exception hook that suppresses the error of a rank that was starting when its agent exited and removed its semaphores."""
     frames = traceback.extract_tb(trace)
     if not (isinstance(error, FileNotFoundError) and frames and "multiprocessing" in frames[-1].filename):
         sys.__excepthook__(kind, error, trace)
@@ -41,12 +41,12 @@ def _list_modules_to_preload() -> tuple[str, ...]:
     try:
         trainer_import = _TRAINER_IMPORT_PATTERN.search(Path(NodeEnv.from_env(os.environ).script).read_bytes())
     except OSError:
-        trainer_import = None  # the rank reports what is wrong with it
+        trainer_import = None  # the rank reports the error in it
     return (*base_modules, "swarmtrain.trainer") if trainer_import else base_modules
 
 
 for _module in _list_modules_to_preload():
-    with contextlib.suppress(ImportError):  # the rank that needs it reports the error, with the user's own traceback
+    with contextlib.suppress(ImportError):  # the rank that imports it reports the error, with a traceback of the user's script
         _imported = importlib.import_module(_module)
         for _name in getattr(_imported, "__all__", ()):  # some packages import lazily
             getattr(_imported, _name)

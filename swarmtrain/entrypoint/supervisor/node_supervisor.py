@@ -1,11 +1,11 @@
 """The supervisor of a node: the parent process of torch's elastic agent, which decides what happens after the agent exits.
 
-`python -m swarmtrain.entrypoint node`, under every launcher. Standard library only. Swarm's `restart_policy: on-failure` reads its exit
-codes, and 0 is the only one that ends a service:
+`python -m swarmtrain.entrypoint node`, under every launcher. Standard library only. Swarm's `restart_policy: on-failure` reads the exit
+code; 0 is the only one after which it does not restart the node:
 
-    0             this node is done, or the run has an outcome and nothing is left to do
-    EXIT_PLANNED  stop requested (SIGTERM): a removed service stays removed whatever the code, but a task that only received a signal
-                  (`docker kill`, a restarting engine) must come back
+    0             this node is done, or the run has an outcome
+    EXIT_PLANNED  stop requested (SIGTERM): a removed service stays removed whatever the exit code, but a task that only received a signal
+                  (`docker kill`, a restarting engine) must be restarted
     1             the coordinator could not be reached in time; worth a restart
 """
 
@@ -27,19 +27,19 @@ from swarmtrain.entrypoint.resource_usage import UsageReporter
 from swarmtrain.entrypoint.supervisor import forking
 from swarmtrain.entrypoint.supervisor.elastic_agent import run_agent
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, CoordinatorError
-from swarmtrain.protocol import ENV_PREFIX, EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, Orders
+from swarmtrain.protocol import ENV_PREFIX, EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, SupervisorResponse
 
 _HEARTBEAT_SECONDS = 1.0
 _RETRY_SECONDS = 0.3
 _COORDINATOR_TIMEOUT_SECONDS = 600.0  # the rendezvous service may still be pulling its image
 _COORDINATOR_RESTART_SECONDS = 300.0
 _EXIT_REPORT_SECONDS = 15.0
-_FAILURE_GRACE_SECONDS = 10.0  # a failed run has made no step since its last save; torch's agent may wait for peers that are gone
-_NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; it may hang on a lost store, and then handles no signal
+_FAILURE_GRACE_SECONDS = 10.0  # a failed run has nothing new to save; torch's agent may wait for lost peers
+_NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; if it hangs on a lost store, it ignores signals
 _DONE_GRACE_SECONDS = 330.0  # torch's agents wait up to 300 s for each other at their end
 _STABLE_AGENT_SECONDS = 30.0
 _MAX_BACKOFF_SECONDS = 15.0
-_ISOLATION_TIMEOUT_SECONDS = 90.0  # a node without a response may be cut off; a coordinator that restarts is back sooner
+_ISOLATION_TIMEOUT_SECONDS = 90.0  # then the node counts as cut off; a coordinator that restarts is back sooner
 
 
 def main() -> int:
@@ -92,18 +92,18 @@ class Supervisor:
         if problems := find_permanent_problems(self.env):
             return self._report_permanent_problems(problems)
         route = self._announce_node()
-        forking.wait_for_preload()  # before the coordinator expects a heartbeat every second
+        forking.wait_for_preload()  # wait before registering: from then on the coordinator expects heartbeats
         self.coordinator.register_node(self.env.node)
         UsageReporter(self.coordinator, self.env.node).start()
-        orders = self._wait_for_next_round("")
-        while orders.outcome is None:
-            code = self._run_round(orders.round, route)
+        response = self._wait_for_next_round("")
+        while response.outcome is None:
+            code = self._run_round(response.round, route)
             if code == EXIT_OK:
                 break
             if self.is_stopping:
                 raise _StopRequested
-            orders = self._wait_for_next_round(orders.round)
-        self.is_stopping = True  # from now on a signal is too late to change anything
+            response = self._wait_for_next_round(response.round)
+        self.is_stopping = True  # from now on a signal has no effect
         self._report_exit(EXIT_OK)
         return EXIT_OK
 
@@ -155,17 +155,17 @@ class Supervisor:
         elif self.agent_stop_requested and not forking.has_rank_processes(agent):
             self.kill_agent_at = min(self.kill_agent_at, time.monotonic() + _NO_RANKS_GRACE_SECONDS)
         try:
-            orders = self.coordinator.send_heartbeat(self.env.node)
+            response = self.coordinator.send_heartbeat(self.env.node)
         except CoordinatorError as error:
             self._handle_missed_response(agent, error)
             return
         self.last_response_at = time.monotonic()
-        if orders.outcome and orders.outcome.is_success:
+        if response.outcome and response.outcome.is_success:
             self.kill_agent_at = min(self.kill_agent_at, time.monotonic() + _DONE_GRACE_SECONDS)
-        elif orders.outcome:
+        elif response.outcome:
             self._stop_agent(agent, _FAILURE_GRACE_SECONDS)
-        elif orders.round != round:
-            # A round that others have left cannot form a world again: save, and join them in the new round.
+        elif response.round != round:
+            # The other nodes have closed this round, so it cannot form a world again: save, and join them in the new round.
             self._stop_agent(agent, self.env.stop_grace)
 
     def _handle_missed_response(self, agent: ForkServerProcess, error: CoordinatorError) -> None:
@@ -201,8 +201,8 @@ class Supervisor:
         _log_message(error)
         self.coordinator.try_post(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
 
-    def _wait_for_next_round(self, round: str) -> Orders:
-        """Wait for a round other than `round` to start, or for the outcome, and return the orders.
+    def _wait_for_next_round(self, round: str) -> SupervisorResponse:
+        """Wait for a round other than `round` to start, or for the outcome, and return the response.
 
         Raises CoordinatorError if the coordinator stays unreachable.
         """
@@ -210,11 +210,11 @@ class Supervisor:
         while True:
             self.coordinator.wait_until_reachable(_COORDINATOR_RESTART_SECONDS)
             try:
-                orders = self.coordinator.close_round(self.env.node, round)
+                response = self.coordinator.close_round(self.env.node, round)
             except CoordinatorError:
                 continue
-            if orders.outcome or (orders.round != round and not orders.wait):
-                return orders
+            if response.outcome or (response.round != round and not response.wait):
+                return response
             time.sleep(_RETRY_SECONDS)  # others are still arriving or finishing, or this node is quarantined
 
     def _report_exit(self, exit_code: int) -> None:
@@ -235,9 +235,9 @@ class Supervisor:
 
 
 class _StopRequested(BaseException):
-    """Raised at SIGTERM while no agent runs, so that there is nothing to save.
+    """Raised at SIGTERM while no agent runs, when there is nothing to save.
 
-    A BaseException, so that no `except Exception` swallows it.
+    It is a BaseException, so that `except Exception` does not swallow it.
     """
 
 

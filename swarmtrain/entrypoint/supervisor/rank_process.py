@@ -1,7 +1,7 @@
 """Process of one rank: runs the user's script as torchrun would, and reports to the coordinator how it ended.
 
 Called by torch's agent in a process forked from the forkserver. The script sees torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR …) and swarmtrain's (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). It need not know swarmtrain.
+MASTER_ADDR …) and swarmtrain's (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). It need not use swarmtrain.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from swarmtrain.protocol import (
     EXIT_PLANNED,
     PERMANENT_BEFORE_FIRST_STEP,
     Event,
+    EventResponse,
     NodeEnv,
-    Receipt,
     build_world_key,
 )
 
@@ -44,7 +44,7 @@ _TERMINATION_WAIT_SECONDS = 20.0
 
 
 def run_rank() -> None:
-    """Run the user's script to its end. A failure, including any nonzero exit code, is posted to the coordinator and raised again."""
+    """Run the user's script to its end. A failure, including any nonzero exit code, is posted to the coordinator and re-raised."""
     set_parent_death_signal()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored in the forkserver that this process is forked from
     set_process_name(f"rank {os.environ['RANK']}")
@@ -53,7 +53,7 @@ def run_rank() -> None:
     _enable_line_buffering()
     _reseed_numpy()
     _keep_process_groups_alive()
-    receipt = Receipt()
+    response = EventResponse()
     try:
         if os.environ["LOCAL_RANK"] == "0":
             CoordinatorClient(env.coordinator).try_post(build_world_event(env))
@@ -62,16 +62,16 @@ def run_rank() -> None:
         code = resolve_exit_code(system_exit)
         if code not in (0, EXIT_PLANNED):
             error = system_exit.code if isinstance(system_exit.code, str) else f"exit code {code}"
-            receipt = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, error=error, exit_code=code))
+            response = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, error=error, exit_code=code))
         if code:
-            raise  # if 0 were raised, torch's agent would wait forever for our return value
+            raise  # after SystemExit(0), torch's agent would wait forever for our return value
     except BaseException as error:
-        receipt = _report_error(env, error)
+        response = _report_error(env, error)
         raise
     finally:
         _run_atexit_functions()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script's own handler could keep this process alive for half a minute
-        if receipt.run_failed:
+        if response.run_failed:
             _wait_for_termination()
     if os.environ["LOCAL_RANK"] == "0":
         CoordinatorClient(env.coordinator).try_post(Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "world": build_world_key(os.environ)}))
@@ -105,7 +105,7 @@ def resolve_exit_code(system_exit: SystemExit) -> int:
 
 
 def classify_error_permanence(error: BaseException, script: str) -> bool | str:
-    """Return whether the error recurs on a retry: True, PERMANENT_BEFORE_FIRST_STEP, or False as far as known."""
+    """Return whether the error recurs on a retry: True, PERMANENT_BEFORE_FIRST_STEP, or False if that is unknown."""
     if isinstance(error, SyntaxError):
         return error.filename is not None and Path(error.filename).parent == Path(script).parent
     if isinstance(error, SwarmtrainError):
@@ -122,9 +122,9 @@ def _run_script(env: NodeEnv) -> None:
 
 @contextmanager
 def _intercept_os_exit() -> Iterator[None]:
-    """Turn the script's own os._exit(0), which some use to skip a slow shutdown, into a normal exit.
+    """Turn a call of os._exit(0) by the script, which some use to skip a slow shutdown, into a normal exit.
 
-    torch's agent waits for our return value, and would wait forever for a process that is gone without a failure.
+    torch's agent waits for our return value, and would wait forever for a process that exits with 0 without returning.
     """
     original_exit, process = os._exit, os.getpid()
 
@@ -141,8 +141,8 @@ def _intercept_os_exit() -> Iterator[None]:
         os._exit = original_exit
 
 
-def _report_error(env: NodeEnv, error: BaseException) -> Receipt:
-    """Post an error to the coordinator, and print it unless another rank has already reported it. Return the coordinator's receipt."""
+def _report_error(env: NodeEnv, error: BaseException) -> EventResponse:
+    """Post an error to the coordinator, and print it unless another rank has already reported it. Return the coordinator's response."""
     if isinstance(error, SwarmtrainError):
         reason, trace, full_text = str(error).replace("\n", "; "), "", error.plain_text
     else:
@@ -157,9 +157,9 @@ def _report_error(env: NodeEnv, error: BaseException) -> Receipt:
         facts["step"] = step
     if (permanence := classify_error_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = permanence
-    receipt = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, **facts))
-    sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if receipt.is_known else full_text)
-    return receipt
+    response = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, **facts))
+    sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if response.is_known else full_text)
+    return response
 
 
 def _build_error_hint(error: BaseException) -> str | None:
@@ -169,19 +169,19 @@ def _build_error_hint(error: BaseException) -> str | None:
 
 
 def _wait_for_termination() -> None:
-    """Wait until this node is stopped. If the rank exited, torch's agent would restart it, although the run is over."""
+    """Wait until this node is stopped. If this rank exited, torch's agent would restart it, although the run is over."""
     time.sleep(_TERMINATION_WAIT_SECONDS)
 
 
 def _enable_line_buffering() -> None:
-    """Write each line to the log at once and in one piece, even if PYTHONUNBUFFERED would write it in pieces."""
+    """Write each line to the log with one write call, as soon as it is complete, even if PYTHONUNBUFFERED is set."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _reseed_numpy() -> None:
-    """Reseed NumPy's global generator. It was seeded in the forkserver: otherwise all forked ranks would draw the same numbers."""
+    """Reseed NumPy's global generator. It was seeded in the forkserver, so that all forked ranks would draw the same numbers."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
@@ -190,7 +190,7 @@ def _keep_process_groups_alive() -> None:
     """Keep torch's process groups alive as long as this process, which exits without destructors.
 
     The destructor of gloo's group waits for a thread that may need the GIL at that moment. A script that destroys its process group before
-    the last object that holds it, such as DistributedDataParallel, would hang in two of five runs.
+    the last object that refers to it, such as DistributedDataParallel, would hang in two of five runs.
     """
     distributed_c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed_c10d is None:
@@ -213,7 +213,7 @@ def _run_atexit_functions() -> None:
 
 
 def _summarize_error(error: BaseException) -> str:
-    """Return the line that says what happened: the last one of a syntax error, otherwise the first; torch may add the location after it."""
+    """Return the most informative line of the error message: the last of a syntax error, else the first (torch may append locations)."""
     lines = [line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
     if isinstance(error, SyntaxError):
         lines = lines[-1:]
@@ -221,7 +221,7 @@ def _summarize_error(error: BaseException) -> str:
 
 
 def _locate_error_in_user_code(error: BaseException, folder: Path) -> str:
-    """Return the location in the user's own files, formatted as a suffix."""
+    """Return the location of the error in the user's own files, below `folder`, formatted as a suffix."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))

@@ -1,7 +1,7 @@
 """Reads the logs of services and containers, once or continuously. The continuous reader reconnects, and returns each line only once.
 
-Swarm sends a service's log task by task, and Docker splits lines at 16 KiB. A follow ends when the manager goes away, and then restarts
-from a time, not from a line. Here lines are complete, and each comes once.
+Swarm sends a service's log task by task, and Docker splits lines at 16 KiB. A followed log ends when the connection to the manager is
+lost, and can be resumed only from a timestamp, so lines may be repeated. This module joins split lines and drops repeated ones.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 _RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
 _TASK_ID_PREFIX = "com.docker.swarm.task.id="
 _RETRY_SECONDS = 0.5
-# Lines that arrive within this time are sorted by their times.
+# Lines that arrive within this time are sorted by their timestamps.
 _BATCH_SECONDS = 0.2
 # Clocks of nodes differ, and the lines of a service's tasks may come from several nodes.
 _OVERLAP_SECONDS = 60.0
 
 
-@dataclass(slots=True)  # not frozen: ten thousand per second are created, and that would take twice as long
+@dataclass(slots=True)  # not frozen: 10,000 per second are created, and creating a frozen instance takes twice as long
 class ContainerLogLine:
-    """A line of a service's or container's log: its time, the task that wrote it, and its text. `stream` is 1 for stdout, 2 for stderr.
+    """A line of a service's or container's log: its timestamp, the task that wrote it, and its text.
 
-    The time is in Docker's format, in which text order is time order.
+    `stream` is 1 for stdout, 2 for stderr. The timestamp is in Docker's format, in which text order is time order.
     """
 
     node: str
@@ -46,7 +46,7 @@ class ContainerLogLine:
 
     @property
     def timestamp(self) -> float:
-        """Time of the line in seconds since the epoch; 0 for a line without a time."""
+        """Time of the line in seconds since the epoch; 0 for a line without a timestamp."""
         return datetime.fromisoformat(self.time).timestamp() if self.time else 0.0
 
     def parse_event(self) -> Event | None:
@@ -65,13 +65,13 @@ def read_log_lines(
 ) -> list[ContainerLogLine]:
     """Return the lines of the log of `source` (/services/ID or /containers/ID) that are still available, ordered by time.
 
-    With `tail`, only the last lines. Lines on a node that has just died cannot be read, and are missing. Raises EngineError if the
-    manager does not answer.
+    With `tail`, only the last lines are returned. Lines on a node that has just died cannot be read, and are missing. Raises EngineError
+    if the manager does not answer.
     """
     lines: list[ContainerLogLine] = []
     try:
         streamed = _join_log_frames(engine.open_log_stream(f"{source}/logs", _build_log_query_params(tail=tail, since=since)), node)
-        # A line without a time is the engine's message about a node that it cannot reach.
+        # A line without a timestamp is the engine's message about a node that it cannot reach.
         lines.extend(line for line in streamed if line.time)
     except EngineError as error:
         if error.status is not None:
@@ -84,7 +84,7 @@ def read_log_lines(
 class LogReader(threading.Thread):
     """Thread that follows the log of one `source` (/services/ID, /containers/ID) into a queue, until it is closed or the source is gone.
 
-    `already_read` are lines that were read before, ordered by time: the reader continues after them.
+    `already_read` are lines that were read before, ordered by time; the reader puts only newer lines into the queue.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class LogReader(threading.Thread):
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last line, or since the last request for the log if that is newer."""
+        """Seconds since the last line was received, or since the last request for the log, whichever is later."""
         return time.monotonic() - self._last_line_at
 
     def _read_stream(self, stream: LogStream) -> None:
         for line in _join_log_frames(stream, self._node):
             self._last_line_at = time.monotonic()
-            # A line without a time is the engine's reason for ending the stream, which is then opened again.
+            # A line without a timestamp is the engine's reason for ending the stream, which is then opened again.
             if line.time and self._deduplicator.is_new(line):
                 self._enqueue_line(line)
                 self._remember_newest_line(line)
@@ -186,7 +186,7 @@ class LineDeduplicator:
     """
 
     def __init__(self, floor: str = "") -> None:
-        """Treat lines older than `floor` as known, whichever task wrote them."""
+        """Treat lines older than `floor` as already seen, whichever task wrote them."""
         self._floor = floor
         self._last_times: dict[tuple[str, int], str] = {}
         self._texts_at_last_time: dict[tuple[str, int], Counter[str]] = {}
@@ -197,7 +197,7 @@ class LineDeduplicator:
         self._expected_repeats = {source: texts.copy() for source, texts in self._texts_at_last_time.items()}
 
     def is_new(self, line: ContainerLogLine) -> bool:
-        """Return whether the line is new, that is, was not seen before; remember it."""
+        """Return whether the line was not seen before, and remember the line."""
         source = (line.task, line.stream)
         last_time = self._last_times.get(source, "")
         if line.time < max(last_time, self._floor):
@@ -224,9 +224,9 @@ def _build_log_query_params(*, follow: bool = False, since: float | None = None,
 
 
 def _join_log_frames(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[ContainerLogLine]:
-    """Join the frames of long log lines, which Docker splits: all but the last part of a line lack the newline.
+    """Join the frames of long log lines, which Docker splits: only the last frame of a line ends with a newline.
 
-    If the frames break off, the error propagates and the incomplete line is dropped: the next log request returns it in full.
+    If the stream of frames breaks off, the error propagates and the incomplete line is dropped: the next log request returns it in full.
     """
     partial_lines: dict[tuple[str, int], ContainerLogLine] = {}
     for stream, data in frames:
@@ -247,9 +247,9 @@ def _join_log_frames(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator
 
 
 def _is_docker_timestamp(word: str) -> bool:
-    """Return whether a word is a time in Docker's format.
+    """Return whether a word is a timestamp in Docker's format.
 
-    Called for ten thousand lines per second, hence without a regular expression.
+    It is called for 10,000 lines per second, so it does not use a regular expression, which would be slower.
     """
     return len(word) > 20 and word[4] == word[7] == "-" and word[10] == "T" and word[-1] == "Z"
 

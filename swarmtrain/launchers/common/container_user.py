@@ -1,7 +1,7 @@
-"""Choose the user that ranks run as if the config names none: the owner of the folder save_dir, if it exists on this machine.
+"""Choose the user that ranks run as if the config names no user: the owner of the folder save_dir, if it exists on this machine.
 
-A folder that a user has created is thereby writable by their run. The result is written into the config that travels with the run, so
-that it is determined once: while the run is up, a new plan keeps the user that the run has, no matter who makes the plan.
+So a run can write to a save_dir that its user has created. The choice is stored in the config that is deployed with the run. Therefore
+it is made only once: while the run is up, a new plan keeps the run's user, no matter who makes the plan.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from swarmtrain.config import Config
 from swarmtrain.render.mounts import list_save_dir_host_folders
 
 _ROOT_UID = 0
-# What a system shows for an owner that it cannot map, as network file systems do: no run may use this user.
+# User id of `nobody`, which a network file system shows for an owner that it cannot map: no run may use this user.
 _NOBODY_UID = 65534
 
 
 def resolve_container_user(config: Config, load_running_config: Callable[[], Config | None]) -> tuple[Config, str]:
-    """Return `config` with the user that the ranks will run as, and a line that explains the choice; empty if no choice was needed.
+    """Return `config` with the user that the ranks will run as, and a line that explains the choice.
 
-    `load_running_config` returns the config with which the run of this name was deployed; it is called only if a choice is needed.
+    The line is empty if no choice was needed. `load_running_config` returns the config with which the run of this name was deployed; it is
+    called only if a choice is needed.
     """
     folders = list_save_dir_host_folders(config)
     if not config.runner.capabilities.runs_as_folder_owner or config.runner.docker_config.user or not folders:

@@ -1,7 +1,8 @@
-"""Client of the Docker engine: its HTTP API as Python values, its errors as EngineError with a hint. No other module talks to an engine.
+"""Client of the Docker engine's HTTP API. Responses are Python values, errors are EngineErrors with a hint.
 
-Requests go through docker-py's low-level client, for its transports (socket, TCP with TLS, SSH), contexts and registry logins. The
-request bodies are swarmtrain's own, because docker-py's builders lack fields that services need.
+No other module sends requests to an engine. Requests go through docker-py's low-level client, for its transports (socket, TCP with TLS,
+SSH), contexts and registry logins. The request bodies are built by swarmtrain, because docker-py's builders lack fields that services
+need.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 _STREAM_HEADER_BYTES = 8
 _READ_CHUNK_BYTES = 64 * 1024
 _FOLLOW_READ_TIMEOUT_SECONDS = 15.0
-# The manager waits for the log of a node that has just died; we wait no longer than this.
+# When a node has just died, the manager delays the response while it waits for the node's log; this limits our wait.
 _BACKLOG_READ_TIMEOUT_SECONDS = 8.0
 _LAB_HINT = 'to use a lab on this machine: eval "$(swarmtrain lab env)"'
-# What the engine answers when it cannot act for a swarm, with an explanation and a hint.
+# Error messages of an engine that cannot manage a swarm, each with an explanation and a hint.
 _SWARM_ERRORS = (
     (
         "Worker nodes can't be used",
@@ -70,7 +71,7 @@ class DockerEngine:
         return objects
 
     def post(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any:
-        """POST `body` as JSON and return the JSON response; with `image`, the login for the image's registry is sent, too.
+        """POST `body` as JSON and return the JSON response; with `image`, also send the login for the image's registry.
 
         Raises EngineError if the engine cannot be reached, or refuses the request.
         """
@@ -79,7 +80,7 @@ class DockerEngine:
         return response.json() if response.content else None
 
     def post_with_deferred_signals(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None) -> Any:
-        """POST as `post` does, with signals deferred: after an interrupted request, an object could exist that no one knows of.
+        """POST as `post` does, with signals deferred: an interrupted request could leave an object whose id is unknown.
 
         Raises EngineError if the engine cannot be reached, or refuses the request.
         """
@@ -116,15 +117,15 @@ class DockerEngine:
         return True
 
     def inspect_distribution(self, image: str) -> Any:
-        """Return the registry's answer about the image: its descriptor with the digest, and its platforms.
+        """Return the registry's response about the image: the descriptor with the digest, and the platforms.
 
-        Raises EngineError if there is none.
+        Raises EngineError if the registry does not have the image, or cannot be reached.
         """
         path = f"/distribution/{image}/json"
         try:
             return self._send_request("GET", path, headers=self._build_auth_header(image)).json()
         except EngineError as error:
-            # The registry refused, not the engine.
+            # The registry refused the request, not the engine.
             message = error.message.removeprefix(_format_refusal_prefix("GET", path))
             raise EngineError(message, place=error.place, hint=error.hint, status=error.status) from None
 
@@ -157,7 +158,7 @@ class DockerEngine:
 
         client = self.client
         try:
-            # A followed log that is silent for this long ends, and its reader requests it again: Docker's follow may withhold the last
+            # A followed log that is silent for this long ends, and its reader requests it again: Docker's follow mode may withhold the last
             # lines of a container, and nothing wakes a reader that waits for the response to begin.
             read_timeout = (
                 (_FOLLOW_READ_TIMEOUT_SECONDS if "follow" in (params or {}) else _BACKLOG_READ_TIMEOUT_SECONDS) if stream else self._timeout

@@ -1,6 +1,6 @@
 """Find the Docker engine as the docker CLI does: DOCKER_HOST, DOCKER_CONTEXT, the current context, the local socket.
 
-Contexts are read here, because docker-py looks for them next to a config.json that may not exist.
+This module reads the contexts itself, because docker-py looks for them next to a config.json that may not exist.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TlsFiles:
 class Endpoint:
     """Endpoint of an engine: its address, the setting that configures it, and its TLS files.
 
-    The setting is empty for the default or an explicit address.
+    The setting is empty if the address is the default or was passed explicitly.
     """
 
     address: str

@@ -17,7 +17,7 @@ _TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may st
 
 
 class FileTail:
-    """A growing text file, read incrementally. If it gets shorter, it is read again from the start."""
+    """A growing text file, read incrementally. If the file gets shorter, it is read again from the start."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
@@ -64,7 +64,7 @@ def stream_logs(folder: LocalRunFolder, *, follow: bool, tail: int | None, since
     """Yield the output of all nodes, or of `node`; with `follow`, until none of the run's processes is alive."""
     readers: dict[str, NodeLogTail] = {}
     while True:
-        is_running = any(folder.is_alive(name) for name in folder.list_process_names())
+        is_running = any(folder.is_process_alive(name) for name in folder.list_process_names())
         batches = []
         for name in (node_name for node_name in folder.list_process_names() if node in (None, node_name)):
             is_new = name not in readers
@@ -78,9 +78,9 @@ def stream_logs(folder: LocalRunFolder, *, follow: bool, tail: int | None, since
 
 
 def watch_run(folder: LocalRunFolder, list_tasks: Callable[[], list[TaskState]]) -> Iterator[RunUpdate]:
-    """Yield the run's events from the start, and its output and states from now on.
+    """Yield all events of the run, and its new output and task states.
 
-    Ends at the outcome and its last lines, or at the run's removal.
+    Ends after the outcome and the last lines of output, or at the run's removal.
     """
     events_tail = FileTail(folder.events_path)
     readers = {name: NodeLogTail(name, folder.get_log_path(name), from_end=True) for name in folder.list_process_names()}

@@ -1,11 +1,11 @@
-"""History of runs, kept in the user's state directory: Swarm forgets a container's log, and a run that is down has none.
+"""History of runs in the user's state directory, needed because Swarm deletes a container's log, and a run that is down has no log.
 
     RUN/events.jsonl   the coordinator's events, and the operations requested on this machine; events.N.jsonl is older
     RUN/NODE.log       a node's output; NODE.1.log is older
-    RUN/code.diff      how the project differed from its commit at the last deploy
+    RUN/code.diff      diff of the project against its git commit at the last deploy
 
-It is only for reading afterwards: no decision ever depends on it. A file has at most MAX_FILE_BYTES bytes; of a longer history, the
-newest two files are kept.
+The history is only shown to users: no decision depends on it. A file has at most MAX_FILE_BYTES bytes; of a longer history, the newest
+two files are kept.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_events(run: str) -> list[Event]:
 
 
 def parse_events(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:
-    """Yield the events in `lines` from `since` on, in seconds since the epoch; older ones are not even parsed."""
+    """Yield the events in `lines` from `since` on, in seconds since the epoch; older events are skipped without parsing them."""
     for line in lines:
         head = _EVENT_HEAD_PATTERN.match(line)
         if head and float(head[1]) >= since and (event := Event.from_line(line)):
@@ -64,7 +64,7 @@ def parse_events(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:
 
 
 def select_last_deployment_events(events: Sequence[Event]) -> list[Event]:
-    """Return the events of the run's current deployment, or of its last one if it is down."""
+    """Return the events of the run's current deployment, or of its last deployment if the run is down."""
     current = select_events_since_teardown(events)
     return current or select_events_since_teardown(events[:-1]) if events else []
 
@@ -78,7 +78,7 @@ def select_events_since_teardown(events: Sequence[Event]) -> list[Event]:
 
 
 def merge_events(recorded: Iterable[Event], live: Iterable[Event]) -> list[Event]:
-    """Return the events of both, without duplicates, ordered by time."""
+    """Return the events of both lists, without duplicates, ordered by time."""
     return sorted({event.to_line(): event for event in (*recorded, *live)}.values(), key=lambda event: event.time)
 
 
@@ -88,7 +88,7 @@ def has_logs(run: str) -> bool:
 
 
 def load_log_lines(run: str, *, node: str | None = None, newest_only: bool = False) -> Iterator[LogLine]:
-    """Yield the recorded output of all nodes, or of `node`, ordered by time. Lines without a time come first.
+    """Yield the recorded output of all nodes, or of `node`, ordered by time. Lines without a timestamp come first.
 
     With `newest_only`, only the last file of each node is read.
     """
@@ -107,7 +107,7 @@ def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
 
 
 def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:
-    """Return a line of a log file as a LogLine, with the time at its beginning; without one, with `previous_timestamp`."""
+    """Return a line of a log file as a LogLine, with the timestamp at its beginning; if it has none, with `previous_timestamp`."""
     match = _TIME_PATTERN.match(text)
     return (
         parse_log_line(node, text[match.end() :], datetime.fromisoformat(match[1]).timestamp())
@@ -125,7 +125,7 @@ def record_operation(run: str, operation: str, **details: object) -> None:
 
 
 def save_git_diff(run: str, diff: str) -> None:
-    """Save how the user's project differs from its commit, in place of the previous diff. An OSError is ignored."""
+    """Save the diff of the user's project against its git commit, replacing the previous diff. An OSError is ignored."""
     with contextlib.suppress(OSError):
         if diff:
             (resolve_run_directory(run) / DIFF_FILE).write_text(diff, encoding="utf-8")
@@ -136,7 +136,7 @@ def save_git_diff(run: str, diff: str) -> None:
 class HistoryWriter:
     """Appends lines to the recorded files of a run, of at most `limit` bytes each.
 
-    Each line is written once, and only while no other process records this run. If it cannot write, it does nothing.
+    Each line is written once, and only while no other process records this run. If a file cannot be written, nothing is recorded.
     """
 
     def __init__(self, run: str, limit: int = MAX_FILE_BYTES) -> None:
@@ -183,9 +183,9 @@ class HistoryWriter:
                 file.close()
 
     def _try_lock(self) -> bool:
-        """Return whether this process may write: two processes that follow one run see the same lines, so only one records.
+        """Return whether this process may write to the files, that is, holds their lock or can acquire it now.
 
-        The lock is tried once per flush.
+        Two processes that follow one run read the same lines, so only one of them records. The lock is tried once per flush.
         """
         if self._lock is None and not self._lock_tried and not self._failed:
             self._lock_tried = True
@@ -227,13 +227,13 @@ def _read_file_lines(file: Path) -> Iterator[str]:
 
 
 def _get_age_sort_key(file: Path) -> tuple[bool, int]:
-    """Return a sort key that puts older files first: the numbered ones by number, then the file that still grows."""
+    """Return a sort key that puts older files first: rotated files by their number, then the file that is still written."""
     match = _ROTATED_PATTERN.search(file.name)
     return (match is None, int(match[1]) if match else 0)
 
 
 def _read_last_timestamp(log: Path) -> str:
-    """Return the time of the log file's last line that starts with a time; empty if there is none."""
+    """Return the timestamp of the log file's last line that starts with one; empty if there is no such line."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

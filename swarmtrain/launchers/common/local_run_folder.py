@@ -1,6 +1,6 @@
 """Folder of a local run, `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected); its content is documented in remote.run_folder.
 
-The events and logs stay when the run is removed, to be read afterwards.
+When the run is removed, its events and logs stay, so that they can be read later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
 
 @contextlib.contextmanager
 def translate_os_errors() -> Iterator[None]:
-    """Context manager that raises an OSError of its body, which reads or writes run folders, as StateDirectoryError."""
+    """Context manager for code that reads or writes run folders: it converts an OSError into a StateDirectoryError."""
     try:
         yield
     except BrokenPipeError:  # stdout was closed
@@ -38,7 +38,7 @@ def translate_os_errors() -> Iterator[None]:
 def list_local_runs() -> list[str]:
     """Return the names of all local runs, sorted.
 
-    Raises OSError for a folder that cannot be read, which a glob would skip.
+    Raises OSError if a folder cannot be read; a glob would skip such a folder.
     """
     try:
         return sorted(path.name for path in resolve_state_directory().iterdir() if LocalRunFolder(path.name).exists)

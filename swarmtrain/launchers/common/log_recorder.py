@@ -1,4 +1,4 @@
-"""Records the output of a run in containers in the user's state directory: Swarm deletes a container's log after five restarts."""
+"""Record the output of a run's containers in the user's state directory: Swarm deletes a container's log after five restarts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LogRecorder:
 
 
 def record_log_lines(run: str, lines: Iterable[ContainerLogLine]) -> None:
-    """Record those of `lines` that are not recorded yet."""
+    """Record the lines of `lines` that are not recorded yet."""
     recorder = LogRecorder(run)
     for line in lines:
         recorder.append_line(line)

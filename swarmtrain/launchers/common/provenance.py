@@ -45,6 +45,6 @@ def read_git_checkout(folder: Path) -> GitCheckout | None:
 
 
 def _run_git(folder: Path, *argv: str) -> str:
-    # Reading a checkout must not change it, nor run a program that its config names.
+    # Reading a checkout must neither change it nor run a program that its git config names.
     options = ["--no-optional-locks", "-c", "core.fsmonitor=false"]
     return run_command(["git", *options, "-C", str(folder), *argv], timeout=_GIT_TIMEOUT_SECONDS)

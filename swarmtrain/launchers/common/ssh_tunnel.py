@@ -1,4 +1,4 @@
-"""SSH tunnel to a Docker engine at an ssh:// address: OpenSSH forwards the engine's socket to a local one, over one connection.
+"""SSH tunnel to a Docker engine at an ssh:// address: OpenSSH forwards a local socket to the engine's socket, over one connection.
 
 The user's own ssh program is used, with its keys, agent, jump hosts and `~/.ssh/config`; the remote side needs only sshd.
 """
@@ -19,13 +19,13 @@ from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import EngineError, ProcessError
 
 _CONNECT_TIMEOUT_SECONDS = 30.0
-# A socket path is limited to 107 characters; our file name and the temporary names of ssh need some of them.
+# A socket path is limited to 107 characters; our file name and the suffix of ssh's temporary file need some of them.
 _MAX_FOLDER_LENGTH = 60
 _SSH_OPTIONS = ("ExitOnForwardFailure=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=2")
 
 
 def open_tunnel(address: str) -> str:
-    """Return the address of a local socket that leads to the engine at `address`, ssh://[USER@]HOST[:PORT][/SOCKET].
+    """Return the address of a local socket that is forwarded to the engine at `address`, ssh://[USER@]HOST[:PORT][/SOCKET].
 
     The tunnel lasts until this process ends. Raises EngineError with ssh's message.
     """

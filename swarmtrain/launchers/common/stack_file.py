@@ -1,4 +1,4 @@
-"""The files that `swarmtrain generate` writes for Docker: a stack file, or a file for `docker compose`."""
+"""The files that `swarmtrain generate` writes for Docker: a stack file, or a Compose file."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _CPU_ONLY_ENV = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 def query_trainer(verb: str, request: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON response of the trainer command `verb`.
 
-    Raises SwarmtrainError if torch is not installed, or with the error that the response contains.
+    Raises SwarmtrainError if torch is not installed, or if the response contains an error.
     """
     argv = _build_trainer_command(verb)
     response: dict[str, Any] = json.loads(process.run_command(argv, env=_CPU_ONLY_ENV, input=json.dumps(request), timeout=_TIMEOUT_SECONDS))
@@ -51,8 +51,8 @@ def exec_trainer(
 def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> int:
     """Run the trainer command `verb` on `ranks` ranks of this machine. Return the exit code of the first rank that failed, else 0.
 
-    The ranks use the machine's GPUs if it has any. Rank 0 has the terminal; the stderr of another rank is printed only if that rank
-    failed first. Raises SwarmtrainError if torch is not installed.
+    The ranks use the machine's GPUs if it has any. Rank 0 is attached to the terminal; the stderr of another rank is printed only if that
+    rank failed first. Raises SwarmtrainError if torch is not installed.
     """
     argv = _build_trainer_command(verb)
     if ranks == 1:

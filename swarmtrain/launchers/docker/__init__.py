@@ -1,7 +1,7 @@
 """The Docker launcher: the nodes of a run are containers on one engine, which need not be in a swarm; usually one node.
 
-The containers are the same, by name and label, as those that `docker compose` creates from the file that `generate` writes: either can
-take over a run that the other has started. The engine's restart policy does for each container what Swarm does for tasks.
+The containers have the same names and labels as those that `docker compose` creates from the Compose file that `generate` writes: either
+can take over a run that the other has started. The engine's restart policy restarts failed containers, as Swarm restarts failed tasks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _STOP_MARGIN_SECONDS = 60.0
 class DockerLauncher:
     """Launcher for containers on one Docker engine. Implements swarmtrain.launchers.base.Launcher.
 
-    Commands that change a run are serialized on one machine; commands from two machines conflict only on the names of the containers.
+    Commands that change a run are serialized on one machine; commands from two machines are not,
+    but the engine refuses to create two containers of the same name.
     """
 
     capabilities = find_capabilities("docker")
@@ -53,7 +54,7 @@ class DockerLauncher:
 
     @staticmethod
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write the file for `docker compose` to `output`. Return text for the user."""
+        """Write the Compose file of `plan` to `output`. Return text for the user."""
         return write_document(plan, render_compose(plan), output)
 
     @property
@@ -248,7 +249,10 @@ class DockerLauncher:
         self._engine.delete(f"/networks/{run}_{NETWORK_NAME}")
 
     def _stop_containers(self, run: str, selected: list[Container]) -> None:
-        """Stop containers, each with its own grace period, nodes first: ranks that save still need the coordinator. Record their output."""
+        """Stop containers, each with its own grace period, and record their output.
+
+        Nodes are stopped before the coordinator, because ranks that save still need it.
+        """
         nodes = [container for container in selected if container.node != RENDEZVOUS_SERVICE]
         for group in (nodes, [container for container in selected if container.node == RENDEZVOUS_SERVICE]):
             alive = [container for container in group if container.is_alive]
@@ -288,7 +292,7 @@ def _sort_services_coordinator_first(desired: Stack) -> list[str]:
 def _find_unchanged_containers(desired: Stack, existing: dict[str, Container], image: str) -> dict[str, Container]:
     """Return the existing containers that match the plan.
 
-    Empty if the coordinator is not running, because the run is then restarted completely.
+    The result is empty if the coordinator is not running, because the run is then restarted completely.
     """
     coordinator = existing.get(RENDEZVOUS_SERVICE)
     if coordinator is None or not coordinator.is_alive:

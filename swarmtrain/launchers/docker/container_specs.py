@@ -1,4 +1,4 @@
-"""Compose document → requests to the engine: a network, and for each service the container that `docker compose` would create."""
+"""Convert a Compose file to requests to the engine: a network, and for each service the container that `docker compose` would create."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build_network_request_body(stack: Stack) -> RequestBody:
 
 
 def build_container_request_body(stack: Stack, name: str, image: str) -> RequestBody:
-    """Return the request body of a service's container, with the image of this id. Raises StackError."""
+    """Return the request body of the container of the service `name`, with the image id `image`. Raises StackError."""
     service, network_name = stack.document["services"][name], build_network_request_body(stack)["Name"]
     host_config = {
         "Init": service["init"],
@@ -47,7 +47,7 @@ def build_container_request_body(stack: Stack, name: str, image: str) -> Request
 
 
 def collect_container_files(stack: Stack, name: str) -> dict[str, bytes]:
-    """Return the files of a service's container, by path."""
+    """Return the content of the files in the container of the service `name`, by path."""
     service, document = stack.document["services"][name], stack.document
     objects = {item["target"]: document["configs"][item["source"]] for item in service.get("configs", [])}
     objects |= {f"{_SECRETS_FOLDER}/{item['target']}": document["secrets"][item["source"]] for item in service.get("secrets", [])}

@@ -12,7 +12,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
 
 FIRST_HOST = "docker0"
-"""Host name shown for a run's first node: the engine itself."""
+"""Host name shown for a run's first node; all nodes run on the engine's machine."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Container:
 
     id: str
     node: str
-    """Name of the run's node, or rendezvous."""
+    """Name of the run's node, or `rendezvous` for the coordinator's container."""
     spec_digest: str
-    """Digest of the container specification from which it was created."""
+    """Digest of the specification from which the container was created."""
     image: str
     labels: dict[str, str]
     state: dict[str, Any]

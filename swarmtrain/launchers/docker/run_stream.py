@@ -18,15 +18,16 @@ ListContainers = Callable[[], dict[str, Container]]
 
 _POLL_SECONDS = 0.5
 _TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may still print their last lines
-_ENGINE_TIMEOUT_SECONDS = 120.0  # a restarted engine is back in less
+_ENGINE_TIMEOUT_SECONDS = 120.0  # restarting an engine takes less
 _MAX_QUEUED_LINES = 50_000
 _FINAL_STATES = ("complete", "shutdown")
 
 
 def watch_run(engine: DockerEngine, run: str, list_containers: ListContainers, since: float) -> Iterator[RunUpdate]:
-    """Yield the run's events from the start, output from `since` on, and states, until the outcome and its last lines, or the removal.
+    """Yield all events of the run, its output from `since` on, and its task states.
 
-    Raises EngineError if the engine does not answer for two minutes.
+    Ends after the outcome and the last lines of output, or at the run's removal. Raises EngineError if the engine does not answer for two
+    minutes.
     """
     with _ContainerStream(engine, run, list_containers, since) as stream:
         states: dict[str, TaskState] = {}

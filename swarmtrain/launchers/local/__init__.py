@@ -1,7 +1,7 @@
 """The local launcher: the nodes of a run are processes on this machine, without Docker and without root.
 
 Each node is a supervisor with the same environment as under Swarm, and they use a real rendezvous on loopback ports. A process keeper
-does for each process what Swarm does for containers. A run outlives the launcher; any later launcher finds it by its folder.
+restarts each failed process, as Swarm restarts containers. A run outlives the launcher process; a later one finds the run by its folder.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class LocalLauncher:
         """Return the changes that `deploy` would make to the processes of the run."""
         folder = LocalRunFolder(plan.run)
         existing = folder.list_process_names() if folder.exists else []
-        # Read first: what another command starts meanwhile then appears as missing, instead of as existing and different.
-        running = {name for name in existing if folder.is_alive(name)}
+        # Read before the processes are compared: a process that another command starts meanwhile then counts as missing, not as different.
+        running = {name for name in existing if folder.is_process_alive(name)}
         _, desired, unchanged = _compare_with_plan(folder, plan)
         removals = [Action("end", name, "is not in the plan") for name in existing if name not in desired]
         missing = [name for name in desired if name not in unchanged or _needs_start(folder, name)]
@@ -155,7 +155,7 @@ class LocalLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. `report_progress` is not called: files can always be read."""
+        """Yield the output of all nodes. Raises RunNotFound. `report_progress` is never called: local log files need no connection."""
         from swarmtrain.launchers.common.file_tail import stream_logs
 
         return stream_logs(_open_existing_run_folder(run), follow=follow, tail=tail, since=since, node=node)
@@ -194,14 +194,14 @@ def _open_existing_run_folder(run: str) -> LocalRunFolder:
 
 
 def _needs_start(folder: LocalRunFolder, name: str) -> bool:
-    """Return whether the process `name` must be started: it was stopped, or its process keeper is gone. A completed process need not be."""
+    """Return whether the process `name` must be started: it was stopped or its process keeper is gone, and it has not completed."""
     state = folder.load_process_state(name)
-    return not folder.is_alive(name) and (state is None or state.state != "complete")
+    return not folder.is_process_alive(name) and (state is None or state.state != "complete")
 
 
 def _compare_with_plan(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
     """Return the run's record, the planned processes by name, and the names of those that already match the plan."""
-    coordinator_running = folder.is_alive(RENDEZVOUS_SERVICE)
+    coordinator_running = folder.is_process_alive(RENDEZVOUS_SERVICE)
     record = _build_run_record(plan, folder.read_compatible_record() if coordinator_running else None)
     desired = {spec.name: spec for spec in _build_process_specs(folder, plan, record)}
     unchanged = {
@@ -252,7 +252,7 @@ def _build_process_specs(folder: LocalRunFolder, plan: Plan, record: LocalRunRec
 def _build_resource_env(plan: Plan, index: int) -> dict[str, str]:
     """Return the environment variables that limit node `index` to its share of this machine's cores, and of its GPUs if there are enough.
 
-    The share is computed with max_nodes, so that scaling does not change the other nodes.
+    The cores and GPUs are divided by max_nodes, so that scaling does not change the share of the other nodes.
     """
     slots = max(node.slots for node in plan.nodes)
     env = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (slots * plan.max_nodes)))}

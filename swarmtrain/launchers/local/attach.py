@@ -1,7 +1,7 @@
-"""Attached run: one rank in the foreground for a debugger, the others in the background, each with its own log. No rank is restarted.
+"""Attached run: one rank runs in the foreground for a debugger, and each other rank in the background with its own log file.
 
-All ranks belong to one node, this machine, and run the script in place. There is no coordinator, so a rank that pauses at a breakpoint is
-not declared lost.
+No rank is restarted. All ranks belong to one node, this machine, and run the script from its original folder. There is no coordinator, so a
+rank that pauses at a breakpoint is not declared lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swarmtrain.render.process_environment import NodeLayout, build_node_env
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_GRACE_SECONDS = 10.0
-"""Seconds for the other ranks to exit by themselves, and then again to exit after SIGTERM."""
+"""Seconds to wait until the other ranks exit by themselves, and the same time again after SIGTERM."""
 
 
 def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int:
@@ -89,7 +89,7 @@ def _ignoring_sigint() -> Iterator[None]:
 
 
 def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
-    """Return the environment of a node without the coordinator, which all ranks share; its files are in `private_folder`."""
+    """Return the environment variables that all ranks share, without the coordinator's. Files that they name are in `private_folder`."""
     config = private_folder / "config.json"
     config.write_text(plan.config.to_node_config().to_json())
     for secret in plan.cargo.secrets:

@@ -1,8 +1,8 @@
 """The Slurm launcher: a run is one Slurm job, with a supervisor on each of the job's nodes.
 
-`deploy` writes one script and submits it (swarmtrain.render.sbatch_script documents what it does). The run's folder is in the home that
-login nodes and compute nodes share; any later process of the same user finds the run by it. Inside an allocation of the user's own, the
-same script is started next to the user's shell, and its srun uses the allocation's nodes.
+`deploy` writes one sbatch script and submits it (swarmtrain.render.sbatch_script documents what the script does). The run's folder is in
+the home directory that login nodes and compute nodes share; later processes of the same user find the run by this folder. Inside an
+allocation (salloc), the same script is started in the background of the user's shell, and its srun uses the allocation's nodes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SlurmLauncher:
         return "Slurm"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
-        """Return more machines than any plan needs: Slurm chooses the actual ones when the job starts."""
+        """Return an inventory with more machines than any plan needs: Slurm chooses the actual machines when the job starts."""
         return Inventory("Slurm", tuple(Machine(host="any") for _ in range(_MAX_NODES)))
 
     @translate_os_errors()
@@ -184,7 +184,7 @@ class SlurmLauncher:
         states: dict[str, TaskState] = {}
         outcome_at, polled_at = None, float("-inf")
         while True:
-            exists, ended = folder.exists, not folder.is_alive("")
+            exists, ended = folder.exists, not folder.is_process_alive("")
             if exists and time.monotonic() > polled_at + _TASK_POLL_SECONDS:
                 polled_at = time.monotonic()
                 for state in self._list_tasks_if_available(folder.run):
@@ -220,7 +220,7 @@ class SlurmLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. `report_progress` is not called: files can always be read."""
+        """Yield the output of all nodes. Raises RunNotFound. `report_progress` is never called, because log files need no connection."""
         return file_tail.stream_logs(_open_existing_run_folder(run), follow=follow, tail=tail, since=since, node=node)
 
     @translate_os_errors()

@@ -1,7 +1,7 @@
-"""Monitor of a job's head node (its first node): if it dies, the coordinator and the batch script are gone, too.
+"""Monitor of a Slurm job's head node (its first node), which runs the coordinator and the batch script.
 
-Slurm ends a job whose head node dies, unless it has `--no-kill`, which elastic runs set to survive the loss of any other node. Such a job
-stays RUNNING, and nothing on its head node is left to requeue it. So the other nodes requeue it.
+Slurm ends a job when its head node dies, unless the job has `--no-kill`, which elastic runs set to survive the loss of another node. A job
+with `--no-kill` stays RUNNING, and its batch script died with the head node, so it cannot requeue the job. The other nodes requeue it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SLURM_TIMEOUT_SECONDS = 30.0
 def requeue_if_head_node_dies(head_node: str, coordinator_address: tuple[str, int], job: str, finished: threading.Event) -> None:
     """Return when `finished` is set, or when the job was requeued because its head node `head_node` is dead.
 
-    As long as the coordinator at `coordinator_address` accepts connections, Slurm is not asked. Slurm refuses to requeue a job that
-    must not be requeued, and one that already is: both refusals are accepted.
+    As long as the coordinator at `coordinator_address` accepts connections, Slurm is not queried. It is not an error if Slurm refuses the
+    requeue because the job is not allowed to be requeued, or because it is requeued already.
     """
     while not finished.wait(_CHECK_SECONDS):
         if _is_address_reachable(coordinator_address) or not is_node_dead(head_node):

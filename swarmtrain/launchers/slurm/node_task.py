@@ -1,11 +1,12 @@
-"""Keeper of one node of a Slurm job: keeps the node's supervisor running and, on the first node, the coordinator.
+"""Process keeper of one node of a Slurm job: keeps the node's supervisor running and, on the first node, the coordinator.
 
-`python -m swarmtrain.launchers.slurm.node_task FOLDER`, a task of srun. It reads from Slurm's variables what the sbatch script could
-not know. When a stop is requested, by our SIGURG or Slurm's SIGTERM, it asks the supervisor to stop; the coordinator ends after the
-nodes. A SIGTERM on the first node creates a marker file, by which the script recognizes a preemption.
+srun starts `python -m swarmtrain.launchers.slurm.node_task FOLDER` as one task per node. The task reads ports and node names, which are
+unknown until the job runs, from Slurm's variables. When a stop is requested (by swarmtrain's SIGURG or Slurm's SIGTERM), it requests the
+supervisor to exit; the coordinator exits after the nodes. A SIGTERM on the first node creates a marker file, by which the sbatch script
+recognizes a preemption.
 
-The exit code tells the script what to do: EXIT_PLANNED means that training is not finished; otherwise the run is over, and on the first
-node the code is that of the run's outcome.
+The exit code of the task determines what the sbatch script does: EXIT_PLANNED means that training is not finished; otherwise the run is
+over, and the first node's exit code is that of the run's outcome.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main(folder: Path) -> int:
 def resolve_head_node_address(name: str) -> str:
     """Return the address at which other nodes find the first node.
 
-    It is the node's name, or Slurm's address of it if the name does not resolve or resolves to loopback.
+    It is the node's name or, if the name does not resolve or resolves to loopback, the address that Slurm has for the node.
     """
     ip = _resolve_ip(name)
     if ip and not ip.startswith("127."):
@@ -115,7 +116,7 @@ def _resolve_ip(name: str) -> str:
 def _wait_for_other_nodes(folder: Path, node_count: int, attempt: JobAttempt) -> None:
     """Wait for the other nodes to exit, since ranks that save before they exit still need the coordinator.
 
-    Waits at most for the grace period.
+    The wait is limited to the grace period.
     """
     deadline = time.monotonic() + float(os.environ["SWARMTRAIN_STOP_GRACE"])
     while time.monotonic() < deadline and any(_is_node_running(folder, f"node{index}", attempt) for index in range(node_count)):

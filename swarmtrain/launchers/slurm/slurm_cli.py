@@ -46,17 +46,17 @@ def run_slurm_command(*argv: str, stdin: str | None = None) -> str:
 
 
 def submit_job(script: Path) -> str:
-    """Submit the sbatch script and return the job id. Raises EngineError with Slurm's reason if it is refused."""
+    """Submit the sbatch script and return the job id. Raises EngineError with Slurm's reason if the script is refused."""
     return run_slurm_command("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
 def check_sbatch_script(script: str) -> None:
-    """Check with Slurm whether it would accept the sbatch script. Raises EngineError with Slurm's reason if not."""
+    """Check that Slurm would accept the sbatch script (`sbatch --test-only`). Raises EngineError with Slurm's reason if not."""
     run_slurm_command("sbatch", "--test-only", stdin=script)
 
 
 def find_allocation_id() -> str:
-    """Return the id of the job in whose allocation this process runs, from salloc or in a batch script; empty if there is none."""
+    """Return the id of the job in whose allocation this process runs (of salloc or a batch script); empty if it runs in none."""
     step = os.environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP_ID)
     return os.environ.get("SLURM_JOB_ID", "") if step == _INTERACTIVE_STEP_ID else ""
 
@@ -65,7 +65,7 @@ def start_script_in_allocation(script: Path, output: Path) -> None:
     """Start the sbatch script in the background inside an allocation: its srun uses the allocation's nodes."""
     with output.open("ab") as log_file:
         process = start_process(["bash", str(script)], stdout=log_file, stderr=log_file, new_session=True)
-    process.returncode = 0  # it is meant to outlive this process
+    process.returncode = 0  # the script must outlive this process
 
 
 def read_job_state(job: str) -> JobState:

@@ -2,7 +2,7 @@
 
 slurm.json          record of the run: its job, its files; `tear_down` removes it
 files-DIGEST/       what a job was submitted with: job.sh, deployed.json, config.json, code/, secrets/
-NODE.state          state of a node, written by its keeper      logs/       the ranks' own files
+NODE.state          state of a node, from its process keeper    logs/       the ranks' own files
 events.jsonl        the coordinator's events                    NODE.log    a node's output, each line with its time
 slurm.out           output of Slurm and the batch script        lock        held by the process that changes the run
 """
@@ -44,7 +44,7 @@ class JobAttempt:
 
 @dataclass(frozen=True)
 class NodeState:
-    """Last reported state of a node, in Swarm's words: running, complete, failed (and about to be restarted), shutdown."""
+    """Last reported state of a node, in Swarm's terms: running, complete, failed (and about to be restarted), shutdown."""
 
     host: str
     state: str
@@ -67,7 +67,7 @@ class SlurmRunRecord:
     job: str = ""
     """The job's id; empty until Slurm has assigned one."""
     allocation: bool = False
-    """Whether the job is an allocation of the user (salloc), and the run only a step of it."""
+    """Whether the job is an allocation of the user (salloc), and the run is only a step of this job."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -108,7 +108,7 @@ class SlurmRunFolder(LocalRunFolder):
         record = self.find_record()
         return [*(f"node{index}" for index in range(record.nodes)), RENDEZVOUS_SERVICE] if record else []
 
-    def is_alive(self, name: str) -> bool:
+    def is_process_alive(self, name: str) -> bool:
         """Return whether the run's job is in Slurm's queue. Slurm is queried at most every two seconds."""
         if time.monotonic() > self._polled_at + _POLL_SECONDS:
             record, self._polled_at = self.find_record(), time.monotonic()
@@ -117,7 +117,7 @@ class SlurmRunFolder(LocalRunFolder):
         return self._job_active
 
     def find_record(self) -> SlurmRunRecord | None:
-        """Return the run's record, None if there is none."""
+        """Return the run's record; None if there is none."""
         return SlurmRunRecord.load(self.path / _RECORD_FILE)
 
     def read_job_record(self) -> SlurmRunRecord:
@@ -161,7 +161,7 @@ class SlurmRunFolder(LocalRunFolder):
     def remove_run(self) -> None:
         """Remove the run; its events and logs are kept.
 
-        The record is removed last: until then the run can be found, and the removal repeated.
+        The record is removed last: until then the run can be found, and an interrupted removal can be repeated.
         """
         self.remove_job_files()
         for state in self.path.glob("*.state"):
@@ -178,7 +178,7 @@ def list_slurm_runs() -> list[str]:
 
 
 def record_job_id(folder: Path, files: str, job_id: str) -> None:
-    """Record `job_id` as the run's job. Needed if the script was submitted by hand, because the record has no job id then."""
+    """Record `job_id` as the run's job. This is needed if the user called sbatch: then the record has no job id yet."""
     job_folder = SlurmRunFolder(folder.name, folder)
     record = job_folder.find_record()
     if (record is None or record.job != job_id) and (
@@ -197,7 +197,7 @@ def read_node_state(folder: Path, name: str) -> NodeState | None:
 
 
 def read_outcome_exit_code(events_file: Path, *, default: int) -> int:
-    """Return the exit code of the last outcome in `events_file`; `default` if there is none."""
+    """Return the exit code for the last outcome in `events_file`; `default` if there is no outcome."""
     with events_file.open(encoding="utf-8", errors="replace") as lines:
         outcomes = [event for line in lines if (event := Event.from_line(line)) and event.kind == EVENT_OUTCOME]
     return int(outcomes[-1].data.get("exit_code") or 0) if outcomes else default

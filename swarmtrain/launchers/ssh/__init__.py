@@ -1,8 +1,8 @@
 """The launchers `ssh` and `ssh_docker`: the nodes of a run are processes (`ssh`) or containers (`ssh_docker`) on hosts reached over SSH.
 
-On each host the run has a folder and a process keeper for each process, as a local run has on this machine; the difference is the
-remote agent that accesses them. A run outlives the launcher, and is found again by its index on this machine and by the state of its
-hosts.
+On each host the run has a folder, and a process keeper for each process, as a local run has on this machine; the launcher accesses them
+through a remote agent. A run outlives the launcher process. A later one finds the run's hosts in an index on this machine, and reads the
+state of the run from these hosts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _STOP_MARGIN_SECONDS = 30.0
 _COORDINATOR_GRACE_SECONDS = 5.0
 _COORDINATOR_START_TIMEOUT_SECONDS = 60.0
 _DOCKER_NOISE_PATTERN = re.compile(r"(Run|See) 'docker|Error: failed to start containers")
-"""Pattern of the text that docker prints in addition to the reason of an error."""
+"""Pattern of the text that the docker CLI prints around the reason of an error."""
 _COORDINATOR_MAX_RESTARTS = 2
 
 
 @dataclass(frozen=True)
 class DesiredState:
-    """Processes that a plan requires on its hosts, and those that exist there already."""
+    """Processes that a plan requires on its hosts, and the processes that already exist there."""
 
     record: SshRunRecord
     specs: dict[str, list[ProcessSpec]]
@@ -144,7 +144,8 @@ class SshLauncher:
     def _reconcile_processes(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
         run, record = plan.run, desired.record
         removed_hosts = [host for host, host_state in desired.host_states.items() if host_state["marker"] and host not in desired.specs]
-        # Until the deploy is complete, the index also has the hosts that leave, so that the whole run is found after an interruption.
+        # Until the deploy is complete, the index also has the hosts that leave the run, so that all its processes are found if it is
+        # interrupted.
         for host in record.interpreters.keys() - desired.host_states.keys():
             report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
@@ -218,7 +219,7 @@ class SshLauncher:
 
     @translate_os_errors()
     def list_terminating_runs(self) -> list[str]:
-        """Return the names of runs that were taken down, except on hosts that could not be reached."""
+        """Return the names of runs whose removal is incomplete, because some of their hosts could not be reached."""
         return self._index.list_runs(terminating=True)
 
     def list_tasks(self, run: str) -> list[TaskState]:
@@ -279,7 +280,8 @@ class SshLauncher:
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Stop all processes and remove the run, after downloading its events and logs. Raises RunNotFound if there is no such run.
 
-        Files on an unreachable host are kept, and StackError names this host: call this again when the host can be reached.
+        Files on an unreachable host stay there, and the raised StackError names the host: call this method again when the host is
+        reachable.
         """
         record, host_group = self._index.open_run(run)
         with host_group, _holding_run_lock(host_group, run, report_progress):
@@ -370,7 +372,7 @@ def _lock_first_reachable_host(host_group: HostGroup, run: str, owner: str) -> t
 
 
 def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord | None) -> DesiredState:
-    """Return the processes that the plan requires, compared with those on its hosts and on the hosts that leave the run."""
+    """Compare the processes that the plan requires with the existing ones on its hosts and on the hosts that leave the run."""
     run, runner = plan.run, plan.config.runner
     cwd = previous.cwd if previous else str(Path.cwd())
     planned = list(dict.fromkeys(node.host for node in plan.nodes))
@@ -389,7 +391,7 @@ def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord
     coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
     address = deployed.address if deployed is not None and coordinator_stays else resolve_host_address(runner, planned[0], host_info)
     record = SshRunRecord(
-        # A leaving host that cannot be reached is asked again by the next command that changes the run.
+        # If a host that leaves the run cannot be reached, the next command that changes the run tries again.
         interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable)},
         nodes={node.name: node.host for node in plan.nodes},
         address=address,
@@ -450,7 +452,7 @@ def _compute_stop_timeout(record: SshRunRecord) -> float:
 
 
 def _stop_nodes(host_group: HostGroup, run: str, record: SshRunRecord) -> dict[str, HostError]:
-    """Stop the nodes but not the coordinator, which ranks need while they save. Return the errors of hosts that could not be reached."""
+    """Stop the nodes but not the coordinator, which ranks need while they save. Return the errors of unreachable hosts."""
 
     def stop_host_nodes(host: Host) -> None:
         host_state = host.call_agent("inspect_run", run=run)
@@ -494,7 +496,7 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
 
 
 def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> None:
-    """Append the events and logs on the hosts to the history on this machine, before they are removed from the hosts."""
+    """Append the events and logs on the hosts to the history on this machine, before these files are removed from the hosts."""
     histories = host_group.run_on_all_hosts(
         lambda host: (run_stream.read_log_lines(host, run), run_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
     )

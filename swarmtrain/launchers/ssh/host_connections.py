@@ -1,7 +1,7 @@
-"""The machines of a run as a launcher sees them: this one, called directly, and others, called over SSH.
+"""Connections from a launcher to the hosts of a run: this machine is called directly, other hosts over SSH.
 
-Over SSH, one `ssh` per host carries everything for the duration of a command: first the modules of swarmtrain.remote as a zip file,
-then requests and responses. Config values never become part of a shell command line, and neither do secrets.
+For the duration of a command, one `ssh` process per host transfers first the modules of swarmtrain.remote as a zip file, then requests
+and responses. Neither config values nor secrets ever become part of a shell command line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ remote_agent.serve_requests(remote_agent.get_runs_folder(header["host"]))
 
 
 def list_hosts(runner: RunnerConfig) -> tuple[HostEntry, ...]:
-    """Return the hosts in the config; without any, this machine."""
+    """Return the hosts in the config; if it has none, this machine."""
     return runner.host_entries or (HostEntry.parse(LOCALHOST),)
 
 
@@ -155,11 +155,11 @@ class _SshConnection:
     def __init__(self, name: str, python: str) -> None:
         self.name, self.python = name, python
         argv = [*_SSH_ARGV, name, shlex.join([python, "-c", f"exec({_AGENT_BOOTSTRAP!r})"])]
-        # A session of its own: otherwise Ctrl-C would break the connection before the interrupted work is undone.
+        # Start ssh in its own session: otherwise Ctrl-C would end it before the interrupted command is rolled back.
         pipe = subprocess.PIPE
         self.ssh = process.start_process(argv, stdin=pipe, stdout=pipe, stderr=pipe, new_session=True)
         self.stdin, self.stdout, stderr = (cast("IO[bytes]", stream) for stream in (self.ssh.stdin, self.ssh.stdout, self.ssh.stderr))
-        # An open pipe keeps ssh alive, and Python's record of a living child keeps the pipe open. The finalizer must neither start a
+        # An open pipe keeps ssh alive, and Python's list of running children keeps the pipe open. The finalizer must neither start a
         # thread nor wait: the garbage collector may run it while any lock is held.
         finalize(self, self.stdin.close)
         os.set_blocking(self.stdin.fileno(), False)
@@ -178,7 +178,7 @@ class _SshConnection:
             pass
 
     def exchange_message(self, message: list[Any], timeout: float) -> dict[str, Any]:
-        """Send `message` to the remote agent and return its response. Raises HostError if there is none within `timeout` seconds."""
+        """Send `message` to the remote agent and return the response. Raises HostError if no response arrives within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         self._send_bytes(json.dumps(message).encode() + b"\n", deadline)
         return dict(json.loads(self._read_line(deadline)))
@@ -229,7 +229,7 @@ class _SshConnection:
 class ConnectionPool:
     """Pool of connections: a command that calls the same hosts repeatedly opens each connection only once.
 
-    Idle connections are closed with the pool.
+    Idle connections stay open until the pool is closed.
     """
 
     def __init__(self) -> None:

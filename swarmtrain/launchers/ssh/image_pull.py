@@ -67,7 +67,7 @@ def _run_pull(host: Host, run: str, docker: list[str], image: str, login: str) -
 def _build_registry_login(image: str) -> str:
     """Return a docker config in base64 with only this machine's login for the image's registry; empty if there is no such login.
 
-    Logins in a credential helper are not used.
+    Logins that a credential helper stores are not used.
     """
     first_part = image.partition("/")[0]
     registry = (

@@ -1,4 +1,4 @@
-"""Convert a plan to the specs of the processes that each host keeps running. Pure functions; a container only changes the command line."""
+"""Convert a plan to the specs of the processes on each host. Pure functions; with containers, only the command lines differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout,
 _WORKSPACE_FOLDER = PurePosixPath("/workspace")
 _SECRETS_FOLDER = PurePosixPath("/run/secrets")
 _LOGS_FOLDER = "/tmp/swarmtrain"  # noqa: S108  # in the container
-# RDMA adapters need memory that cannot be paged out. Not every engine may allow that: a rootless one may not.
+# RDMA adapters need memory that cannot be paged out. A rootless engine may be unable to grant these options.
 _RDMA_OPTIONS = ["--ulimit", "memlock=-1", "--cap-add", "IPC_LOCK"]
 
 
@@ -32,7 +32,7 @@ class HostContext:
     cwd: str
     gpus: int
     user: str
-    """Numeric user and group of the SSH user on the host."""
+    """User id and group id of the SSH user on the host."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, Ho
 
 
 def _build_gpu_env(node: PlannedNode, *, uses_docker: bool) -> dict[str, str]:
-    """Return the environment variables that restrict a node to the GPUs named in `hosts`. A container is given only these GPUs."""
+    """Return the environment variables that restrict a node to the GPUs named in `hosts`. A container gets only these GPUs."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)} if node.gpus and not uses_docker else {}
 
 
 def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostContext, *, uses_docker: bool) -> NodeLayout:
     return NodeLayout(
         coordinator_host=record.address,
-        bind_address="0.0.0.0",  # noqa: S104  # the host network: whatever name or address the others use
+        bind_address="0.0.0.0",  # noqa: S104  # On the host network, listen on all addresses: other hosts may use any name or address of this host.
         config_path=CONFIG_PATH if uses_docker else str(host_context.folder / "config.json"),
         code_dir=_WORKSPACE_FOLDER if uses_docker else host_context.folder / "code",
         secrets_dir=_SECRETS_FOLDER if uses_docker else host_context.folder / "secrets",
@@ -117,9 +117,9 @@ def wrap_command_in_container(
 ) -> ProcessCommands:
     """Return the commands that run `argv` with the variables `env` in a container.
 
-    The commands contain only the names of the variables: docker takes the values from its own environment. A `docker run` that is killed
-    while it waits for the engine leaves an unknown container behind, so create and start are separate. SIGTERM is sent to the container:
-    at SIGTERM, docker 28 exits with 0 if it has only started a container.
+    The commands contain only the names of the variables: docker takes the values from its own environment. The container is created and
+    started by separate commands, because a `docker run` that is killed while it waits for the engine leaves an unknown container behind.
+    SIGTERM is sent to the container, not to the `docker start` process: docker 28 would exit with 0 at SIGTERM.
     """
     docker, cargo = plan.config.runner.docker_config, plan.cargo
     docker_argv = build_docker_argv(plan, preserve=",".join(env))

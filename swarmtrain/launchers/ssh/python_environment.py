@@ -1,4 +1,4 @@
-"""The same Python environment on all hosts of a run: pinned packages, installed in parallel, and a test of its collective backends."""
+"""Build the same Python environment on all hosts of a run from pinned packages, and test its collective backends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BACKEND_PROBE_SCRIPT = Path(__file__).parents[2] / "entrypoint" / "probe" / "ba
 
 @dataclass(frozen=True)
 class PinnedRequirements:
-    """Packages of an environment: pinned requirements for pip, and wheels to upload, the only source of packages unless `use_index`."""
+    """Packages of an environment: pinned requirements for pip, and wheels to upload. pip uses a package index only with `use_index`."""
 
     lines: tuple[str, ...]
     wheels: tuple[Path, ...] = ()
@@ -110,7 +110,7 @@ class EnvironmentReport:
 def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) -> str:
     """Return the interpreter of the environment at `path`; without `path`, the one in the config. Raises ConfigError if it is invalid.
 
-    Only with `check` may the interpreter be outside a folder named bin.
+    The interpreter must be in a folder named bin, unless `check` is set.
     """
     if runner.capabilities.hosts is not HostSource.over_ssh or runner.capabilities.runs_in_containers:
         hint = "build the image that containers run with: swarmtrain image build"
@@ -223,7 +223,7 @@ def freeze_installed_packages() -> tuple[str, ...]:
 def pin_requirements(lines: Sequence[str], wheels: Path | None, folder: Path, report_progress: ProgressReporter) -> PinnedRequirements:
     """Return the pinned requirements to install. The running version of swarmtrain is built as a wheel into `folder`.
 
-    The wheels in the folder `wheels`, if given, replace the package index. Raises SwarmtrainError if there are none in it.
+    The wheels in the folder `wheels`, if given, replace the package index. Raises SwarmtrainError if the folder has no wheels.
     """
     wheel_files = sorted(wheels.glob("*.whl")) if wheels else []
     if wheels and not wheel_files:
@@ -308,7 +308,7 @@ def _run_backend_probe(
 
 
 def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Yield a finding for each version difference between hosts. A different Python is less harmful than a different torch."""
+    """Yield a finding for each version difference between hosts. A difference in Python is less severe than one in torch."""
     for component in ("python", "swarmtrain", "torch", "cuda", "nccl"):
         version_by_host = {name: host_info[component] for name, host_info in hosts.items() if host_info.get(component)}
         if len(set(version_by_host.values())) > 1:
@@ -317,7 +317,7 @@ def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Find
 
 
 def _find_backend_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
-    """Return why `backend` cannot be tested on all hosts; empty if it can."""
+    """Return the reason why `backend` cannot be tested on all hosts; empty if it can be tested."""
     hosts_by_obstacle = {
         "no probe result": [name for name, host_info in hosts.items() if not host_info],
         "no torch": [name for name, host_info in hosts.items() if not host_info.get("torch")],

@@ -1,6 +1,6 @@
 """Record of a run over SSH, stored on each of its hosts, and an index of these hosts on the machine that deployed the run.
 
-The index is `RUN/ssh.json`, or `RUN/ssh_docker.json`, in the user's state directory. Which processes run is read from the hosts.
+The index is `RUN/ssh.json`, or `RUN/ssh_docker.json`, in the user's state directory. The states of the processes are read from the hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarmtrain.launchers.ssh.host_connections import ConnectionPool, HostGroup
 
 @dataclass(frozen=True)
 class SshRunRecord:
-    """Record of a run over SSH: the data that a later launcher needs; the same on every host."""
+    """Record of a run over SSH: the data that a later launcher process needs. Every host has the same record."""
 
     interpreters: dict[str, str]
     """Path of the Python interpreter on each host, by host name, the coordinator's host first."""
@@ -52,7 +52,7 @@ class SshRunRecord:
         return cls(**{**select_fields(cls, values), "code": tuple(values["code"]), "secrets": tuple(values["secrets"])})
 
     def restrict_to_hosts(self, hosts: list[str]) -> SshRunRecord:
-        """Return a record with only `hosts`, from which the run still has to be removed."""
+        """Return a copy of the record with only `hosts`, those from which the run still has to be removed."""
         return replace(self, interpreters={name: self.interpreters[name] for name in hosts}, terminating=True)
 
 
@@ -63,7 +63,7 @@ class RunIndex:
         self._file_name, self._connections = f"{runner_type}.json", connections
 
     def list_runs(self, *, terminating: bool = False) -> list[str]:
-        """Return the names of runs, sorted: those that are up, or those that are `terminating`. Raises OSError."""
+        """Return the sorted names of the runs that are up; with `terminating`, of those whose removal is incomplete. Raises OSError."""
         names = []
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(path.name for path in resolve_state_directory().iterdir()):

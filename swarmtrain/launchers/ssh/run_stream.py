@@ -52,7 +52,7 @@ def read_file_lines(host: Host, run: str, file: str) -> list[str]:
 
 
 def _read_files(host: Host, run: str, only_files: list[str] | None, tail: int | None) -> list[tuple[str, str]]:
-    """Return the (file name, line) pairs of the run's files on a host so far."""
+    """Return (file name, line) for each line that the run's files on a host have so far."""
     offsets: dict[str, int] = {}
     file_lines: list[tuple[str, str]] = []
     while True:
@@ -126,9 +126,9 @@ class HostUpdateStream:
 
 
 def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator[RunUpdate]:
-    """Yield the run's events from the start, and its output and states from now on.
+    """Yield all events of the run, and its new output and task states.
 
-    Ends at the outcome and its last lines, or at the run's removal.
+    Ends after the outcome and the last lines of output, or at the run's removal.
     """
     states: dict[str, TaskState] = {}
     times: dict[str, float] = {}

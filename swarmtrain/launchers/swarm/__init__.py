@@ -1,7 +1,7 @@
 """The Swarm launcher: deploys a plan as a stack, with one service for each node, on the swarm that DOCKER_HOST points to.
 
-All of its state is in the swarm: from any machine that reaches a manager, a user can continue where another left off, and a stack that
-plain `docker stack deploy` started is equivalent to one of its own.
+The launcher keeps all of its state in the swarm, so users can manage a run from any machine that reaches a manager. A stack that was
+started with plain `docker stack deploy` is equivalent to one that this launcher started.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class SwarmLauncher:
         return build_stack_specs(desired, {image: pin_image(self._engine, image) for image in images})
 
     def _find_ended_run(self, services: list[cluster_state.Service], run: str) -> EndedRun | None:
-        """Return how the run ended if its coordinator has exited, else None. Without a recorded outcome, the run counts as failed."""
+        """Return how the run ended if its coordinator has exited, else None. A run without a recorded outcome counts as failed."""
         coordinator = cluster_state.find_coordinator(services, run)
         task = (
             cluster_state.find_newest_task(cluster_state.list_tasks(self._engine, run), coordinator.id)

@@ -15,21 +15,21 @@ from swarmtrain.launchers.swarm.generic_resources import count_resources_by_kind
 from swarmtrain.plan import Inventory, Machine
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 
-# On the lock of a run, on its entry in the GPU queue, and on both.
+# Labels on the lock of a run, on its entry in the GPU queue, and on both.
 LABEL_LOCK = "swarmtrain.lock.run"
 LABEL_QUEUE = "swarmtrain.queue.run"
 LABEL_LOCK_OWNER = "swarmtrain.lock.owner"
 LABEL_LOCK_ACTION = "swarmtrain.lock.action"
 _NODE_PREFIX = f"{ENV_PREFIX}NODE="
-# The config object with the run's config: created first and removed last, so that no run is forgotten.
+# Label of the config object with the run's config. It is created first and removed last, so that every run can be found.
 _MARKER_CONFIG_PATTERN = re.compile(r"config-[0-9a-f]{10}")
-# States after which a task never runs again; the others are running, or lead to it.
+# States after which a task never runs again. The other task states are `running` and the states before it.
 FINAL_STATES = frozenset({"complete", "shutdown", "failed", "rejected", "remove", "orphaned"})
 
 
 @dataclass(frozen=True)
 class Service:
-    """A service of the swarm. `version` detects a concurrent update when the service is updated."""
+    """A service of the swarm. An update must send `version`, by which the manager detects a concurrent update."""
 
     id: str
     version: int
@@ -42,7 +42,7 @@ class Service:
         return str(self.spec["Name"])
 
     def get_short_name(self, stack: str) -> str:
-        """Return the service's name without the prefix of its `stack`: the name of the run's node, or rendezvous."""
+        """Return the service's name without the prefix of its `stack`: the name of the run's node, or `rendezvous`."""
         return self.name.removeprefix(f"{stack}_")
 
     @property
@@ -76,11 +76,11 @@ class Task:
     exit_code: int | None
     created_at: str
     node_name: str = ""
-    """Name of the run's node, or rendezvous."""
+    """Name of the run's node, or `rendezvous` for the coordinator's task."""
     stop_grace: float = 0.0
     """Seconds from the stop signal to the kill."""
     gpus: tuple[str, ...] = ()
-    """The GPUs or other resources assigned to it: their ids, or the count of each kind."""
+    """The GPUs or other resources assigned to the task: their ids, or the amount of each kind."""
 
     @property
     def is_final(self) -> bool:
@@ -99,7 +99,7 @@ class StackState:
     secrets: Mapping[str, str]
     network_ids: Mapping[str, str]
     local_networks: frozenset[str] = frozenset()
-    """Networks that exist only on this engine."""
+    """Networks that exist only on this engine, not in the swarm."""
 
     @property
     def is_empty(self) -> bool:
@@ -138,7 +138,7 @@ def read_network_name(engine: DockerEngine, target: str) -> str:
 
 
 def list_services(engine: DockerEngine, stack: str) -> list[Service]:
-    """Return the services of `stack`, nodes first, by number. Raises EngineError."""
+    """Return the services of `stack`: nodes first, ordered by node number. Raises EngineError."""
     services = [
         Service(item["ID"], item["Version"]["Index"], item["Spec"], "PreviousSpec" in item)
         for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")
@@ -281,7 +281,7 @@ def read_down_nodes(engine: DockerEngine) -> dict[str, str]:
 
 
 def read_inventory(engine: DockerEngine) -> Inventory:
-    """Return the inventory: the swarm's nodes, sorted by name with node2 before node10. Raises EngineError."""
+    """Return the inventory: the swarm's nodes in natural order of their names (node2 before node10). Raises EngineError."""
     machines = sorted(
         (_parse_machine(node) for node in engine.list_objects("/nodes")), key=lambda machine: (natural_sort_key(machine.host), machine.id)
     )

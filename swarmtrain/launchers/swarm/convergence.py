@@ -1,7 +1,7 @@
 """Wait until a stack runs, report the pending tasks in Swarm's own words, and detect when waiting is pointless.
 
-A task that no node can take at the moment is shown and then left pending: a node may come back. A task that its node repeatedly rejects
-(no such image, no such folder) is an error.
+A task that no node can run at the moment is reported and then left pending: a node may come back. If a node repeatedly rejects a task
+(no such image, no such folder), the deploy fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarmtrain.protocol import RENDEZVOUS_SERVICE
 _POLL_SECONDS = 0.5
 _REMINDER_SECONDS = 15.0
 _START_TIMEOUT_SECONDS = 1800.0
-# What a node reports when it cannot start a container, how often that may happen, and a hint.
+# Messages of a node that cannot start a container; after how many of them the deploy fails; and a hint.
 _NO_FOLDER_HINT = "create the folder on every node, or mount a shared disk there"
 _NO_PROGRAM_HINT = "use an image that contains python3 and swarmtrain; swarmtrain image build creates one from any base image"
 _START_FAILURES = (
@@ -37,12 +37,12 @@ _START_FAILURES = (
 )
 _OTHER_START_FAILURE = (5, "docker service ps shows every attempt; docker events on that node shows more")
 # This comes from the managers, not from a node: engines before 25.0.3 report it for every task that reserves GPUs when its node changes
-# in any way, for example when it joins a network, and then restart the task. If it is true, the next task finds no node and stays
-# pending.
+# in any way, for example when it joins a network, and then restart the task. If the constraints are really not met, the next task finds
+# no node and stays pending.
 _CONSTRAINTS_NOT_MET = "assigned node no longer meets constraints"
-# No restart budget covers the coordinator itself.
+# Failures of the coordinator itself do not count against the restart budget.
 _COORDINATOR_FAILURE = (3, "see its log for the reason; if the image lacks swarmtrain, build one with swarmtrain image build")
-# Seconds without a change: for a start, and for a coordinator that has already failed.
+# Seconds without a change after which tasks count as stable: after a start, and for a coordinator that has already failed.
 _STEADY_SECONDS = 0.8
 _STEADY_AFTER_FAILURE_SECONDS = 3.0
 _FINAL_LINES = 5
@@ -50,7 +50,7 @@ _FINAL_LINES = 5
 
 @dataclass
 class _StartupProgress:
-    """What the wait has already reported, and when the state last changed."""
+    """Progress of a startup: the messages that were already reported, and the time at which the state last changed."""
 
     reported_lines: dict[str, str] = field(default_factory=dict)
     started_at: float = field(default_factory=time.monotonic)
@@ -73,10 +73,10 @@ def wait_until_services_running(
     check_ownership: Callable[[], None],
     timeouts: SwarmTimeouts,
 ) -> None:
-    """Wait until every service of `stack` runs, has completed, or waits for a node that is not available.
+    """Wait until every service of `stack` runs, is complete, or waits for a node that is not available.
 
     `old_task_ids` are the tasks that existed before; the services in `restarted_service_ids` get a new task. `check_ownership` is
-    called on each poll, and raises if somebody else has changed the stack.
+    called on each poll, and raises if another command has changed the stack.
 
     Raises StackError, with the node's reason, for a service that cannot be started.
     """
@@ -109,7 +109,7 @@ def wait_until_services_running(
 def _has_converged(state: TaskState) -> bool:
     if state.state in ("running", "complete", "stopped"):
         return True
-    # A container that ran and failed is the job's failure: the coordinator keeps the restart budget for that.
+    # If a container ran and then failed, the deploy continues: the coordinator counts this failure against the restart budget.
     return (
         state.node != RENDEZVOUS_SERVICE
         and "task: non-zero exit" in state.reason
@@ -196,7 +196,7 @@ def _raise_if_tasks_failed_to_start(
 def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:
     """Return whether the task's container could not be started, as opposed to one that ran and failed.
 
-    For the coordinator, both count.
+    For the coordinator, a container that ran and failed counts, too.
     """
     if task.state == "failed":
         return is_coordinator or task.exit_code in (126, 127) or task.reason.startswith("starting container failed")

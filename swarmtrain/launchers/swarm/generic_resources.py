@@ -12,7 +12,7 @@ TOOLKIT_CONFIG_PATH = "/etc/nvidia-container-runtime/config.toml"
 
 def get_assigned_resources(task: ApiObject) -> list[ApiObject]:
     """Return the resources assigned to a task; for a pending task, the resources that it reserves."""
-    # The engine's API reference uses the second name, its responses the first.
+    # The engine's responses use the first key, its API reference the second.
     resources: list[ApiObject] = (
         task.get("GenericResources") or task.get("AssignedGenericResources") or get_reserved_resources(task["Spec"])
     )
@@ -52,7 +52,7 @@ def describe_resources(resources: Iterable[ApiObject]) -> tuple[str, ...]:
 
 
 def format_gpu_settings(kind: str, gpus: Sequence[str] = ()) -> str:
-    """Return the daemon.json settings with which Swarm assigns a node's GPUs, with instructions for its owner.
+    """Return the daemon.json settings with which Swarm assigns a node's GPUs, with instructions for the node's owner.
 
     `gpus` are the GPUs' UUIDs, if known.
     """
@@ -71,5 +71,5 @@ def build_daemon_json(kind: str, gpus: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def format_toolkit_setting(kind: str) -> str:
-    """Return the line of the NVIDIA toolkit's settings that shows a container only the GPUs that Swarm assigned."""
+    """Return the line of the NVIDIA Container Toolkit's config with which a container sees only the GPUs that Swarm assigned to it."""
     return f'swarm-resource = "DOCKER_RESOURCE_{kind.upper()}"'

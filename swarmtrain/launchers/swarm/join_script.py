@@ -1,4 +1,4 @@
-"""The commands that add a machine to the swarm: firewall, daemon.json, join token, labels, mounts."""
+"""Generate the shell script that joins a machine to the swarm: firewall, daemon.json, join token, labels, mounts."""
 
 from __future__ import annotations
 

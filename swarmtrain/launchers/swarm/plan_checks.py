@@ -1,4 +1,4 @@
-"""Checks of a plan against this swarm that only query the managers."""
+"""Checks of a plan against this swarm, which need only queries to the managers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from swarmtrain.plan import Machine, Plan
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS
 
 _STORE_PORT_PREFIX = f"{ENV_PREFIX}STORE_PORT="
-# The store, the coordinator, and a probe.
+# Number of consecutive ports that a run uses: for the store, the coordinator, and a probe.
 _PORTS_PER_RUN = 3
 # The first engine that does not reject tasks with reserved GPUs after any change of their node.
 _MIN_GPU_ENGINE_VERSION = (25, 0, 3)
-# These refuse an image that the node already has if the registry answers "unauthorized".
+# These engine versions refuse an image that the node already has if the registry answers "unauthorized".
 _BROKEN_PULL_VERSIONS = ((29, 6, 0), (29, 6, 2))
 
 
@@ -74,7 +74,7 @@ def _check_image(engine: DockerEngine, plan: Plan) -> list[Finding]:
         return [Finding(error.place or "image", error.message, error.hint)]
     try:
         image_contents = contents.read_contents(engine.get(f"/images/{pinned.reference}/json"))
-    except EngineError:  # this engine does not have the image, and only those that do know its contents
+    except EngineError:  # This engine does not have the image. Only an engine that has it can report its labels.
         return []
     built, added = contents.find_changed_files_and_folders(image_contents, Path.cwd(), {item.name for item in plan.cargo.code})
     if not built and not added:
@@ -94,7 +94,7 @@ def _check_managers(machines: tuple[Machine, ...]) -> list[Finding]:
 
 
 def _check_ports(engine: DockerEngine, plan: Plan) -> list[Finding]:
-    """Return a finding for each other run on the host network whose ports overlap with this one's."""
+    """Return a finding for each other run on the host network whose ports overlap with this run's ports."""
     if plan.coordinator_machine is None:
         return []
     findings = []

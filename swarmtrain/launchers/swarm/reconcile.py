@@ -1,7 +1,7 @@
 """Compute the steps from the existing state of a stack to the desired state, each with its cause. Pure functions.
 
-Services are compared as `docker stack deploy` would leave them: ids are replaced by names, and defaults that the engine fills in count as
-absent. So a stack that plain `docker stack deploy` started is equivalent to one of swarmtrain.
+Before services are compared, their ids are replaced by names, and defaults that the engine filled in are removed. So a stack that was
+started with plain `docker stack deploy` is equivalent to one that swarmtrain started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarmtrain.errors import StackError
 from swarmtrain.launchers.swarm.cluster_state import Service, StackState
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
 
-# What the engine itself adds to a stored spec.
+# Default values that the engine itself adds to a stored spec.
 _ENGINE_DEFAULTS = {"Runtime": "container", "Isolation": "default"}
 # Built-in networks of the engine that services can use.
 _BUILTIN_NETWORKS = ("host", "bridge", "none")
@@ -64,7 +64,7 @@ class ReconcileStep:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """How a run ended whose coordinator has exited: no process runs until the run is restarted."""
+    """How a run ended. The coordinator of such a run has exited, and no process runs until the run is restarted."""
 
     failed: bool
     why: str
@@ -73,8 +73,8 @@ class EndedRun:
 def reconcile(desired: StackSpecs, existing: StackState, ended: EndedRun | None = None) -> list[ReconcileStep]:
     """Return the steps that turn `existing` into `desired`, in order; none if they match.
 
-    A run that has `ended` is restarted completely if it failed, or if anything about it changes. Raises StackError for a network that
-    would have to be changed in place, which Swarm cannot do.
+    A run that has ended (`ended` is not None) is restarted completely if it failed, or if anything about it changes. Raises StackError for
+    a network that would have to be changed in place, which Swarm cannot do.
     """
     check_networks(desired, existing)
     restart_cause = _describe_restart_cause(desired, existing, ended)
@@ -146,7 +146,7 @@ def _set_force_update(spec: ApiSpec, service: Service, *, increment: bool) -> Ap
 
 
 def _describe_service_change(spec: ApiSpec, service: Service, existing: StackState) -> tuple[str, bool]:
-    """Return a description of the difference between `spec` and `service` for the user, and whether it replaces the container."""
+    """Return a description of the difference between `spec` and `service` for the user, and whether the change replaces the container."""
     new, old = canonicalize_spec(spec, existing.network_ids), canonicalize_spec(service.spec, existing.network_ids)
     paths = _find_differences(new, old, "")
     if not paths:
@@ -168,7 +168,7 @@ def canonicalize_spec(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -
     task.get("Networks", []).sort(key=lambda network: network["Target"])
     container = task.get("ContainerSpec", {})
     if "Env" in container:
-        # As a mapping, a changed variable is one difference and not two.
+        # As a mapping: in a list, a changed variable would be two differences, one removed and one added entry.
         container["Env"] = dict(item.partition("=")[::2] for item in container["Env"])
     return canonical_spec
 

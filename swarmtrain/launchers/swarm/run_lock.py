@@ -1,9 +1,9 @@
-"""Lock that serializes changes of a run. It is stored in the swarm, since any machine that reaches a manager may deploy.
+"""Lock that serializes changes to a run. It is stored in the swarm, since any machine that reaches a manager may deploy.
 
-The lock is a config object in addition to the stack's own: the managers create only one object of a name, and accept an update only with
-its newest version. While the lock is *held*, its holder makes changes and renews the lock every few seconds; a lock that is no longer
-renewed is taken over. While the lock is *preemptible*, its holder only waits for containers, and any other command that wants to make
-changes takes the lock: the first holder notices the loss and makes no more changes.
+The lock is a Swarm config object, separate from those of the stack: the managers create only one object of a name, and accept an update
+only if it contains the object's newest version. While the lock is *held*, its holder makes changes and renews the lock every few seconds; a
+lock that is no longer renewed is taken over. While the lock is *preemptible*, its holder only waits for containers, and any other command
+that wants to make changes takes the lock: the first holder notices the loss and makes no more changes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _LockState:
 
 
 class RunLock:
-    """Lock of one run, for one change. `action` describes the change, in words that follow a name.
+    """Lock of one run, for one change. `action` describes the change, as a phrase that follows the holder's name: "is deploying it".
 
     `kind_label` is the label by which locks of this kind are found, and determines the suffix of the lock's name; `labels` are additional
     labels.
@@ -73,7 +73,7 @@ class RunLock:
             threading.Thread(target=self._renew_lock_periodically, name=f"lock of {self._run}", daemon=True).start()
             yield
         except BaseException:
-            # A lock that cannot be released now is taken over by the next command.
+            # If the lock cannot be released now, the next command takes it over.
             with contextlib.suppress(EngineError):
                 self._release_lock()
             raise
@@ -143,7 +143,7 @@ class RunLock:
     def _release_lock(self) -> None:
         with defer_signals():
             self._released.set()
-            # Reacquired first: somebody else may take a preemptible lock at any moment, and then it is not ours to remove.
+            # Reacquire a preemptible lock before its removal: another command may have taken it, and then it must not be removed.
             if self.reacquire_lock():
                 self._engine.delete(f"/configs/{self._name}")
 

@@ -19,31 +19,31 @@ from swarmtrain.launchers.swarm.state_poller import UNREACHABLE_AFTER_SECONDS, S
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 
-# After the outcome, for lines that are still on their way.
+# Seconds to wait after the outcome for lines that have not arrived yet.
 _TRAILING_LINES_SECONDS = 1.0
 # A node that still prints this long after the outcome has not received it, and may never end.
 _MAX_TRAILING_LINES_SECONDS = 10.0
-# A run without an outcome has ended when none of its tasks has been meant to run for this long.
+# A run without an outcome has ended if Swarm has not intended any of its tasks to run for this long.
 _FINISHED_SECONDS = 5.0
 # A log that is silent for this many seconds is requested again.
 _MAX_COORDINATOR_SILENCE_SECONDS = 10.0
 _MAX_NODE_SILENCE_SECONDS = 30.0
-# Readers wait when the consumer is this far behind.
+# Readers wait when this many lines are in the queue.
 _MAX_QUEUED_LINES = 50_000
-# Lines of each container that are still read when it is stopped, whatever was followed before.
+# Number of last lines that are read from each container when it is stopped, even if its log was not followed before.
 _FINAL_LINES = 1000
 
 
 @dataclass(frozen=True)
 class LogScope:
-    """Scope of the followed logs of the nodes. The coordinator's log is always read from its start."""
+    """Selects the lines of the nodes' logs that are followed. The coordinator's log is always read from its start."""
 
     since: float | None = None
     """Follow lines from this time on, in seconds since the epoch; None: all available lines."""
     tail: int | None = None
     """Number of earlier lines to read per node."""
     already_read: Sequence[ContainerLogLine] = ()
-    """Lines that were read before, ordered by time: the logs of their nodes are followed after them."""
+    """Lines that were read before, ordered by time; the logs of their nodes are followed from the last of them on."""
     node: str | None = None
     """The only node to follow."""
 
@@ -156,18 +156,18 @@ class _SwarmStream:
         return is_quiet and (self._is_removed or (self._finished_since is not None and now - self._finished_since > _FINISHED_SECONDS))
 
     def _stream_task_states(self) -> Iterator[RunUpdate]:
-        """Yield updates from the newest snapshots, or one update that there are none. Raises EngineError if there are none for too long."""
+        """Yield updates from the new snapshots, or one update if the manager stops answering. Raises EngineError if that lasts too long."""
         while not self._poller.snapshots.empty():
             snapshot = self._poller.snapshots.get()
             self._answered_at = time.monotonic()
             if self._lost_reason:
                 self._lost_reason = ""
-                yield self._build_manager_note("answers again")
+                yield self._build_manager_status_event("answers again")
             yield from self._process_snapshot(snapshot)
         unanswered_seconds = time.monotonic() - self._answered_at
         if unanswered_seconds > UNREACHABLE_AFTER_SECONDS and not self._lost_reason:
             self._lost_reason = self._describe_connection_loss()
-            yield self._build_manager_note(f"{self._lost_reason}; {self._run} continues; the log stream is lost, reconnecting")
+            yield self._build_manager_status_event(f"{self._lost_reason}; {self._run} continues; the log stream is lost, reconnecting")
         if unanswered_seconds > self._timeouts.manager_seconds:
             raise EngineError(
                 f"{self._describe_connection_loss()} for {unanswered_seconds:.0f} s",
@@ -175,12 +175,12 @@ class _SwarmStream:
                 hint=self._build_reconnect_hint(),
             )
 
-    def _build_manager_note(self, message: str) -> Event:
+    def _build_manager_status_event(self, message: str) -> Event:
         return Event(EVENT_NOTE, {"node": format_manager_name(self._engine), "message": message})
 
     def _describe_connection_loss(self) -> str:
         error = self._poller.last_error
-        # Without a status, there was no response at all, whatever the error's message says.
+        # An error without an HTTP status means that there was no response, whatever the error's message says.
         return error.message if error and error.status is not None else "does not answer"
 
     def _build_reconnect_hint(self) -> str:

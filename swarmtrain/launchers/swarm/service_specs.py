@@ -1,6 +1,6 @@
-"""Stack document → requests to the engine: networks, configs, secrets and services, as `docker stack deploy` sends them.
+"""Convert a stack document to requests to the engine: networks, configs, secrets and services, as `docker stack deploy` sends them.
 
-A port of docker/cli's cli/compose/convert (28.2) for the keys that our documents use; any other key is refused rather than dropped.
+A port of docker/cli's cli/compose/convert (28.2) for the keys that swarmtrain's stack documents use; any other key is an error.
 References to configs, secrets and networks are by name: their ids are known only once they exist.
 """
 
@@ -49,7 +49,7 @@ class StackSpecs:
 def build_stack_specs(stack: Stack, pins: Mapping[str, PinnedImage]) -> StackSpecs:
     """Return the specs of all objects of `stack`; `pins` maps each image reference in the document to its pinned reference.
 
-    Raises StackError for a key that `docker stack deploy` might honour and this does not.
+    Raises StackError for a key that is not supported here, although `docker stack deploy` might honour it.
     """
     document = stack.document
     _reject_unknown_keys({key for key in document if not key.startswith("x-")}, _DOCUMENT_KEYS, "the document")
@@ -76,7 +76,7 @@ def build_stack_specs(stack: Stack, pins: Mapping[str, PinnedImage]) -> StackSpe
 
 
 def resolve_network_name(stack: Stack, key: str) -> str:
-    """Return the name in the swarm of the document's network `key`."""
+    """Return the name that the network `key` of the stack document has in the swarm."""
     network = stack.document.get("networks", {}).get(key)
     if network is None:
         raise StackError(f"the service uses the network {key!r}, which the document does not define", place=f"run {stack.name}")
@@ -155,7 +155,7 @@ def _build_container_spec(stack: Stack, service: ApiSpec, pinned: PinnedImage) -
         "CapabilityAdd": sorted({normalize_capability(name) for name in service.get("cap_add", [])}),
         "Ulimits": [build_ulimit(name, limit) for name, limit in sorted(service.get("ulimits", {}).items())],
     }
-    # The CLI sends this empty, and the engine stores it: without it, the spec would differ.
+    # The CLI sends this field even if it is empty, and the engine stores it: without it, the spec would differ.
     return {**_drop_empty_values(spec), "Privileges": {"CredentialSpec": None, "SELinuxContext": None}}
 
 

@@ -1,4 +1,4 @@
-"""Deploy a stack: one deploy at a time, on top of existing objects or after their removal, with a rollback if a first deploy fails."""
+"""Deploy a stack under the run's lock: update existing objects, or wait for the end of their removal; roll back a failed first deploy."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def deploy_stack(
 ) -> None:
     """Apply the steps that `plan_steps` returns under the run's lock, and wait until the stack runs. Raises SwarmtrainError.
 
-    If `request` has reserved resources, nothing is changed before all of them are free. The lock is held during changes, and preemptible
-    while this waits for resources or containers: if another command takes the lock then, this deploy makes no more changes.
+    If `request` contains resources, nothing is changed until all of them are free. The lock is held during changes, and preemptible during
+    waits for resources or containers: if another command takes the lock then, this deploy makes no more changes.
     """
     deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts)
     with deployment.lock.hold_lock(report_progress):
@@ -100,7 +100,7 @@ class _StackDeployment:
         teardown.wait_until_services_stopped(self._engine, self._stack, removed_services, self._report_progress)
 
     def _compute_resource_request(self) -> ResourceRequest:
-        """Return the resources that the deploy must wait for. Empty if no container is to be started, as for an unchanged finished run."""
+        """Return the resources that the deploy must wait for. Empty if no container will be started, as for an unchanged finished run."""
         starts_containers = self._request.amounts and any(
             step.kind is ObjectKind.service and step.verb is not StepVerb.remove for step in self._plan_steps()
         )

@@ -1,4 +1,4 @@
-"""Thread that polls the state of a run every second, so that a manager that hangs does not block the display of known updates."""
+"""Thread that polls the state of a run every second, so that a hanging manager does not block the display of updates that have arrived."""
 
 from __future__ import annotations
 

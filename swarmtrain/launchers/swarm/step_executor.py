@@ -33,7 +33,7 @@ def apply_steps(
 ) -> None:
     """Apply `steps` in order, reporting each. Raises EngineError, StackError.
 
-    The name of an object is added to `created` before its request is sent, since the response may be lost.
+    The name of an object is added to `created` before the request that creates it is sent, since the response may be lost.
     """
     for step in steps:
         if step.verb is StepVerb.create and step.kind is not ObjectKind.service:
@@ -55,7 +55,7 @@ def apply_steps(
 
 
 def run_in_parallel(work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
-    """Call `work` on all items, a few at a time. The first error is raised after the calls that have already started."""
+    """Call `work` on all items, a few at a time. The first error is raised when the calls that have already started are finished."""
     pool = ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="swarm")
     try:
         for future in [pool.submit(work, item) for item in items]:
@@ -77,7 +77,8 @@ def _create_object(engine: DockerEngine, step: ReconcileStep, created: set[str])
     except EngineError as error:
         if error.status != 409:
             raise
-        # Another command has created it meanwhile. The names of configs and secrets contain their digest, so it is the same.
+        # Another command has created the object meanwhile. The names of configs and secrets contain their digest, so its content is the
+        # same.
         created.discard(step.name)
 
 
@@ -150,5 +151,5 @@ def _remove_object(engine: DockerEngine, step: ReconcileStep, report_progress: P
     try:
         engine.delete(f"/{step.kind}s/{step.id}")
     except EngineError as error:
-        # Only cleanup is incomplete: the next deploy tries again.
+        # Only the removal of an old object has failed: the next deploy tries again.
         report_progress(f"{step.kind} {step.name} remains for now: {error.message}")

@@ -19,7 +19,7 @@ from swarmtrain.launchers.swarm.step_executor import LockCheck, run_in_parallel,
 
 _POLL_SECONDS = 0.3
 _LOG_INTERVAL_SECONDS = 5.0
-# Added to the stop grace: Swarm waits 2 s before it signals, and its reapers take a moment.
+# Seconds added to the stop grace period: Swarm waits 2 s before it sends the signal, and deletes tasks with a delay.
 _STOP_MARGIN_SECONDS = 60.0
 _NETWORK_TIMEOUT_SECONDS = 60.0
 
@@ -27,13 +27,13 @@ _NETWORK_TIMEOUT_SECONDS = 60.0
 def tear_down_stack(engine: DockerEngine, stack: str, report_progress: ProgressReporter, check_lock: LockCheck = lambda: None) -> None:
     """Remove all objects with the label of `stack`, and wait until they are gone. Raises StackError if that takes too long.
 
-    `check_lock` is called before each change, and raises if nothing may be changed any more.
+    `check_lock` is called before each change, and raises if the lock is lost, so that no more changes may be made.
     """
     services = cluster_state.list_services(engine, stack)
     with record_final_log_lines(engine, stack, services):
         for group in _group_services_for_removal(services):
             _remove_services(engine, stack, group, report_progress, check_lock)
-        wait_until_tasks_cleared(engine, stack, report_progress)  # meanwhile their last output arrives
+        wait_until_tasks_cleared(engine, stack, report_progress)  # meanwhile, the last output of the tasks is recorded
     check_lock()
     existing = cluster_state.read_stack_state(engine, stack)
     for name, network in existing.networks.items():
@@ -123,7 +123,7 @@ def stop_nodes(engine: DockerEngine, stack: str, services: list[Service], report
 
 
 def _group_services_for_removal(services: list[Service]) -> list[list[Service]]:
-    """Return the services in the order of removal: ranks that save before they exit still need the coordinator.
+    """Return the services in groups, in the order of removal. The coordinator comes last: ranks that save before they exit still need it.
 
     A probe has nothing to save, and is removed at once.
     """

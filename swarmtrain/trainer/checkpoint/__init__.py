@@ -4,15 +4,14 @@ A world is the set of ranks of one rendezvous round: each restart of a run forms
 
 training_state      what is saved: model and optimizer, or the state of a custom script
 manifest            everything except tensors, as JSON, with digests of all files
-storage             the disks and the files on them: staging folders, commit, fence, and the search for the newest checkpoint
+storage             files on the disks: staging folders, commit, fence, and the search for the newest checkpoint
 compatibility       check that a checkpoint belongs to this model and optimizer
 restore             load model and optimizer state
-consolidated        read whole parameters, for inference, fine-tuning and export
+consolidated        read full (unsharded) parameters, for inference, fine-tuning and export
 save_interval       when a checkpoint is due
-scheduler           save when a checkpoint is due, after a stop request, and at the end
 retention           which checkpoints are kept
 background_task     write checkpoints while training continues
-just_in_time        checkpoint that surviving ranks write when a peer fails
+just_in_time        just-in-time checkpoint: written by the surviving ranks when a peer fails
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Progress:
         )
 
     def advance_to_step(self, step: int, consumed_samples: int) -> Progress:
-        """Return the progress after another step, with number `step`. `consumed_samples`: samples consumed so far."""
+        """Return the progress after step `step`. `consumed_samples`: number of samples consumed up to and including this step."""
         return replace(self, step=step, consumed_samples=consumed_samples, validation_loss=None)
 
 
@@ -80,12 +79,12 @@ class _PendingSave:
     folder: Path
     write_task: BackgroundTask[None]
     commit_task: BackgroundTask[SavedCheckpoint] | None
-    """Task that commits the checkpoint, on ranks that commit (see storage/storage_backend.py); None on other ranks."""
+    """Task that commits the checkpoint; None on ranks that do not commit checkpoints (see storage/storage_backend.py)."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A committed checkpoint: its step and path, and the time that saving it took."""
+    """A committed checkpoint: its step, its path, and how long saving it took."""
 
     step: int
     path: Path
@@ -96,7 +95,7 @@ class SavedCheckpoint:
 
 
 class CheckpointManager:
-    """Saves and finds the checkpoints of a run, on behalf of one world.
+    """Saves and finds the checkpoints of a run, for one world (the ranks of one rendezvous round).
 
     All methods are called by all ranks together, unless documented otherwise.
     """
@@ -110,7 +109,7 @@ class CheckpointManager:
         self._runtime, self._state, self._data_fingerprint, self._report_warning = runtime, state, data_fingerprint, report_warning
         self.save_dir = runtime.config.trainer.save_dir
         self.latest_step: int | None = None
-        """Step of the newest checkpoint that this world has loaded or started to write; None before."""
+        """Step of the newest checkpoint that this world has loaded or started to write; None before that."""
         self._committed_step: int | None = None
         self._staging_buffer = StagingBuffer(runtime.device)
         self._all_written = threading.Event()
@@ -119,7 +118,7 @@ class CheckpointManager:
         self._known_checkpoints: dict[Path, CheckpointInfo] = {}
         """Cache of the metadata of checkpoints in save_dir.
 
-        It stays valid, since no other world can commit there while this world can.
+        It stays valid: as long as this world can commit checkpoints to save_dir, no other world can.
         """
         self._wait_for_just_in_time_checkpoint()
         self.storage = storage_backend.build_storage_backend(runtime, self.save_dir, report_warning) if self.save_dir else None
@@ -135,9 +134,9 @@ class CheckpointManager:
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint of `progress` to save_dir, which must be set.
 
-        First waits until the previous checkpoint is committed. Waits for this one too, unless trainer.save_in_background is set. If a
-        checkpoint cannot be written, a warning is reported and training continues; the next checkpoint may succeed. Raises WorldError if
-        a newer world has taken over.
+        First waits until the previous checkpoint is committed. Unless trainer.save_in_background is set, also waits until the new
+        checkpoint is committed. If a checkpoint cannot be written, a warning is reported and training continues; the next checkpoint may
+        succeed. Raises WorldError if a newer world has taken over.
         """
         self._finish_pending_save()
         try:
@@ -148,9 +147,10 @@ class CheckpointManager:
             self._finish_pending_save()
 
     def save_and_wait(self, progress: Progress) -> None:
-        """Save a checkpoint of `progress` at the end of a run or world, and wait until it is committed; a no-op if it is saved already.
+        """Save a checkpoint of `progress` at the end of a run or world, and wait until it is committed.
 
-        Raises CheckpointError if it cannot be written, WorldError if a newer world has taken over.
+        A no-op if this step is already saved. Raises CheckpointError if the checkpoint cannot be written, WorldError if a newer world has
+        taken over.
         """
         self._finish_pending_save()
         if self.save_dir is not None and self.latest_step != progress.step:
@@ -159,17 +159,17 @@ class CheckpointManager:
     def stage_local_shard(self, folder: Path, part: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
         """Copy this rank's tensors into the staging buffer, without communication.
 
-        Return the writer that will write them to `folder` as part number `part`, and the index of the part's tensors.
+        Return the writer that will write these tensors to `folder` as the shard with index `part`, and the index of the shard's tensors.
         """
         if self._pending_save:
-            self._pending_save.write_task.wait_until_done()  # it uses the same buffer, and is valid if all ranks could write
+            self._pending_save.write_task.wait_until_done()  # it uses the same buffer; its checkpoint may still be committed
         writer = TensorStorageWriter(folder, part, self._staging_buffer)
         return writer, writer.stage_local_tensors(self._state.collect_tensors())
 
     def wait_for_pending_save(self) -> None:
         """Wait until the pending checkpoint is committed, for at most 10 s per task.
 
-        Called on one rank whose process is about to end with an error; no communication.
+        Called by a single rank, whose process is about to exit with an error. Does not communicate with other ranks.
         """
         if pending_save := self._pending_save:
             pending_save.write_task.wait_until_done(_DRAIN_TIMEOUT_SECONDS)
@@ -177,7 +177,7 @@ class CheckpointManager:
                 pending_save.commit_task.wait_until_done(_DRAIN_TIMEOUT_SECONDS)
 
     def take_completed_saves(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints that this rank has committed since the last call. Rank 0 commits all checkpoints."""
+        """Return the checkpoints that this rank has committed since the last call. Rank 0 takes part in every commit."""
         commit_task = self._pending_save.commit_task if self._pending_save else None
         if commit_task and commit_task.is_done and not commit_task.has_failed:
             self._record_commit()
@@ -218,7 +218,7 @@ class CheckpointManager:
 
     def _wait_for_commit(self, pending_save: _PendingSave) -> None:
         """Wait until `pending_save` is committed. Raises CheckpointError, WorldError."""
-        # Each rank's own part first: a dead rank is detected here, while the commit below would wait for it in vain.
+        # First wait until each rank has written its shard: this collective detects a dead rank, while the commit would wait for it.
         collectives.run_on_all_ranks(pending_save.write_task.result)
         self._all_written.set()
         collectives.run_on_all_ranks(self._record_commit)
@@ -227,7 +227,7 @@ class CheckpointManager:
     def _finish_pending_save(self) -> None:
         """Wait until no checkpoint is being written. If the pending checkpoint cannot be written, remove it and report a warning.
 
-        Raises WorldError.
+        Raises WorldError if a newer world has taken over.
         """
         if pending_save := self._pending_save:
             try:
@@ -238,12 +238,12 @@ class CheckpointManager:
     def _abandon_save(self, step: int, pending_save: _PendingSave | None, error: CheckpointError) -> None:
         """Discard the incomplete checkpoint of `step`, and report `error` as the reason.
 
-        All ranks have raised this error, and none is still writing.
+        Called when all ranks have raised this error, and no rank is still writing.
         """
         self.latest_step, self._pending_save = self._committed_step, None
         if pending_save and pending_save.commit_task:
             commit.discard_staging_folder(pending_save.folder)
-            self._all_written.set()  # a task that waits for parts fails: the folder is gone, or its deadline passes
+            self._all_written.set()  # a task that waits for shards then fails: the folder is gone, or the deadline passes
             pending_save.commit_task.wait_until_done()
         rank_prefix = f"rank {error.rank}: " if error.rank is not None else ""
         newest_text = (
@@ -252,7 +252,7 @@ class CheckpointManager:
         self._report_warning(f"cannot save the checkpoint of step {step}: {rank_prefix}{error}; training continues, {newest_text}")
 
     def _record_commit(self) -> None:
-        """Record that this rank has committed the pending checkpoint. Raises the commit's error if it failed."""
+        """Record that this rank has committed the pending checkpoint. Raises the error of the commit if the commit failed."""
         pending_save = self._pending_save
         if pending_save and pending_save.commit_task:
             self._completed_saves.append(pending_save.commit_task.result())
@@ -261,7 +261,7 @@ class CheckpointManager:
     def _wait_for_just_in_time_checkpoint(self) -> None:
         """Wait until the surviving ranks of the previous world have written their just-in-time checkpoint.
 
-        Claiming save_dir earlier would lose it.
+        If this world claimed save_dir earlier, they could no longer commit it.
         """
         if self._runtime.is_rank_zero and self._runtime.coordinator_address and self.save_dir:
             just_in_time.wait_for_just_in_time_checkpoint(CoordinatorClient(self._runtime.coordinator_address))
@@ -271,8 +271,8 @@ class CheckpointManager:
     ) -> Path:
         """Write the manifest and publish `staging_folder` as the checkpoint of `progress`. Return its path. Called by one rank.
 
-        `files`: digests of the files in the folder; `tensors`: index of the tensors in them. Raises WorldError if a newer world has taken
-        over, CheckpointError if a file is missing, OSError.
+        `files`: digests of the files in the folder; `tensors`: index of the tensors in these files. Raises WorldError if a newer world has
+        taken over, CheckpointError if a file is missing, OSError if the disk cannot be written.
         """
         config = self._runtime.config
         manifest = Manifest(

@@ -1,12 +1,12 @@
 """Background threads that write a checkpoint while training continues.
 
-    training thread     copies this rank's part into memory, and continues to train
-    writing thread      writes the part, then its size and hash to the completion marker part-00001.json
+    training thread     copies this rank's shard into host memory, and continues to train
+    writing thread      writes the shard, then writes its size and SHA-256 to a completion marker, such as part-00001.json
     commit thread       on rank 0: waits for the completion markers of all ranks, merges them into the manifest, and commits; if each
                         node has its own disk, one rank of each node does this: see storage/storage_backend.py
 
-The threads use none of training's process groups: they synchronize through files in the folder, which all these ranks can read. They are
-daemon threads: a process whose training has failed exits at once, and its incomplete files are ignored.
+The background threads do not use the process groups of training: they synchronize through the completion markers in the staging folder.
+They are daemon threads, so a process whose training has failed exits at once. Its incomplete files are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A function call that runs in its own thread, and its result."""
+    """A function call that runs in a thread of its own. Holds its result or its error."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         self._action = action
@@ -39,7 +39,7 @@ class BackgroundTask(Generic[T]):
         return self._error is not None
 
     def wait_until_done(self, timeout_seconds: float | None = None) -> None:
-        """Wait until the call has ended, for at most `timeout_seconds` seconds; None: without limit."""
+        """Wait until the call has ended, for at most `timeout_seconds` seconds. None: no time limit."""
         self._thread.join(timeout_seconds)
 
     def result(self) -> T:

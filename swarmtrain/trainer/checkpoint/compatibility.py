@@ -1,4 +1,4 @@
-"""Check that a checkpoint matches the training state: the same parameters, and state of the same optimizer."""
+"""Check that a checkpoint has the parameters of the current model, and the state of the current optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODEL_PREFIX, _OPTIMIZER_PREFIX = "model/", "optimizer/"
 class LoadRules:
     """Which tensors are loaded from a checkpoint, and which differences are allowed.
 
-    Patterns are regular expressions, searched in parameter names.
+    Patterns are regular expressions that are searched for in parameter names (`re.search`).
     """
 
     ignored_patterns: tuple[str, ...] = ()
@@ -29,11 +29,11 @@ class LoadRules:
     allowed_unexpected: tuple[str, ...] = ()
     load_optimizer_state: bool = True
     should_log: bool = True
-    """Whether to log what is loaded; useful if the rules may exclude tensors."""
+    """Whether to log which tensors are loaded; set if the rules may exclude tensors."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> LoadRules:
-        """Return the rules for checkpoints in trainer.load_dir, from the trainer config."""
+        """Return the rules that the trainer config sets for checkpoints in trainer.load_dir."""
         # LoRA and adapters may be added to a model that was trained without them.
         missing = (*config.allowed_missing_keys_in_checkpoint, re.escape(LORA_KEY), re.escape(ADAPTER_KEY))
         unexpected = config.allowed_unexpected_keys_in_checkpoint
@@ -44,9 +44,9 @@ class LoadRules:
         return not _matches_any_pattern(self.ignored_patterns, name) and (self.load_optimizer_state or name.startswith(_MODEL_PREFIX))
 
     def is_missing_allowed(self, name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
-        """Return whether the parameter `name` may be missing in the model or in the checkpoint.
+        """Return whether the parameter `name` may be missing where it is missing: in the checkpoint, in the model, or in neither.
 
-        `in_checkpoint`: the checkpoint has it; `in_model`: the model has it.
+        `in_checkpoint`: whether the checkpoint has the parameter; `in_model`: whether the model has it.
         """
         if _matches_any_pattern(self.ignored_patterns, name):
             return True
@@ -63,10 +63,11 @@ def select_tensors_to_load(
 ) -> list[str]:
     """Return the names of the `expected` tensors to load from a checkpoint with the tensors `available`.
 
-    Tensors are named model/PARAMETER or optimizer/KIND/PARAMETER, and map to their shapes. Optimizer state that the checkpoint lacks is
-    initialized instead, if it has no state at all of that parameter, or if the state does not belong to one parameter. `cause` is
-    appended to the error message. Raises IncompatibleCheckpoint if the checkpoint is of another model, or has the state of another
-    optimizer.
+    `available` and `expected` map tensor names (model/PARAMETER or optimizer/KIND/PARAMETER) to shapes. Optimizer state may be missing in
+    the checkpoint if all state of a parameter is missing, or if the state does not belong to a single parameter; it is then initialized.
+    `cause` is appended to the error message.
+
+    Raises IncompatibleCheckpoint if the checkpoint belongs to another model, or has the state of another optimizer.
     """
     mismatched = [
         name
@@ -93,8 +94,8 @@ def select_tensors_to_load(
 def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) -> dict[str, int]:
     """Return for each tensor the index of the checkpoint to load it from, given the tensor names of each checkpoint.
 
-    That is the first checkpoint that has the parameter. Optimizer state is loaded from the same checkpoint as its parameter or not at
-    all, since it belongs to those parameter values.
+    A parameter is loaded from the first checkpoint that has it. Optimizer state is loaded from the same checkpoint as its parameter, or
+    not at all, since it belongs to the parameter's values in that checkpoint.
     """
     source_of: dict[str, int] = {}
     source_of_parameter: dict[str, int] = {}
@@ -110,7 +111,7 @@ def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) ->
 
 
 def describe_loaded_tensors(available: TensorSizes, expected: TensorSizes, names: Sequence[str]) -> str:
-    """Return a message that lists which parameters and how much optimizer state are loaded, if the tensors `names` are loaded."""
+    """Return a log message for loading the tensors `names`: how many are loaded, and which parameters are not."""
     clauses = []
     for kind, noun in ((_MODEL_PREFIX, "parameters"), (_OPTIMIZER_PREFIX, "tensors of optimizer state")):
         expected_names, available_names = ([name for name in sizes if name.startswith(kind)] for sizes in (expected, available))
@@ -126,9 +127,9 @@ def describe_loaded_tensors(available: TensorSizes, expected: TensorSizes, names
 
 
 def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str) -> list[str]:
-    """Return one line for each value that differs between two configs, with both values.
+    """Return one line with the saved and the current value for each config key whose values differ.
 
-    Keys that only one config has are ignored.
+    `prefix`: path of the compared section in the config. Keys that only one of the configs has are ignored.
     """
     lines = []
     for name in saved.keys() & current.keys():
@@ -143,7 +144,8 @@ def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: s
 def _is_allowed_difference(available: TensorSizes, expected: TensorSizes, name: str, rules: LoadRules) -> bool:
     """Return whether the difference of the tensor `name` between checkpoint and model is allowed.
 
-    A tensor may be missing on one side if `rules` allow it. A tensor that both have may differ only if it is not loaded.
+    A tensor may be missing in the checkpoint or in the model if `rules` allow it. If both have it, its shapes may differ only if it is
+    not loaded.
     """
     in_checkpoint, in_model = name in available, name in expected
     return rules.is_missing_allowed(name, in_checkpoint=in_checkpoint, in_model=in_model) and (

@@ -1,4 +1,4 @@
-"""Load full parameters of a model one at a time, from a checkpoint of any topology or from trainer.init_from."""
+"""Load the full (unsharded) parameters of a model one at a time, from a checkpoint of any topology or from trainer.init_from."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class ConsolidatedCheckpoint:
     path: Path
     manifest: Manifest
     base_folder: Path | None = None
-    """Folder of the base model, if the checkpoint is an adapter and the base model has moved.
+    """Folder of the base model, if the checkpoint is an adapter and the base model's folder was moved.
 
-    None: the folder in the checkpoint's config.
+    None: the folder that the checkpoint's config names.
     """
 
     @cached_property
@@ -73,7 +73,7 @@ class ConsolidatedCheckpoint:
             return self._base_weights.load_parameter(name, torch.Size(size)).to(self.find_parameter_dtype(name))
         values = {_MODEL_PREFIX + name: torch.empty(size, dtype=self.find_parameter_dtype(name))}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that only this process reads, which is intended
+            warnings.simplefilter("ignore")  # torch warns that loading is not distributed, which is intended
             try:
                 dcp.load(values, storage_reader=TensorStorageReader(self.path, self.manifest.tensors), no_dist=True)
             except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
@@ -82,9 +82,9 @@ class ConsolidatedCheckpoint:
 
     @cached_property
     def _base_weights(self) -> BaseWeights:
-        """The base model, which has the parameters that are not in the checkpoint.
+        """Parameters of the base model, which has those that the checkpoint lacks.
 
-        Raises CheckpointError if it is missing or was changed.
+        Raises CheckpointError if the base model is missing or was changed.
         """
         architecture, folder = self.config.transformer_architecture, self.base_folder or self.config.trainer.init_from
         sizes = {
@@ -105,8 +105,9 @@ def open_base_weights(
 ) -> BaseWeights:
     """Return the parameters of the model in `folder`, a Hugging Face model or a checkpoint.
 
-    `sizes`: shapes of the expected parameters. If it is a checkpoint, this process verifies only the files of its `file_shard` (index,
-    number of shards). Raises IncompatibleCheckpoint with the differences if it is another model; CheckpointError if it cannot be read.
+    `sizes`: shapes of the expected parameters, by name. `file_shard`: (index, number of shards); of a checkpoint's files, this process
+    verifies only those of this shard. Raises IncompatibleCheckpoint, with a list of differences, if the architecture of the model in
+    `folder` is another; CheckpointError if the model cannot be read.
     """
     if not (folder / manifest.MANIFEST_NAME).exists():
         return BaseWeights(pretrained.build_parameter_loader(folder, architecture, sizes), pretrained.compute_model_fingerprint(folder))
@@ -133,8 +134,8 @@ def open_base_weights(
 def find_checkpoint(source: Path, base_folder: Path | None = None) -> ConsolidatedCheckpoint:
     """Return the checkpoint in the folder `source`, or the newest complete checkpoint if `source` is a save_dir.
 
-    `base_folder`: folder of the base model, if the checkpoint holds only trained parameters and the base model has moved. Raises
-    CheckpointError if there is no complete checkpoint.
+    `base_folder`: folder of the base model, if the checkpoint has only the trained parameters and the base model's folder was
+    moved. Raises CheckpointError if there is no complete checkpoint.
     """
     if (source / manifest.MANIFEST_NAME).exists():
         content = manifest.read_manifest(source)

@@ -1,14 +1,15 @@
 """Just-in-time checkpoint: if a peer fails, the surviving ranks save the last completed step before they exit.
 
-    a peer dies      collectives fail. All communication of a step comes before its first update, so each rank holds the state at the
-                     end of a step, and possibly everything that it needs to complete the next step without communication
+    a peer dies      collectives fail. All communication of a step takes place before the step's first parameter update, so each rank
+                     holds the state at the end of a step, and may already have everything to complete the next step on its own
     disconnect       surviving ranks close their connections, so that ranks that wait for them fail at once
-    report state     to the coordinator, which decides which step is saved, and which rank writes which part of it
-    write            each chosen rank writes its part and a completion marker; the first of them commits, as for any checkpoint. If each
-                     node has its own disk, ranks of every disk that has all parts write, and the first rank of each node commits
+    report state     each surviving rank reports its state to the coordinator, which decides which step is saved, and which rank writes
+                     which shard of the checkpoint
+    write            each chosen rank writes its shard and a completion marker; the first chosen rank commits, as for any checkpoint. If
+                     each node has its own disk, this is done on every disk to which all shards can be written
 
-No collective is used: the process groups are broken. A rank that is not chosen waits until the checkpoint is committed, since it may be
-needed if a writer dies too. The fence applies as for every checkpoint. The next world claims the fence only after that.
+No collective is used, since the process groups are broken. A rank that is not chosen waits until the checkpoint is committed, since it is
+needed if a writer dies too. Fencing applies as to any checkpoint: the next world claims save_dir only after this checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("swarmtrain")
 _POLL_SECONDS = 0.05
 _REPORT_INTERVALS_SECONDS = 0.2, 1.0
-"""Seconds between two reports of a surviving rank to the coordinator: in the first 10 s, and later."""
+"""Seconds between two reports of a surviving rank to the coordinator: during the first 10 s, and after that."""
 _FAST_REPORT_SECONDS = 10.0
 _COORDINATOR_TIMEOUT_SECONDS = 25.0
-"""Seconds without a response of the coordinator after which a surviving rank exits.
+"""Number of seconds without a response from the coordinator after which a surviving rank exits without saving.
 
-A coordinator whose machine failed too may be restarted within this time. torchrun kills ranks after 30 s.
+If the coordinator's machine has failed too, the coordinator may be restarted within this time. torchrun kills ranks after 30 s.
 """
 
 
@@ -63,7 +64,8 @@ def save_checkpoint_on_peer_failure(
     """Context manager for training: if the body raises an exception because a peer failed, the surviving ranks save a checkpoint.
 
     `get_progress` returns the current progress. `on_saved` is called with the saved step, on the rank that has committed the checkpoint.
-    A SwarmtrainError is raised without saving: either all ranks raise it, or the state of the rank that raises it is not usable.
+    If the body raises a SwarmtrainError, no checkpoint is saved: either all ranks raise this error, or the state of the rank that raises
+    it cannot be used.
     """
     try:
         yield
@@ -74,13 +76,13 @@ def save_checkpoint_on_peer_failure(
         try:
             if step := _run_rescue(runtime, model, optimizer, checkpoint_manager, get_progress()):
                 on_saved(step)
-        except Exception as error:  # noqa: BLE001  # raise the error that broke the world, not its consequence
+        except Exception as error:  # noqa: BLE001  # the body's error is raised below, since it is the cause
             LOG.warning("rank %d could not save its shards: %s", runtime.rank, str(error).partition("\n")[0])
         raise
 
 
 def wait_for_just_in_time_checkpoint(coordinator: CoordinatorClient) -> None:
-    """Wait until no surviving ranks of another world are still saving. Returns at once if the coordinator is not reachable."""
+    """Wait until the surviving ranks of another world have saved. Returns at once if the coordinator is not reachable."""
     with contextlib.suppress(CoordinatorError):
         start_time = logged_time = time.monotonic()
         while coordinator.is_rescue_pending():
@@ -102,7 +104,7 @@ def close_peer_connections() -> None:
 def _run_rescue(
     runtime: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoint_manager: CheckpointManager, progress: Progress
 ) -> int | None:
-    """Take part in the just-in-time checkpoint. Return the saved step if this rank has committed it, else None."""
+    """Take part in the just-in-time checkpoint. Return the saved step if this rank has committed the checkpoint, else None."""
     holders = model.mesh.replica_ranks
     part = next(number for number, ranks in enumerate(holders) if runtime.rank in ranks)
     is_consistent = not optimizer.is_updating and optimizer.last_step in (0, progress.step)
@@ -127,7 +129,7 @@ def _run_rescue(
                     optimizer.step(rescue.step)
                     progress = progress.advance_to_step(rescue.step, progress.consumed_samples + runtime.config.topology.samples_per_step)
                     rescue_client.survivor_state = replace(survivor_state, step=rescue.step, ready=False)
-                if rescue.step != progress.step:  # assigned by this rank's earlier state: other ranks must be assigned
+                if rescue.step != progress.step:  # assigned from this rank's earlier state; the coordinator must choose other ranks
                     raise RuntimeError(f"this rank is at step {progress.step}, and step {rescue.step} is to be saved")
                 if _save_shard(runtime, checkpoint_manager, progress, rescue, rescue_client):
                     saved_step = progress.step
@@ -136,9 +138,9 @@ def _run_rescue(
 
 
 def _has_disk_with_all_shards(disk_of_rank: Sequence[int], holders: Sequence[Sequence[int]]) -> bool:
-    """Return whether there is a disk to which the ranks together can write all parts.
+    """Return whether there is a disk to which its ranks can together write all shards.
 
-    `disk_of_rank`: the disk that each rank saves to; `holders`: for each part the ranks that hold it.
+    `disk_of_rank`: index of the disk that each rank saves to; `holders`: for each shard the ranks that hold it.
     """
     return any(all(disk in {disk_of_rank[rank] for rank in ranks} for ranks in holders) for disk in set(disk_of_rank))
 
@@ -146,9 +148,9 @@ def _has_disk_with_all_shards(disk_of_rank: Sequence[int], holders: Sequence[Seq
 def _save_shard(
     runtime: Runtime, checkpoint_manager: CheckpointManager, progress: Progress, rescue: RescueAssignment, rescue_client: _RescueClient
 ) -> bool:
-    """Write this rank's part of the checkpoint. The first writer of each disk waits for all parts and commits.
+    """Write this rank's shard of the checkpoint. The first writer of each disk waits for all shards and commits the checkpoint.
 
-    Return whether this rank has committed.
+    Return whether this rank has committed the checkpoint.
     """
     save_dir = checkpoint_manager.save_dir
     if save_dir is None:
@@ -180,13 +182,16 @@ def _save_shard(
 
 
 def _is_checkpoint_committed(save_dir: Path, step: int, checkpoint_manager: CheckpointManager) -> bool:
-    """Return whether the checkpoint of `step` was already committed by this world, or is the one that this world resumed from."""
+    """Return whether this world has already committed the checkpoint of `step`, or has resumed from it."""
     newest = next(iter(commit.list_checkpoints_newest_first(save_dir)), None)
     return newest is not None and newest[1].step == step == checkpoint_manager.latest_step
 
 
 def _collect_completion_markers(folder: Path, rescue: RescueAssignment, rescue_client: _RescueClient) -> list[dict[str, Any]]:
-    """Wait for the completion markers of all writers to this disk, remove them, and return their contents; empty if a writer has died."""
+    """Wait for the completion markers of all writers to this disk, remove them, and return their contents.
+
+    Return an empty list if the coordinator has changed or finished the rescue in the meantime, for example because a writer has died.
+    """
     ranks = rescue_client.select_local_writers(rescue)
     while find_missing_markers(folder, ranks):
         if rescue_client.latest.attempt != rescue.attempt or rescue_client.latest.is_finished:
@@ -196,9 +201,9 @@ def _collect_completion_markers(folder: Path, rescue: RescueAssignment, rescue_c
 
 
 def _merge_completion_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the files and the tensor index of all parts together.
+    """Merge the completion markers of all shards. Return their file digests and their tensor index.
 
-    A tensor chunk that several parts contain is taken from the first.
+    A tensor chunk that several shards contain is taken from the first of them.
     """
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
@@ -214,7 +219,7 @@ def _merge_completion_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, 
 class _RescueClient:
     """Reports this rank's state to the coordinator from a background thread. `latest` is the coordinator's last response.
 
-    `disk_of_rank`: the disk that each rank saves to.
+    `disk_of_rank`: index of the disk that each rank saves to.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Manifest of a checkpoint: everything except the tensors, as JSON, with size and SHA-256 of every file.
+"""Manifest of a checkpoint: a JSON file with everything except the tensors' bytes, including size and SHA-256 of every tensor file.
 
-It also contains a digest of itself.
+The manifest also contains a digest of itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 """Version of the manifest format. Version 1 had other keys and was not part of any release."""
 BASE_KEY = "base"
-"""Key in the manifest's `state` under which the base model's fingerprint is stored: see Manifest.base_fingerprint."""
+"""Key in the manifest's `state` for the fingerprint of the base model: see Manifest.base_fingerprint."""
 _BLOCK_BYTES = 1 << 22
 
 
@@ -33,17 +33,17 @@ class Manifest:
     step: int
     """Number of completed optimizer steps."""
     consumed_samples: int
-    """Number of samples consumed so far: the position in the sample order."""
+    """Number of samples consumed up to this step, which is also the position in the sample order."""
     initial_validation_loss: float | None
     """Validation loss in nats before the first step."""
     data_fingerprint: str
     """Fingerprint of the training data."""
     rng: dict[str, Any]
-    """Values from which random numbers are derived. The state of generators is not saved, since each micro batch sets its seed."""
+    """Values from which seeds are derived. The state of random number generators is not saved, since each micro batch seeds them."""
     topology: dict[str, int]
     files: FileDigests
     tensors: dict[str, Any]
-    """Dtype, shape and chunks of each tensor, by name. A chunk has its file and its byte offset."""
+    """Dtype, shape and chunks of each tensor, by name. For each chunk, its file and its byte offset in this file are stored."""
     config: dict[str, Any]
     versions: dict[str, str] = field(default_factory=dict)
     validation_loss: float | None = None
@@ -54,7 +54,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the checkpoint's tensors; for an adapter also of the base model's tensors."""
+        """Digest of the checkpoint's tensors. For an adapter it also covers the base model's tensors."""
         files = sorted((name, facts["sha256"]) for name, facts in self.files.items())
         return hashlib.sha256(json.dumps([files, self.base_fingerprint]).encode()).hexdigest()
 

@@ -36,11 +36,11 @@ def restore_training_state(
     data_fingerprint: str,
     report_warning: WarningReporter,
 ) -> tuple[Progress, Path | None]:
-    """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, those in trainer.load_dir.
+    """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, load those in trainer.load_dir.
 
-    Called by all ranks together. `data_fingerprint`: fingerprint of the training data. `report_warning` is called for checkpoints that
-    are skipped, and for what is loaded from another run. Return the progress and the checkpoint's path; an initial Progress and None if
-    nothing is loaded.
+    Called by all ranks together. `data_fingerprint`: fingerprint of the training data. `report_warning` is called with a message for each
+    skipped checkpoint, and with a summary of the tensors that are loaded from other runs. Return the progress and the path of the
+    checkpoint; if no checkpoint is loaded, an initial Progress and None.
 
     Raises IncompatibleCheckpoint if the checkpoint belongs to another model or other data, CheckpointError if load_dir has no complete
     checkpoint.
@@ -89,7 +89,7 @@ class _CheckpointLoader:
         )
 
     def build_rules_for_own_checkpoint(self, path: Path, manifest: Manifest) -> LoadRules:
-        """Return the load rules for the run's own checkpoint. Raises IncompatibleCheckpoint if it belongs to another base model."""
+        """Return the load rules for the run's own checkpoint. Raises IncompatibleCheckpoint if its base model is another."""
         if manifest.base_fingerprint is None:
             return LOAD_EVERYTHING
         if manifest.base_fingerprint != self.training_state.model.base_fingerprint:
@@ -107,7 +107,7 @@ class _CheckpointLoader:
         tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in sources)
         source_of = assign_source_checkpoints([manifest.tensors for _, manifest in sources])
         available = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in source_of.items()}
-        # torch's planner handles sharding within a tensor. The names of tensors on other pipeline stages are gathered here.
+        # torch's planner handles the sharding of each tensor. Tensors of other pipeline stages are not on this rank: gather their shapes.
         shapes = collectives.all_gather_objects({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         expected = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
         names = select_tensors_to_load(
@@ -123,9 +123,9 @@ class _CheckpointLoader:
                 raise CheckpointError(describe_first_failure(error), place=str(path)) from None
 
     def _describe_config_changes(self, manifest: Manifest, section: str) -> str:
-        """Return a text with the values that differ between the checkpoint's config and the current config in `section`.
+        """Return a text that lists the values in `section` that differ between the checkpoint's config and the current config.
 
-        Empty if none differ.
+        The text is empty if no value differs.
         """
         current_config = self.runtime.config.model_dump(mode="json")
         return "".join(f"; {line}" for line in diff_configs(manifest.config.get(section, {}), current_config[section], section))

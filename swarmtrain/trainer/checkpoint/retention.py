@@ -1,4 +1,4 @@
-"""Retention of checkpoints: which are kept when a newer one is committed, as a function of their metadata and the config."""
+"""Retention of checkpoints: select those to keep when a newer checkpoint is committed, from their metadata and the config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarmtrain.config.schema.trainer import BestCheckpointMode, TrainerConfig
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Metadata of a committed checkpoint that retention depends on."""
+    """Metadata of a committed checkpoint that determine whether it is kept."""
 
     generation: int
     step: int
@@ -26,9 +26,9 @@ class RetentionPolicy:
     best_count: int = 0
     """Number of checkpoints to keep with the best validation loss or custom metric."""
     step_multiple: int | None = None
-    """Keep all checkpoints whose step is a multiple of this; None: no such rule."""
+    """Keep all checkpoints whose step is a multiple of this number; None: no such rule."""
     higher_is_better: bool = False
-    """Whether a higher custom metric is better; a validation loss is better if lower."""
+    """Whether the best checkpoint is that with the highest metric (custom metrics) or with the lowest (validation loss)."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> RetentionPolicy:
@@ -39,8 +39,8 @@ class RetentionPolicy:
 def select_retained_checkpoints(checkpoints: Iterable[CheckpointInfo], policy: RetentionPolicy) -> set[CheckpointInfo]:
     """Return the checkpoints that `policy` keeps.
 
-    A checkpoint of an older generation whose step is equal to or higher than that of a newer generation's checkpoint is superseded: the
-    newer world resumed from before it. It is kept only while it is among the newest, as a fallback.
+    A checkpoint of an older generation is superseded if a newer generation has a checkpoint with the same or a lower step: the newer world
+    has resumed from an earlier step. A superseded checkpoint is kept only as a fallback, while it is among the newest checkpoints.
     """
     newest_first = sorted(checkpoints, key=lambda one: (one.generation, one.step), reverse=True)
     active: list[CheckpointInfo] = []

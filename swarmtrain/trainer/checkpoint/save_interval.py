@@ -1,11 +1,11 @@
 """Schedule of checkpoints: by steps, by epochs, by time, or automatic.
 
-A schedule by steps or epochs gives the same result on all ranks. A schedule by time uses the clock of rank 0, whose request is included
-in the all-reduce at the end of each step, so that all ranks save the same step.
+A schedule by steps or epochs gives the same result on all ranks. A schedule by time uses the clock of rank 0: its save request is
+included in the all-reduce at the end of each step, so that all ranks save the same step.
 
 `auto` is Young's interval (CACM 17(9), 1974; refined by Daly, FGCS 22(3), 2006), which minimizes the expected time lost to saving and to
-recomputation after failures: sqrt(2 x cost of a save x mean time between failures). It is extended if saving would take more than 1 % of
-the time.
+recomputation after failures: sqrt(2 x cost of a save x mean time between failures). The interval is longer if saves would otherwise stall
+training for more than 1 % of the time, or keep the disk busy for more than 25 % of the time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from swarmtrain.config.schema.fields.interval import AUTO, parse_interval
 from swarmtrain.config.schema.trainer import TrainerConfig
 
 MIN_AUTO_INTERVAL_SECONDS = 60.0
-"""Minimum interval in seconds with `auto`. The first checkpoint is due after this time, and measures the cost of saving."""
+"""Minimum interval in seconds with `auto`. The first checkpoint is due after this time; its cost determines the next interval."""
 _MEAN_SECONDS_BETWEEN_FAILURES = 24 * 3600.0
-"""Assumed mean time between failures in seconds: one failed machine per day.
+"""Assumed mean time between failures in seconds: one machine failure per day.
 
-A few dozen machines have that on a bad day. If it is wrong by a factor of 4, the interval is wrong by a factor of 2.
+A few dozen machines have this failure rate on a bad day. If the assumption is wrong by a factor of 4, the interval is wrong by a factor
+of 2.
 """
 _MAX_STALL_FRACTION, _MAX_WRITE_FRACTION = 0.01, 0.25
 """Maximum fraction of the time for which checkpoints may stall training, and for which the disk may be busy writing them."""
@@ -31,7 +32,7 @@ _MAX_STALL_FRACTION, _MAX_WRITE_FRACTION = 0.01, 0.25
 def compute_auto_interval(stall_seconds: float, write_seconds: float) -> float:
     """Return the interval between two checkpoints in seconds.
 
-    Each stalls training for `stall_seconds`, and takes `write_seconds` to write.
+    Each checkpoint stalls training for `stall_seconds`, and takes `write_seconds` to write.
     """
     return max(
         MIN_AUTO_INTERVAL_SECONDS,
@@ -42,7 +43,7 @@ def compute_auto_interval(stall_seconds: float, write_seconds: float) -> float:
 
 
 class SaveInterval:
-    """Determines when a checkpoint is due. `samples_per_epoch`: samples in an epoch; `batch_size`: samples in a step."""
+    """Determines when a checkpoint is due. `samples_per_epoch`: samples per epoch; `batch_size`: samples per step."""
 
     def __init__(self, config: TrainerConfig, samples_per_epoch: int, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         interval = parse_interval(config.save_interval)
@@ -56,9 +57,10 @@ class SaveInterval:
         self._last_save_time = clock()
 
     def is_due_by_schedule(self, step: int, consumed_samples: int, *, has_validation_loss: bool) -> bool:
-        """Return whether a checkpoint is due after `step` by the schedule of steps and epochs. All ranks get the same result.
+        """Return whether a checkpoint is due after `step` by the schedule of steps, epochs and validations. Equal on all ranks.
 
-        `consumed_samples`: samples consumed so far. `has_validation_loss`: the validation loss after this step is known.
+        `consumed_samples`: number of samples consumed so far. `has_validation_loss`: whether the validation loss was evaluated after this
+        step.
         """
         by_step = any(step % steps == 0 for steps in self._step_multiples)
         by_epoch = (
@@ -73,7 +75,7 @@ class SaveInterval:
         return self._interval_seconds is not None and self._clock() - self._last_save_time >= self._interval_seconds
 
     def record_stall(self, seconds: float) -> None:
-        """Record that saving a checkpoint has stalled training for `seconds`, and restart the interval."""
+        """Record that saving a checkpoint has stalled training for `seconds`, and restart the interval from now."""
         self._last_save_time, self._stall_seconds = self._clock(), seconds
         self._update_interval()
 

@@ -1,4 +1,4 @@
-"""State that a run saves in its checkpoints."""
+"""State that a run saves in its checkpoints: the interface, and the state of a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CheckpointState(Protocol):
         ...
 
     def collect_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as full (distributed) tensors that share memory with the training state."""
+        """Return all tensors by name. They share memory with the training state. Sharded tensors are DTensors."""
         ...
 
     def collect_non_tensor_state(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class TrainingState:
     model: ParallelModel
     optimizer: Optimizer
     trainable_only: bool = False
-    """Save only trainable parameters; of frozen parameters, save only the fingerprint of the model that has them."""
+    """Whether to save only trainable parameters. For the frozen parameters, the base model's fingerprint is saved."""
 
     @property
     def topology(self) -> Mapping[str, int]:
@@ -56,7 +56,7 @@ class TrainingState:
         return set(self.model.parameter_names) - set(self.model.trained_names)
 
     def collect_all_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of model and optimizer, including frozen parameters that `collect_tensors` excludes."""
+        """Return all tensors of model and optimizer, including the frozen parameters, which `collect_tensors` may exclude."""
         shard_layout = self.model.shard_layout
         tensors = {
             f"model/{name}": shard_layout.wrap_as_dtensor(name, parameter.detach()) for name, parameter in self.model.parameters.items()

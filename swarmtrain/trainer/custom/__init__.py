@@ -1,4 +1,4 @@
-"""Training loop for custom scripts: five lines let a script resume after any failure, and two log its metrics.
+"""Runs of custom training scripts: five lines let a script resume after any failure, and two lines log its metrics.
 
     with swarmtrain.trainer.run(trainer={"save_dir": "checkpoints"}) as run:
         run.register_for_checkpointing(model=model, optimizer=optimizer)
@@ -13,9 +13,10 @@ Works under every launcher, under plain torchrun, srun or mpirun, and in one pro
 
 user_state        state to save: any object with a state_dict()
 data_sharding     shard the samples of a DataLoader over any number of ranks
-prefetch          prefetch other data, of which each rank reads its own
-training_loop     steps: where they resume, and when they are saved
-callbacks         functions called after a step, after a save, and at the end
+state_tree        split a state_dict() into tensors and JSON
+prefetch          read data that cannot be sharded one batch ahead
+training_loop     the steps of a run: resume, save and exit
+callbacks         functions called after a step, after a save, and at the end of the run
 lr_warmup         learning rate schedules for larger batches
 """
 
@@ -63,16 +64,16 @@ def run(
 ) -> Iterator[Run]:
     """Context manager for a custom script: start the runtime, and yield the Run.
 
-    When the body has completed, all metrics are written and the registered objects are saved. `config`: a config, or the path of one, if
-    no launcher provides one; without either, the config's defaults apply. `trainer` and `logger` override fields of these sections:
-    `run(logger={"log_dir": "logs", "use_csv": True})`. A process group that the script has already initialized is reused.
+    When the body has completed, all metrics are written and the registered objects are saved. `config`: a config, or the path of a config
+    file; used if the launcher provides no config. Without any config, defaults apply. `trainer` and `logger` override fields of these
+    config sections: `run(logger={"log_dir": "logs", "use_csv": True})`. A process group that the script has already initialized is reused.
 
     Raises ConfigError if the config is invalid, TrainingError if the process group cannot be initialized.
     """
     with ExitStack() as stack:
         already_initialized = dist.is_initialized()
         runtime = stack.enter_context(start_runtime(_load_config(config, {"trainer": trainer or {}, "logger": logger or {}})))
-        # The script's own group may be for GPUs only; what is exchanged here is small, and on the CPU.
+        # The script's own process group may be for GPUs only (NCCL). The Run exchanges small values on the CPU, through Gloo.
         current_run = Run(runtime, dist.new_group(backend="gloo") if already_initialized else None, stack)
         with current_run.callbacks:
             try:
@@ -82,7 +83,7 @@ def run(
                 current_run._close_run(all_ranks_present=exit_request.code in (None, 0, protocol.EXIT_PLANNED))
                 raise
             except BaseException:
-                current_run._close_run(all_ranks_present=runtime.world_size == 1)  # the others may not get here: a collective would hang
+                current_run._close_run(all_ranks_present=runtime.world_size == 1)  # other ranks may not get here: a collective would hang
                 raise
             current_run._close_run(all_ranks_present=True)
 
@@ -102,9 +103,9 @@ class Run:
         self._installed_stop_flag: StopFlag | None = None
         self._pending_metrics: dict[int, MetricValues] = {}
         self._resumed_step: int | None = None
-        """Step from which the run resumes: metrics of later steps are dropped. None until a step is logged."""
+        """Step from which the run resumes: logged metrics of later steps are dropped. None until a step is logged."""
         self._step_was_set = False
-        """Whether the script has set `step`."""
+        """Whether the script has set `step` itself."""
         self._sinks = Sinks()
         self._is_open = False
         self._poster = EventPoster(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
@@ -135,10 +136,10 @@ class Run:
     def step(self) -> int:
         """Number of the current step in the loop over steps().
 
-        Without such a loop, the last logged step, including earlier attempts; 0 if none is logged.
+        Without such a loop: the last logged step, also if it was logged before a restart; 0 if no step is logged.
 
-        Without register_for_checkpointing(), set it before the first log() to the step of the checkpoint from which the script resumes:
-        logged metrics of later steps are dropped.
+        A script that loads its own checkpoints, without register_for_checkpointing(), sets this property before its first log() to the step
+        of the loaded checkpoint: logged metrics of later steps are dropped.
         """
         return self._loop.progress.step if self._loop else self._step
 
@@ -150,23 +151,23 @@ class Run:
     def stop_requested(self) -> bool:
         """Whether a stop was requested on any rank (SIGTERM). Read it on all ranks together, once per step.
 
-        After the first read, SIGTERM no longer ends the process: save, and exit with sys.exit(75) to be restarted.
+        After the first read, SIGTERM no longer ends the process: the script must save its state, and call sys.exit(75) to be restarted.
         """
         stop = self._install_stop_flag()
         return self._loop.stop_requested if self._loop else collectives.all_reduce_sum([stop.is_set], self._group)[0] > 0
 
     @property
     def epoch(self) -> int:
-        """Number of times that the data of steps() has been read completely."""
+        """Index of the current epoch: the number of times that the data of steps() has been read completely."""
         return self._loop.epoch if self._loop else 0
 
     @property
     def loss_weight(self) -> float:
-        """Weight of the loss on this rank's part of the batch.
+        """Factor for the loss of this rank's batch.
 
-        It is 1, unless ranks have parts of unequal size, and 0 if the batch only repeats data so that all ranks take part in the step. If
-        the loss is a mean over this rank's samples, multiply it by this weight. The mean over ranks that DistributedDataParallel computes
-        is then the mean over all samples.
+        It is 1 if all ranks have equal numbers of samples, and 0 if this rank has no data left and repeats a batch only to take part in
+        the step. If the loss is a mean over this rank's samples, multiply it by this weight: the mean over ranks, which
+        DistributedDataParallel computes, is then the mean over all samples.
         """
         return self._loop.loss_weight if self._loop else 1.0
 
@@ -175,7 +176,7 @@ class Run:
 
         Call it on all ranks, once, before the loop. Each object has a state_dict() that is the same on all ranks, and a
         load_state_dict(): a model (also in DistributedDataParallel), an optimizer, a schedule, or an object of your own. Changes of
-        config, arguments and script since that checkpoint are logged.
+        config, arguments and script since the loaded checkpoint are logged.
 
         Raises TrainingError if trainer.save_dir is not set or an object cannot be saved, IncompatibleCheckpoint if the newest checkpoint
         is of other objects.
@@ -204,15 +205,19 @@ class Run:
     ) -> Iterator[Any]:
         """Yield the remaining batches of `data`, from the step at which the newest checkpoint resumes. Call it on all ranks.
 
-        The samples of a DataLoader are sharded over the ranks at each step, in an order that does not depend on the number of ranks.
-        `global_batch_size`: samples per step on all ranks together; by default the loader's batch_size times the number of ranks at the
-        run's first start. Any other iterable is read completely on each rank, and batches that were processed before a restart are
-        skipped. If ranks have unequal numbers of batches, a rank without batches repeats its last batch, with a `loss_weight` of 0, until
-        no rank has any (cf. torch `Join`).
+        If `data` is a DataLoader, its samples are sharded over the ranks at each step, in an order that does not depend on the number of
+        ranks. `global_batch_size`: samples per step on all ranks together; by default the loader's batch_size times the number of ranks at
+        the run's first start.
 
-        It ends after `epochs` (default 1) or, if given, `max_steps` in total, counted over restarts. Random number generators are seeded
-        at each step. The last step is saved. Raises TrainingError if register_for_checkpointing() was not called, or if the loop does not
-        call save_if_due() or read stop_requested.
+        Any other iterable is read completely on each rank, and batches that were processed before a restart are skipped. If ranks have
+        unequal numbers of batches, a rank without a next batch repeats its last batch, with a `loss_weight` of 0, until no rank has a next
+        batch (cf. torch `Join`).
+
+        The loop ends after `max_steps` steps in total if given, else after `epochs` epochs (default 1). Both are counted across restarts.
+        Random number generators are seeded at each step. The last step is saved.
+
+        Raises TrainingError if register_for_checkpointing() was not called, or if the loop does not call save_if_due() or read
+        stop_requested.
         """
         if self._loop is None:
             hint = (
@@ -228,9 +233,11 @@ class Run:
     def save_if_due(self, *, metric: float | None = None) -> None:
         """Save this step in the background, if a checkpoint is due by trainer.save_interval. Call it at the end of each step.
 
-        `metric`: the quality of the model at this step, if it was evaluated, equal on all ranks: a validation loss or, with
-        trainer.best_checkpoint_mode max, an accuracy. trainer.keep_best_checkpoints keeps the checkpoints with the best metric. Raises
-        WorldError if a newer world (restart) has taken over, TrainingError outside the loop over steps().
+        `metric`: validation loss of this step, if it was evaluated; with trainer.best_checkpoint_mode max, an accuracy or another metric
+        that is better if higher. It must be equal on all ranks. trainer.keep_best_checkpoints is the number of checkpoints with the best
+        metric to keep.
+
+        Raises WorldError if a newer world (restart) has taken over, TrainingError outside the loop over steps().
         """
         if self._loop is None:
             raise TrainingError(
@@ -241,9 +248,9 @@ class Run:
         self._report_saved_checkpoints(self._loop.save_if_due(metric))
 
     def save_and_exit(self) -> NoReturn:
-        """Save this step, and exit this rank gracefully by raising SystemExit, so that it is restarted.
+        """Save this step, and raise SystemExit with the exit code of a graceful exit, so that the run is restarted and resumes.
 
-        Raises CheckpointError, WorldError.
+        Raises CheckpointError if the step cannot be saved, WorldError if a newer world (restart) has taken over.
         """
         if self._loop:
             self._report_saved_checkpoints(self._loop.save_and_wait())
@@ -253,18 +260,19 @@ class Run:
     def add_callback(self, event: CallbackEvent | str, function: Callable[..., object], *, priority: int = 0) -> None:
         """Register `function` to be called at an `event`: "step", "saved" or "end".
 
-        "step" passes the step, "saved" the step and the checkpoint's path; "end" passes nothing. Functions with a higher `priority` are
-        called first. An error that a function raises ends the run, except at "end", where all other functions are still called.
+        The arguments of `function` are the step at "step", the step and the checkpoint's path at "saved", and none at "end". Functions
+        with a higher `priority` are called first. An error that a function raises ends the run; at "end", all other functions are still
+        called.
         """
         self.callbacks.add_callback(CallbackEvent(event), function, priority)
 
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Log the metrics `values` of `step`. Call it on all ranks, once per step.
 
-        `step`: default is the current step of the loop, or without a loop the step after the last logged one. A value is a number, a
-        tensor with one element (which stays on its device until metrics are written), or an object with a `compute()` method, such as a
-        torchmetrics metric. The logged value is the mean over ranks, or the reduction of run.sum(value), run.min, run.max, run.last or
-        run.cat. Ranks communicate once in logger.log_interval steps.
+        `step`: by default the current step of the loop over steps(); without such a loop, the step after the last logged step. A value is
+        a number, a tensor with one element (which stays on its device until metrics are written), or an object with a `compute()` method,
+        such as a torchmetrics metric. The mean over ranks is logged; for another reduction, pass run.sum(value), or use run.min, run.max,
+        run.last or run.cat. Ranks communicate once every logger.log_interval steps.
 
         Raises TrainingError if a value is not a number, or if a configured sink cannot be opened.
         """
@@ -292,7 +300,7 @@ class Run:
         return MetricValue(value, ReductionOp.max)
 
     def last(self, value: Any) -> MetricValue:
-        """Return `value`, to be logged as the value of the last rank that has logged one."""
+        """Return `value`, to be logged without reduction: the value of the highest rank that has logged this metric."""
         return MetricValue(value, ReductionOp.last)
 
     def cat(self, value: Any) -> MetricValue:
@@ -329,7 +337,7 @@ class Run:
         return self._installed_stop_flag
 
     def _finish_run(self) -> None:
-        """Save the last step, and report the end of the run. Called when the body has completed without an error."""
+        """Save the last step, and report the end of the run. Called when the body of the context manager has completed without an error."""
         if loop := self._loop:
             self._report_saved_checkpoints(loop.save_and_wait())
             if loop.is_done:

@@ -13,9 +13,9 @@ class CallbackEvent(StrEnum):
     """Events of a run at which callbacks are called."""
 
     step = "step"
-    """A step has ended. The callback gets its number."""
+    """A step has ended. The callback gets the number of the step."""
     saved = "saved"
-    """A checkpoint is committed. The callback gets its step and path, on rank 0."""
+    """A checkpoint is committed. The callback is called on rank 0, with the step and the path of the checkpoint."""
     end = "end"
     """The run ends, normally or with an error. The callback gets no arguments."""
 
@@ -27,7 +27,7 @@ class CallbackRegistry:
         self._callbacks: dict[CallbackEvent, list[tuple[int, Callable[..., object]]]] = defaultdict(list)
 
     def add_callback(self, event: CallbackEvent, function: Callable[..., object], priority: int) -> None:
-        """Register `function` for `event`. Higher priorities are called first, and equal priorities in the order of registration."""
+        """Register `function` for `event`. Higher priorities are called first; equal priorities in registration order."""
         self._callbacks[event].append((priority, function))
         self._callbacks[event].sort(key=lambda pair: -pair[0])
 
@@ -45,7 +45,7 @@ class CallbackRegistry:
         for _, function in self._callbacks[CallbackEvent.end]:
             try:
                 function()
-            except Exception as raised:  # noqa: BLE001  # the others must be called too
+            except Exception as raised:  # noqa: BLE001  # the other callbacks must be called too
                 first_error = first_error or raised
         if first_error and not error:
             raise first_error

@@ -1,7 +1,7 @@
 """Shard the samples of a DataLoader over any number of ranks, starting at any step.
 
-The samples of step k of an epoch, and their order, are a function of (seed, epoch, k), independent of the number of ranks. Rank r of n
-gets the samples at indices r, r + n, r + 2n …, so with half as many ranks each gets twice as many samples.
+The samples of step k of an epoch, and their order, are a function of (seed, epoch, k), independent of the number of ranks. Of the samples
+of a step, rank r of n gets those at indices r, r + n, r + 2n …, so with half as many ranks each rank gets twice as many samples.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class ShardedLoader:
         self._loader = _rebuild_loader(loader, self._rank_batches, seed)
 
     def iterate_batches(self, steps_done: int) -> Iterator[tuple[Any, float]]:
-        """Yield the remaining batches of the current epoch on this rank, each with its loss weight, after `steps_done` steps in total.
+        """Yield this rank's remaining batches of the current epoch, each with its loss weight.
 
-        Loss weights are 1 if ranks have equal numbers of samples; over all ranks they sum to the number of ranks.
+        `steps_done`: number of completed steps in all epochs. If ranks have equal numbers of samples, all loss weights are 1; in any case,
+        the weights of all ranks in a step sum to the number of ranks.
         """
         epoch, first_step = divmod(steps_done, self.steps_per_epoch)
         assignments = [self._assign_samples(epoch, number) for number in range(first_step, self.steps_per_epoch)]
@@ -60,9 +61,9 @@ class ShardedLoader:
             yield local_batch, weight
 
     def _assign_samples(self, epoch: int, number: int) -> tuple[list[int], float]:
-        """Return this rank's sample indices in step `number` of an epoch, and its loss weight.
+        """Return this rank's sample indices in step `number` of an epoch, and the loss weight of its batch.
 
-        A rank without samples gets a sample of another rank, with weight 0.
+        If there are fewer samples than ranks, a rank without samples gets a sample of another rank, with weight 0.
         """
         first = number * self.global_batch_size
         count = min(self.global_batch_size, self.sample_count - first)
@@ -81,7 +82,8 @@ class ShardedLoader:
 class _SeededDataset(Dataset[Any]):
     """Dataset that seeds the random number generators for each sample, as a function of (seed, epoch, sample).
 
-    So random augmentation of a sample depends neither on the rank and worker that read it, nor on what they have read before.
+    So the random augmentation of a sample depends neither on the rank and the worker process that read it, nor on the samples that they
+    have read before.
     """
 
     def __init__(self, data: Dataset[Any], seed: int) -> None:
@@ -95,7 +97,7 @@ class _SeededDataset(Dataset[Any]):
         return self._data[sample]
 
     def _get_items(self, keys: list[_SampleKey]) -> Any:
-        """Return the samples with these `keys`. Samples that are read together share one seed, that of the first."""
+        """Return the samples with these `keys`. Samples that are read together share the seed of the first sample."""
         epoch, sample = keys[0]
         seed_everything(self._seed, "sample", epoch, sample)
         return self._data.__getitems__([sample for _, sample in keys])  # type: ignore[attr-defined]
@@ -126,7 +128,7 @@ def _has_shuffling_sampler(loader: DataLoader[Any], sample_count: int) -> bool:
 
 
 def _rebuild_loader(loader: DataLoader[Any], rank_batches: list[list[_SampleKey]], seed: int) -> DataLoader[Any]:
-    """Return a copy of `loader` that reads the batches in `rank_batches`, a list that the caller updates before each iteration."""
+    """Return a copy of `loader` that reads the batches in `rank_batches`, a list that the caller updates before each epoch."""
     return DataLoader(
         _SeededDataset(loader.dataset, seed),
         batch_sampler=rank_batches,

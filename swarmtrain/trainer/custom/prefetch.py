@@ -1,8 +1,8 @@
 """Prefetch of data that cannot be sharded: each rank reads its own data one batch ahead.
 
-So it is known before a step ends whether there is a next batch. Ranks may have unequal numbers of batches. An epoch lasts until no rank
-has any: a rank without batches repeats its last batch with weight 0, so that all ranks take part in collectives (as torch's Join does for
-DistributedDataParallel, without its hooks).
+So each rank knows before a step ends whether it has a next batch. Ranks may have unequal numbers of batches. An epoch lasts until no rank
+has a next batch: until then, a rank without batches repeats its last batch with loss weight 0, so that all ranks take part in collectives.
+torch's Join does the same for DistributedDataParallel, but needs hooks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ class BatchPrefetcher:
     """Reads the batches of one epoch on one rank, one batch ahead."""
 
     def __init__(self, data: Iterable[Any], before_read: Callable[[int], None]) -> None:
-        """`before_read` is called before each batch is read, with the batch's number."""
+        """`before_read` is called with the batch's index before each batch is read."""
         self._before_read, self._number = before_read, 0
         before_read(0)
         self._iterator = iter(data)
         self._last_batch: Any = None
         self.has_next = True
-        """Whether there is a batch that was not taken yet."""
+        """Whether there is a batch that take_batch() has not returned yet."""
         self._next_batch: Any = None
         self._prefetch_next_batch()
 
     def take_batch(self) -> tuple[Any, bool]:
-        """Return the next batch and True; at the end of the data, the last batch again and False."""
+        """Return the next batch and True. After the end of the data, return the last batch again and False."""
         if not self.has_next:
             return self._last_batch, False
         self._last_batch = self._next_batch
@@ -34,7 +34,7 @@ class BatchPrefetcher:
         return self._last_batch, True
 
     def skip_batches(self, limit: int) -> int:
-        """Skip up to `limit` batches, and return the number of skipped batches."""
+        """Skip up to `limit` batches, and return how many were skipped."""
         skipped = 0
         while skipped < limit and self.has_next:
             self.take_batch()

@@ -1,7 +1,7 @@
 """Split the result of `state_dict()` into tensors and JSON, and merge them again, without pickle.
 
-A tensor becomes {"tensor": NAME}, a tuple {"tuple": […]}, a dict {"dict": [[KEY, VALUE], …]}; numbers, text, None and lists are
-unchanged. A subclass of dict, such as OrderedDict, is restored as a plain dict, and a numpy array as a tensor.
+In the JSON, a tensor becomes {"tensor": NAME}, a tuple {"tuple": […]} and a dict {"dict": [[KEY, VALUE], …]}. Numbers, text, None and
+lists are unchanged. A subclass of dict, such as OrderedDict, is restored as a plain dict, and a numpy array as a tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training loop of a custom script: where its steps resume, when they are saved, and when ranks exit."""
+"""Training loop of a custom script: resume its steps, save them when due, and exit all ranks together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REQUIRED_CALLS = {"save_if_due": "run.save_if_due()", "stop_requested": "if run
 
 
 class _StepAgreement(NamedTuple):
-    """Values that all ranks have exchanged at a step."""
+    """Values that all ranks have agreed on at a step."""
 
     step: int
     stop_requested: bool = False
@@ -45,7 +45,7 @@ class TrainingLoop:
     ) -> None:
         """Load the newest checkpoint in save_dir, or else in trainer.load_dir, if there is one.
 
-        Raises the errors of CheckpointManager and UserState.load; TrainingError if trainer.load_dir has no complete checkpoint.
+        Raises the errors of CheckpointManager and UserState.load_checkpoint; TrainingError if trainer.load_dir has no complete checkpoint.
         """
         self._runtime, self._group, self._user_state, self._stop, self._report_warning = runtime, group, user_state, stop, report_warning
         self._checkpoint_manager = CheckpointManager(runtime, user_state, "", report_warning)
@@ -53,14 +53,14 @@ class TrainingLoop:
         self._called_names: set[str] = set()
         self._agreement = _StepAgreement(step=-1)
         self._has_next_batch = False
-        """Whether this rank has a batch for the next step, if the data is not sharded."""
+        """Whether this rank has a batch for the next step. Used only if the data is not sharded."""
         self.progress = Progress()
         self.loss_weight = 1.0
         self.epoch = 0
         self.is_done = False
         """Whether the loop has reached its requested number of epochs or steps."""
         self._max_steps: int | None = None
-        user_state.collect_tensors()  # raise for what cannot be saved before any training
+        user_state.collect_tensors()  # before any training, raise an error if an object cannot be saved
         self.resumed_from = self._checkpoint_manager.find_newest_checkpoint()
         checkpoint = self.resumed_from or self._find_load_dir_checkpoint()
         if checkpoint:
@@ -140,7 +140,7 @@ class TrainingLoop:
         return self._checkpoint_manager.take_completed_saves()
 
     def _exchange_step_requests(self) -> _StepAgreement:
-        """Exchange stop requests, save requests and remaining batches between ranks, with one collective per step."""
+        """Exchange between all ranks, by one collective per step: stop requests, save requests, and whether each rank has a next batch."""
         if self._agreement.step != self.progress.step:
             is_save_due = self._runtime.is_rank_zero and self._save_interval is not None and self._save_interval.is_due_by_clock
             stop_requested, save_requested, ranks_with_next_batch = collectives.all_reduce_sum(
@@ -173,7 +173,10 @@ class TrainingLoop:
                     return
 
     def _iterate_unsharded_batches(self, data: Iterable[Any], epochs: int | None, max_steps: int | None) -> Iterator[Any]:
-        """Yield data that cannot be sharded: it is read from the start, and batches that were processed before a restart are skipped."""
+        """Yield the batches of data that cannot be sharded.
+
+        After a restart the data is read from the start, and the batches that were already processed are skipped.
+        """
         saved_world_size = self._user_state.data_layout.get("ranks", self._runtime.world_size)
         if saved_world_size != self._runtime.world_size:
             self._report_warning(
@@ -199,7 +202,7 @@ class TrainingLoop:
                 ranks_with_batch = self._exchange_step_requests().ranks_with_next_batch
 
     def _check_all_ranks_have_batch(self, prefetcher: BatchPrefetcher) -> None:
-        """Raise TrainingError if the data of any rank has no batch."""
+        """Raise TrainingError if the data of any rank is empty."""
         has_batch_by_rank = collectives.all_gather_objects(prefetcher.has_next, self._group)
         if not any(has_batch_by_rank):
             hint = "pass a non-empty iterable; an iterator can be read only once"

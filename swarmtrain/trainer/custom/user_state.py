@@ -24,7 +24,7 @@ from swarmtrain.trainer.custom.state_tree import flatten_state, unflatten_state
 
 
 class Stateful(Protocol):
-    """Interface of objects that can be saved: a model, an optimizer, a schedule, a sampler, or any other object with these methods."""
+    """Interface of objects that can be saved: a model, optimizer, schedule, sampler, or other object with these two methods."""
 
     def state_dict(self) -> Any: ...
 
@@ -62,13 +62,13 @@ class UserState:
         return tensors
 
     def collect_non_tensor_state(self) -> dict[str, Any]:
-        """Return all state that is not a tensor, as of the last call of collect_tensors()."""
+        """Return all state that is not a tensor, as it was at the last call of collect_tensors()."""
         return self._state
 
     def load_checkpoint(self, path: Path, content: Manifest) -> None:
         """Load the checkpoint at `path`, with the manifest `content`, into the objects. Called by all ranks together.
 
-        Raises IncompatibleCheckpoint if it has other objects, CheckpointError if it cannot be read.
+        Raises IncompatibleCheckpoint if the checkpoint has other objects, CheckpointError if it cannot be read.
         """
         trees = content.state.get("objects", {})
         if trees.keys() != self._objects.keys():
@@ -107,7 +107,10 @@ def _describe_script() -> dict[str, Any]:
 
 
 def _unwrap_module(stateful: Any) -> Stateful:
-    """Return the module inside DistributedDataParallel or torch.compile, whose parameter names do not depend on these wrappers."""
+    """Return the module that DistributedDataParallel or torch.compile wraps, so that parameter names do not depend on the wrapper.
+
+    Any other object is returned unchanged.
+    """
     while isinstance(stateful, torch.nn.Module) and (inner := getattr(stateful, "_orig_mod", None) or _unwrap_ddp(stateful)) is not None:
         stateful = inner
     return stateful  # type: ignore[no-any-return]  # checked in __init__

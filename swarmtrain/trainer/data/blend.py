@@ -1,9 +1,10 @@
-"""Blending of data sets: which set each sample comes from, with proportions that hold at every position to within one sample.
+"""Blending of data sets: select the data set of each sample, so that proportions hold at every position to within one sample.
 
-Shares are integers whose sum is the period. Sample j of a set with share c is due between the positions j × period / c and (j + 1) ×
-period / c. Each position takes, among the sets whose interval has begun, the one with the earliest deadline. A valid assignment always
-exists, as the shares sum to one sample per position (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress"). One period is
-stored as a table; any position is looked up in it directly.
+Each data set has a share: its integer number of samples per period. The period is the sum of the shares. Sample j of a set with share c is
+due between the positions j × period / c and (j + 1) × period / c. Each position is assigned to the sample with the earliest deadline among
+the samples whose interval has begun (earliest deadline first). A valid schedule always exists, since the shares sum to one sample per
+position (Baruah, Cohen, Plaxton and Varvel 1996, "Proportionate progress"). One period is stored as a table, in which any position is
+looked up directly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from swarmtrain.config.schema.data import BlendedDatasetConfig
 from swarmtrain.trainer.data.memory_map import Ids
 
 MAX_PERIOD = 1 << 16
-"""Approximate maximum period. Weights that need a longer period to be represented exactly are rounded to fractions of this."""
+"""Approximate maximum period. Weights that only a longer period can represent exactly are rounded to multiples of 1 / MAX_PERIOD."""
 
 
 def compute_dataset_weights(config: BlendedDatasetConfig, document_counts: Sequence[int]) -> list[Fraction]:
@@ -34,7 +35,7 @@ def compute_dataset_weights(config: BlendedDatasetConfig, document_counts: Seque
 def compute_integer_weights(weights: Sequence[Fraction]) -> list[int]:
     """Return `weights` as integer shares, at least 1 each.
 
-    They are exact if their sum is at most MAX_PERIOD, else rounded to fractions of MAX_PERIOD.
+    The shares are exactly proportional to the weights if their sum can be at most MAX_PERIOD; else they are rounded.
     """
     total = sum(weights)
     exact = [weight / total for weight in weights]
@@ -46,19 +47,19 @@ class Blend:
     """Infinite sequence of data set indices in which each set occurs in proportion to its share."""
 
     def __init__(self, shares: Sequence[int]) -> None:
-        """`shares`: share of each data set, positive integers."""
+        """`shares`: for each data set, its number of samples per period (at least 1)."""
         self._shares = np.array(shares, dtype=np.int64)
         self._period_sets, self._earlier_counts = _build_interleaving_period(shares)
 
     def locate_positions(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return for each of `positions` its data set, and the number of earlier samples of that set."""
+        """Return for each of `positions` the index of its data set, and the number of samples of this set at earlier positions."""
         rounds, within = np.divmod(positions, len(self._period_sets))
         sets = self._period_sets[within]
         return sets, rounds * self._shares[sets] + self._earlier_counts[within]
 
 
 def _build_interleaving_period(shares: Sequence[int]) -> tuple[Ids, Ids]:
-    """Return for each position of one period its data set, and the number of earlier samples of that set in the period."""
+    """Return for each position of one period the index of its data set, and the number of earlier samples of this set in the period."""
     period = sum(shares)
     windows = [
         (turn * period // share, -(-(turn + 1) * period // share), number) for number, share in enumerate(shares) for turn in range(share)

@@ -1,7 +1,7 @@
 """Samples that are single documents: sample i is document i of a token file, truncated to the sequence length.
 
-In DocumentSamples the target of each token is the next token. In EmbeddingSamples, whose texts are embedded as a whole, the target of
-each token is the token itself.
+In DocumentSamples, the target of each token is the next token. In EmbeddingSamples, the target of each token is the token itself: an
+embedding model predicts no tokens, and a target only marks whether the token is ignored.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class DocumentSamples:
         return TokenSpans(rows, np.zeros_like(rows), self._documents[ids, 0].astype(np.int64), self.count_targets(ids))
 
     def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return rows and columns of tokens that begin a document after column 0: always empty, since each sample is one document."""
+        """Return empty arrays: each sample is one document, so no document begins after column 0."""
         no_starts = np.empty(0, dtype=np.int64)
         return no_starts, no_starts
 
 
 class EmbeddingSamples(DocumentSamples):
-    """Index of the texts of one token file, one sample per text, for embedding models."""
+    """Index of the documents of one token file for embedding models, one sample per document."""
 
     target_shift = 0

@@ -1,4 +1,4 @@
-"""File formats of token files with the prefix P: token dtype and document boundaries.
+"""File formats of token files: how they store tokens, token dtype and document boundaries. P is the path prefix of the files.
 
 memory_map     Aleph Alpha's Scaling, and swarmtrain: P.bin, P.idx and P.meta.json; swarmtrain also supports P.mask.bin
 megatron       Megatron-LM: P.bin, and P.idx, which begins with MMIDIDX
@@ -28,7 +28,7 @@ _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8
 _LLM_C_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 _LLM_C_HEADER_BYTES = 1024
 _SCAN_BLOCK_TOKENS = 1 << 24
-"""Number of tokens that are scanned for document tokens at a time."""
+"""Number of tokens that are scanned at a time for the token that separates documents."""
 
 FileArrayType = type[MappedArray] | type[PreadArray]
 
@@ -40,7 +40,7 @@ class TokenFileContents:
     format: TokenFileFormat
     tokens: MappedArray | PreadArray
     documents: Tokens
-    """First token and number of tokens of each document: (documents, 2)."""
+    """For each document, the index of its first token and its number of tokens: (documents, 2)."""
     meta: dict[str, Any] = field(default_factory=dict)
     loss_mask: MappedArray | PreadArray | None = None
     """Loss mask: 1 for each token that contributes to the loss as a target, else 0; None if all tokens do."""
@@ -51,8 +51,8 @@ def open_token_files(
 ) -> TokenFileContents:
     """Open the token files of `prefix`, stored in `format`, as arrays of `array_type`.
 
-    `document_token` separates documents in formats without an index. Raises OSError, ValueError if the files do not match each other, or
-    TrainingError if the format cannot be detected.
+    `document_token` separates documents in formats without an index. Raises OSError if a file cannot be read, ValueError if the files are
+    invalid or do not match each other, TrainingError if the format cannot be detected.
     """
     actual_format = detect_token_file_format(prefix) if format is TokenFileFormat.auto else format
     if document_token is not None and actual_format in (TokenFileFormat.memory_map, TokenFileFormat.megatron):
@@ -61,7 +61,7 @@ def open_token_files(
 
 
 def detect_token_file_format(prefix: Path) -> TokenFileFormat:
-    """Return the format of the token files of `prefix`. Raises OSError, ValueError, or TrainingError if it cannot be detected."""
+    """Return the format of the token files of `prefix`. Raises TrainingError if it cannot be detected, ValueError, OSError."""
     megatron = (
         build_token_file_path(prefix, "idx").exists()
         and _read_header(build_token_file_path(prefix, "idx"), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
@@ -84,7 +84,7 @@ def detect_token_file_format(prefix: Path) -> TokenFileFormat:
 
 
 def build_token_file_path(prefix: Path, suffix: str) -> Path:
-    """Return the path of the file of `prefix` with this `suffix`."""
+    """Return the path PREFIX.SUFFIX of a token file."""
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
@@ -105,7 +105,8 @@ def _open_memory_map(prefix: Path, array_type: FileArrayType, _: int | None) -> 
 def _open_megatron_files(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
     """Open token files of Megatron-LM.
 
-    A document consists of one or several sequences; the index has the byte offset of each sequence.
+    A document consists of one or more sequences. The index has the length and the byte offset of each sequence, and the index of the first
+    sequence of each document.
     """
     index_path = build_token_file_path(prefix, "idx")
     header = _read_header(index_path, 34)
@@ -129,9 +130,7 @@ def _open_megatron_files(prefix: Path, array_type: FileArrayType, _: int | None)
         raise ValueError(f"{index_path.name} has documents that do not match its {sequences} sequences in order")
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if (lengths < 0).any() or (pointers != starts[:-1] * dtype.itemsize).any():
-        raise ValueError(
-            f"{index_path.name} has sequences that are not contiguous, or not at the offsets where its dtype, {dtype}, puts them"
-        )
+        raise ValueError(f"{index_path.name}: the sequences are not contiguous, or their offsets do not match the dtype {dtype}")
     tokens = array_type(build_token_file_path(prefix, "bin"), dtype)
     if starts[-1] != len(tokens):
         raise ValueError(CORRUPT_INDEX_MESSAGE)
@@ -156,13 +155,16 @@ def _open_llm_c_files(prefix: Path, array_type: FileArrayType, document_token: i
 def _open_nanogpt_files(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
     tokens_path = build_token_file_path(prefix, "bin")
     if _read_magic_number(tokens_path) in {magic for magic, _ in _LLM_C_DTYPES}:
-        raise ValueError(f"{tokens_path.name} has the header of an llm.c file")
+        raise ValueError(f"{tokens_path.name} has the header of an llm.c file, which a nanogpt file does not have")
     tokens = array_type(tokens_path, np.dtype("uint16"))
     return TokenFileContents(TokenFileFormat.nanogpt, tokens, _split_documents(tokens, document_token, offset=1))
 
 
 def _split_documents(tokens: MappedArray | PreadArray, document_token: int | None, offset: int) -> Tokens:
-    """Return the documents of `tokens` (documents, 2): a document begins `offset` tokens after each `document_token`."""
+    """Return first token and length of each document in `tokens`: (documents, 2).
+
+    A document begins `offset` tokens after each `document_token`.
+    """
     starts = []
     for first in range(0, len(tokens), _SCAN_BLOCK_TOKENS) if document_token is not None else ():
         starts.append(np.flatnonzero(tokens[first : first + _SCAN_BLOCK_TOKENS] == document_token) + first + offset)

@@ -1,9 +1,9 @@
-"""Memory-mapped token files. The written format is that of Aleph Alpha's Scaling, with these files for a prefix P:
+"""Memory-mapped token files. They are written in the format of Aleph Alpha's Scaling, with these files for a path prefix P:
 
 P.bin          the tokens of all documents, one after another
 P.idx          two integers per document: its first token and its length, in tokens
 P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234}
-P.mask.bin     if the meta file has "loss_mask": true: one byte per token, 1 if the token contributes to the loss, else 0
+P.mask.bin     only if P.meta.json has "loss_mask": true: one byte per token, 1 if the token contributes to the loss, else 0
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _CHECK_BLOCK_DOCUMENTS = 1 << 20
 
 
 class MemoryMap:
-    """The tokens and documents of one prefix, or of a range of its documents. Tokens are read only when requested.
+    """The tokens and documents of one data set (the token files with one path prefix), or of a range of its documents.
 
-    Other formats than Scaling's are supported too; their index is built when they are opened, and takes 16 bytes of memory per document.
+    Tokens are read only when requested. Other formats than Scaling's are supported too: their document index is built when the files are
+    opened, and takes 16 bytes of memory per document.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class MemoryMap:
     ) -> None:
         """Open the token files of `prefix`.
 
-        Without `use_mmap` the index is kept in memory, and tokens are read with pread. `document_token` separates documents in formats
+        Without `use_mmap`, the index is kept in memory, and tokens are read with pread. `document_token` separates documents in formats
         without an index. Raises TrainingError if a file is missing, or if the files do not match each other.
         """
         self.prefix = prefix
@@ -60,7 +61,7 @@ class MemoryMap:
         self.total_documents = len(self.documents)
         """Number of documents in the whole file, including those that select_document_fraction() excludes."""
         self.token_start, self.token_end = 0, len(self.tokens)
-        """Range of the selected tokens in the file: from `token_start` up to, but not including, `token_end`."""
+        """Range of the selected documents' tokens in the file: from `token_start` up to, but not including, `token_end`."""
 
     @property
     def tokens_path(self) -> Path:
@@ -68,7 +69,7 @@ class MemoryMap:
         return formats.build_token_file_path(self.prefix, "bin")
 
     def select_document_fraction(self, low: float, high: float) -> Self:
-        """Return the same files restricted to a range of documents, from the fraction `low` to the fraction `high` of their number."""
+        """Return the same files restricted to the documents between the fractions `low` and `high` (0 to 1) of their number."""
         first, end = round(low * len(self.documents)), round(high * len(self.documents))
         selection = copy.copy(self)
         selection.documents = self.documents[first:end]
@@ -91,8 +92,8 @@ class MemoryMap:
             expected = int(ends[-1])
 
     def find_documents_at(self, positions: Ids) -> Ids:
-        """Return for each of `positions` the number of the last document that begins at or before it."""
-        # Not np.searchsorted, which would copy the column of starts: one entry per document.
+        """Return for each token position in `positions` the index of the last document that begins at or before it."""
+        # np.searchsorted would copy the column of document starts, which has one entry per document.
         low, high = np.zeros_like(positions), np.full_like(positions, len(self.documents))
         for _ in range(len(self.documents).bit_length()):
             middle = (low + high) // 2
@@ -114,7 +115,7 @@ def has_token_files(prefix: Path) -> bool:
 def write_token_files(prefix: Path, documents: Iterable[Tokens], dtype: str, extra_meta: Mapping[str, Any] | None = None) -> None:
     """Write token files with `documents` (arrays of tokens) under `prefix`. All tokens contribute to the loss.
 
-    `extra_meta` is added to the meta file. The meta file is published last: if it exists, the other files are complete.
+    `extra_meta` is added to PREFIX.meta.json. This file is published last: if it exists, the other files are complete.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     index, start = [], 0

@@ -1,9 +1,12 @@
-"""Packed samples: each sample contains complete documents, and no document is split that fits into one sample.
+"""Packed samples: each sample contains complete documents. A document is split only if it is longer than a sample.
 
-A document of n tokens has n - 1 inputs, each with the next token as its target. Its last token is only a target, and no target crosses a
-document boundary. A document longer than a sample fills samples of its own, and its remainder is packed like a short document. Packing is
-best-fit decreasing: the longest documents first, each into the fullest sample with enough space (Ding et al. 2024, arXiv 2404.10830). All
-documents of one length are packed at once, so the number of iterations depends on the number of lengths, not of documents.
+A document of n tokens has n - 1 inputs, each with the next token as its target. The last token of a document is only a target, and no
+target crosses a document boundary. A document longer than a sample fills samples of its own, and its remainder is packed like a short
+document.
+
+Packing is best-fit decreasing: the longest documents first, each into the fullest sample with enough space (Ding et al. 2024, arXiv
+2404.10830). All documents of the same length are packed at once, so the number of iterations depends on the number of different lengths,
+not on the number of documents. A sample of packed documents is called a pack.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from swarmtrain.trainer.data.sample_index import TokenSpans
 class PackedSamples:
     """Index of the packed samples of one token file.
 
-    Takes 22 bytes of memory per document, and reads the whole index when created.
+    It takes 22 bytes of memory per document, and reads the whole document index when it is created.
     """
 
     target_shift = 1
@@ -29,14 +32,14 @@ class PackedSamples:
         full_counts = input_counts // sequence_length
         self._sequence_length = sequence_length
         self._full_documents = np.repeat(np.arange(len(full_counts), dtype=np.int32), full_counts)
-        """For each sample that is filled by one document: the number of that document."""
+        """For each sample that a single document fills: the index of this document."""
         self._first_full_sample = np.cumsum(full_counts) - full_counts
         self._starts = starts
         partial_documents = np.flatnonzero(input_counts % sequence_length)
         packs = pack_items_best_fit((input_counts % sequence_length)[partial_documents], sequence_length)
         order = np.argsort(packs, kind="stable")
         self._packed_documents = partial_documents[order].astype(np.int32)
-        """Numbers of the documents whose remainder is packed, in the order of packs."""
+        """Indices of the documents whose remainder is packed, sorted by pack."""
         self._pack_ends = np.flatnonzero(np.diff(packs[order], append=-1)) + 1
         self._input_counts = input_counts
 
@@ -69,7 +72,7 @@ class PackedSamples:
         return spans.row[is_not_first], spans.column[is_not_first]
 
     def _list_packed_documents(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return, for those of the samples `ids` that are packs, the row (index in `ids`) and the number of each packed document."""
+        """Return for every document in a pack of `ids` its row (index of the pack in `ids`) and its document index."""
         rows = np.flatnonzero(ids >= len(self._full_documents))
         packs = ids[rows] - len(self._full_documents)
         ends = self._pack_ends[packs]
@@ -79,7 +82,7 @@ class PackedSamples:
 
 
 def pack_items_best_fit(sizes: Ids, capacity: int) -> Ids:
-    """Return for each of `sizes` the number of its pack. Each pack has space for `capacity`; sizes are from 1 to `capacity`."""
+    """Pack items of the given `sizes` (1 to `capacity`) into packs with space for `capacity`. Return the pack index of each item."""
     packs = np.empty(len(sizes), dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
     packs_by_space: dict[int, list[Ids]] = defaultdict(list)
@@ -101,10 +104,10 @@ def pack_items_best_fit(sizes: Ids, capacity: int) -> Ids:
 
 
 def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, Ids], packs_by_space: dict[int, list[Ids]]) -> Ids:
-    """Put as many `items` of `size` as possible into the packs in `packs_with_space`, which all have the same space.
+    """Put as many of `items`, all of the same `size`, as possible into given packs. Return the remaining items.
 
-    Return the remaining items.
-    `packs` and `packs_by_space` are updated.
+    `packs_with_space`: the free space, equal in all these packs, and their indices. `packs` (pack index of each item) and `packs_by_space`
+    (indices of the other packs, by free space) are updated.
     """
     space, bins = packs_with_space
     per_pack = space // size
@@ -122,7 +125,7 @@ def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, 
 
 
 def _compute_span_columns(row: Ids, count: Ids) -> Ids:
-    """Return the column at which each span begins: after all earlier spans of the same row."""
+    """Return the column at which each span begins: behind all earlier spans of the same row. `count`: length of each span."""
     order = np.argsort(row, kind="stable")
     before = np.cumsum(count[order]) - count[order]
     starts_row = np.diff(row[order], prepend=-1) != 0

@@ -1,4 +1,4 @@
-"""Sample index: maps the samples of a token file to spans of tokens in the file."""
+"""Sample index: maps each sample of a token file to spans of tokens in the file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from swarmtrain.trainer.data.memory_map import Ids
 class TokenSpans:
     """Spans of tokens in a token file, and their positions in a batch, as arrays with one entry per span.
 
-    A span has `count` inputs. In the file it is followed by `target_shift` more tokens, the targets of its last inputs.
+    A span has `count` inputs. In the file, a span is followed by `target_shift` more tokens: the targets of its last inputs.
     """
 
     row: Ids
     column: Ids
     start: Ids
-    """Index in the file of each span's first token."""
+    """Index of each span's first token in the file."""
     count: Ids
 
 
 class SampleIndex(Protocol):
-    """Interface of a token file that is divided into samples."""
+    """Interface of a sample index, which divides a token file into samples."""
 
     target_shift: int
     """Distance in tokens from an input to its target in the file: 1 for next-token prediction."""

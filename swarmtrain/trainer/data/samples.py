@@ -30,9 +30,10 @@ from swarmtrain.trainer.random_seeds import derive_seed
 
 _PROBE_TOKENS = 1 << 20
 _MIN_BLOCK_POSITIONS, _MAX_BLOCK_POSITIONS = 1 << 4, 1 << 12
-"""Number of positions whose sample ids are computed at a time: minimum and maximum.
+"""Minimum and maximum block size: the number of positions whose sample ids are computed at a time.
 
-Computing ids one by one would take longer than loading the samples, and each epoch in a block also has a cost.
+Computing the ids one by one would take longer than loading the samples. A block that spans many epochs is also slow, since the permutation
+is computed once per epoch.
 """
 _INDEX_TYPES: dict[Packing, type[StreamSamples] | type[PackedSamples]] = {Packing.stream: StreamSamples, Packing.documents: PackedSamples}
 
@@ -44,12 +45,13 @@ class GlobalBatch:
     ids: Ids
     loss_tokens: int
     loss_denominator: int
-    """Divisor of the summed loss: number of loss tokens, or of samples if a sample has several rows (pairs, queries)."""
+    """Divisor of the summed loss: the number of loss tokens; if a sample has several rows (pairs, queries), the number of samples."""
 
     def select_micro_batches(self, micro_batches_per_replica: Sequence[int], replica: int, micro_batch_size: int) -> list[tuple[int, Ids]]:
-        """Return the micro batches of the replica with index `replica`: for each, its number in the global batch and its sample ids.
+        """Return the micro batches of the replica with index `replica`: for each, its index in the global batch and its sample ids.
 
-        `micro_batch_size`: samples per micro batch. Empty if the replica is assigned none.
+        `micro_batches_per_replica`: number of micro batches assigned to each replica. `micro_batch_size`: samples per micro batch. Return
+        an empty list if the replica is assigned no micro batch.
         """
         first = sum(micro_batches_per_replica[:replica])
         return [
@@ -59,7 +61,7 @@ class GlobalBatch:
 
 
 def open_data(config: Config) -> tuple[TokenDataset, TokenDataset | None]:
-    """Open the training data of `config`, and the validation data (None if there is none).
+    """Open the training data and the validation data of `config`, and return both; None if there is no validation data.
 
     Raises TrainingError if a token file is missing or invalid.
     """
@@ -108,9 +110,9 @@ class TokenDataset:
         """Open the token files with the given `prefixes`.
 
         `seed` determines the sample order. `document_fractions`: range of each file's documents to use, as fractions.
-        `companion_prefixes`: lists of as many prefixes as `prefixes`; document i of each belongs to document i here, such as a rejected
-        response. `one_per_document`: each document is one sample. With an embedding head this is always so: a document is embedded as
-        a whole.
+        `companion_prefixes`: for each companion data set, such as the rejected responses, as many prefixes as `prefixes`; document i of a
+        companion file belongs to document i of the matching file. `one_per_document`: each document is one sample. With an embedding
+        head, this is always the case, since the model computes one embedding per document.
 
         Raises TrainingError if a file is missing or has no samples, DataError if its first or last tokens are outside the vocabulary.
         """
@@ -141,9 +143,9 @@ class TokenDataset:
             document_token=document_token,
         )
         self.companion_datasets = [open_companion(each, one_per_document=True) for each in companion_prefixes]
-        """Companion data sets, such as rejected responses: their sample i belongs to sample i of this data set."""
+        """Companion data sets, such as rejected responses: sample i of each belongs to sample i of this data set."""
         self.rows_per_sample = 1 + len(companion_prefixes)
-        """Number of rows of a sample in a batch: one, and one for each companion data set."""
+        """Number of rows that a sample has in a batch: one, plus one for each companion data set."""
         if self._has_documents or index_type is not StreamSamples:
             for file in self.token_files:
                 file.check_document_boundaries()
@@ -199,7 +201,7 @@ class TokenDataset:
         return own_count + sum(companion.count_loss_tokens(ids) for companion in self.companion_datasets)
 
     def compute_loss_denominator(self, ids: Ids) -> int:
-        """Return the divisor of the summed loss of the samples `ids`: number of loss tokens, or of samples if a sample has several rows."""
+        """Return the divisor of the summed loss of the samples `ids`: see GlobalBatch.loss_denominator."""
         return len(ids) if self.rows_per_sample > 1 else self.count_loss_tokens(ids)
 
     def load_samples(self, ids: Ids) -> TokenBatch:
@@ -262,7 +264,7 @@ class TokenDataset:
     def fingerprint(self) -> str:
         """Hash of file sizes, of the first and last 2^20 tokens of each file, and of the settings that determine the sample order.
 
-        It detects that two nodes or two runs read different data.
+        If two nodes or two runs read different data, their fingerprints differ.
         """
         digest = hashlib.sha256(f"{self.sequence_length}{self._order_key}".encode())
         for companion in self.companion_datasets:
@@ -276,7 +278,7 @@ class TokenDataset:
         return digest.hexdigest()[:16]
 
     def _count_file_loss_tokens(self, number: int, within: Ids) -> int:
-        """Return the number of loss tokens in samples of one file. `number`: index of the file; `within`: sample indices in that file."""
+        """Return the number of loss tokens in the samples with the indices `within` in the token file with index `number`."""
         mask, sample_index = self.token_files[number].loss_mask, self._sample_indexes[number]
         if mask is None:
             return int(sample_index.count_targets(within).sum())
@@ -311,7 +313,7 @@ class TokenDataset:
         return ids
 
     def _group_samples_by_file(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield the samples `ids` by token file: file index, indices in `ids` of the file's samples, and their indices in the file."""
+        """Yield for each token file that contains samples of `ids`: its index, their indices in `ids`, and their indices in the file."""
         files = np.searchsorted(self._sample_ends, ids, side="right")
         for number in np.unique(files).tolist():
             rows = np.flatnonzero(files == number)

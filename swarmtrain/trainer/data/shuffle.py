@@ -1,8 +1,9 @@
 """Shuffling: the sample order is a function of (seed, epoch, position) alone.
 
-So it is independent of the topology, and seeking takes no time. The permutation of n samples needs no table: it is a six-round Feistel
-network over the next power of four. Values outside n are permuted again until they are inside (cycle walking: Black and Rogaway 2002,
-"Ciphers with arbitrary finite domains"). That power is at most four times n, so fewer than four iterations are needed on average.
+So the order is independent of the topology, and resuming at any position takes no time. The permutation of n samples needs no table: it
+is a six-round Feistel network over 0..m-1, where m is the next power of four. Results of n or more are permuted again until they are less
+than n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Since m is at most 4 n, fewer than four
+iterations are needed on average.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _ROUNDS = 6
 
 
 def compute_sample_ids(position: int, count: int, size: int, seed: int) -> Ids:
-    """Return the ids of `count` samples that begin at `position` in the shuffled order of a data set with `size` samples.
+    """Return the ids of `count` consecutive samples, beginning at `position`, in the shuffled order of a data set with `size` samples.
 
-    Positions count through all epochs; in each epoch every sample occurs once, in a different order.
+    Positions are counted over all epochs. Each epoch contains every sample once, in a different order.
     """
     return shuffle_positions(np.arange(position, position + count, dtype=np.int64), size, seed)
 
@@ -35,7 +36,7 @@ def shuffle_positions(positions: Ids, size: int, seed: int) -> Ids:
 
 
 def permute_indices(indices: Ids, size: int, key: int) -> Ids:
-    """Return the results of applying a permutation of 0..size-1, determined by `key`, to each of `indices`."""
+    """Apply a permutation of 0..size-1, determined by `key`, to each of `indices`, and return the results."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = np.array([derive_seed(key, number) for number in range(_ROUNDS)], dtype=np.uint64)
     values = _apply_feistel_network(indices.astype(np.uint64), half, keys)

@@ -1,4 +1,4 @@
-"""Batch of samples as model inputs."""
+"""Batch of samples: inputs and targets of the model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class TokenBatch(NamedTuple):
-    """Batch of samples as model inputs: int64 tensors (samples, sequence length)."""
+    """Batch of samples: inputs, targets and document ids, as int64 tensors (samples, sequence length)."""
 
     inputs: Tensor
     targets: Tensor
     document_ids: Tensor | None = None
-    """Number of each input's document within its sample, counted from 0; None if the model does not separate documents."""
+    """For each input, the index of its document within the sample, from 0; None if the model does not separate documents."""
 
     def interleave_with(self, others: Sequence[TokenBatch]) -> TokenBatch:
         """Return a batch in which each sample is followed by the samples with the same index from each of `others`."""

@@ -1,7 +1,7 @@
-"""Arrays of numbers in a file: memory-mapped, or read with retries.
+"""Arrays of numbers in a file that is either memory-mapped, or read by system calls with retries.
 
-A memory-mapped file has no cost per read, but if a network disk is unavailable for a moment, a process that accesses it is killed
-(SIGBUS). With read calls the error is logged, and the read is retried.
+Memory-mapped data is read without system calls. But if a network file system is unavailable for a moment, a process that accesses mapped
+data is killed by SIGBUS. With read calls, the error is logged and the read is retried.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ LOG = logging.getLogger("swarmtrain")
 Tokens = npt.NDArray[Any]
 _TRANSIENT_ERRNOS = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT, errno.ENOTCONN}
 _RETRY_DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Seconds to wait before each retry. Their sum is less than the time that other ranks wait for a late rank."""
+"""Seconds to wait before each retry. Their sum is less than the timeout after which other ranks stop waiting for this rank."""
 
 
 class MappedArray:
     """Array in a memory-mapped file."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0) -> None:
-        """Map the numbers in the file `path` that begin at byte `offset`.
+        """Map the file `path`. Its array of `dtype` begins at byte `offset` and ends with the file.
 
-        Raises OSError if the file cannot be read, ValueError if it has no numbers or its size is not a multiple of the size of `dtype`.
+        Raises OSError if the file cannot be read, ValueError if the array is empty or the file ends within a value.
         """
         self.dtype, self._offset = dtype, offset
         with path.open("rb") as file:
@@ -49,18 +49,18 @@ class MappedArray:
         return values
 
     def prefetch_range(self, first: int, count: int) -> None:
-        """Ask the operating system to read `count` numbers from index `first` on in the background."""
+        """Ask the operating system to read `count` values in the background, beginning at index `first`."""
         start = (self._offset + first * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_WILLNEED, start, self._offset + (first + count) * self.dtype.itemsize - start)
 
 
 class PreadArray:
-    """Array in a file that is read with pread when a slice is requested. A failed read is retried for several seconds."""
+    """Array in a file. Requesting a slice reads it with pread. A failed read is retried for several seconds."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0) -> None:
-        """Open the file `path`, whose numbers begin at byte `offset`.
+        """Open the file `path`. Its array of `dtype` begins at byte `offset` and ends with the file.
 
-        Raises OSError if the file cannot be read, ValueError if it has no numbers or its size is not a multiple of the size of `dtype`.
+        Raises OSError if the file cannot be read, ValueError if the array is empty or the file ends within a value.
         """
         self.dtype, self._path, self._offset = dtype, path, offset
         self._descriptor = os.open(path, os.O_RDONLY)
@@ -87,7 +87,7 @@ class PreadArray:
         return self[:]
 
     def prefetch_range(self, first: int, count: int) -> None:
-        """Ask the operating system to read `count` numbers from index `first` on in the background."""
+        """Ask the operating system to read `count` values in the background, beginning at index `first`."""
         os.posix_fadvise(self._descriptor, self._offset + first * self.dtype.itemsize, count * self.dtype.itemsize, os.POSIX_FADV_WILLNEED)
 
     def _read_bytes(self, start: int, end: int) -> bytes:
@@ -104,9 +104,9 @@ class PreadArray:
                 last_error = error
                 LOG.warning("%s: %s; trying again", self._path, error.strerror)
         raise TrainingError(
-            f"{self._path}: {last_error and last_error.strerror}",
+            f"{self._path}: cannot be read: {last_error and last_error.strerror}",
             place="config data",
-            hint="check that the disk is mounted; the run resumes from its checkpoint",
+            hint="check that the disk is mounted; a restarted run resumes from its newest checkpoint",
         )
 
     def _reopen_file(self) -> None:

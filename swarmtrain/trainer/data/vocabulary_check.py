@@ -1,7 +1,7 @@
 """Check before the first step that all tokens are in the vocabulary, instead of failing hours later at a batch with an invalid token.
 
-All ranks scan a part of the files each, for at most 5 s. If that is not enough time, the scanned tokens are a uniform sample, and the
-others are checked when they are read. Results are recorded in save_dir, so that a restart does not scan again.
+Each rank scans a part of the files, for at most 5 s. If this is not enough time, the scanned tokens are a uniform sample of the data, and
+the other tokens are checked when they are read. Results are recorded in save_dir, so that a restart does not scan again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TokenScan:
     """Result of scanning one token file."""
 
     size: int
-    """Size of the file in bytes."""
+    """Size of the token file in bytes."""
     modified: int
     """Modification time of the file, in nanoseconds since the epoch."""
     scanned_bytes: int = 0
@@ -56,16 +56,16 @@ class TokenScan:
 
 
 def can_exceed_vocabulary(dtype: np.dtype[Any], vocab_size: int) -> bool:
-    """Return whether numbers of `dtype` can be outside a vocabulary of `vocab_size` tokens."""
+    """Return whether values of `dtype` can be outside a vocabulary of `vocab_size` tokens."""
     return dtype.kind == "i" or np.iinfo(dtype).max >= vocab_size
 
 
 def check_tokens(tokens: Tokens, vocab_size: int, location: str = "", first_position: int | None = None) -> int:
-    """Return the highest of `tokens`. Raises DataError if a token is outside the vocabulary.
+    """Return the highest token id in `tokens`. Raises DataError if a token is outside the vocabulary.
 
     `location` and `first_position` (position of the first token in its file) are shown in the error message.
     """
-    unsigned = tokens.view(tokens.dtype.str.replace("i", "u"))  # so that negative tokens are high
+    unsigned = tokens.view(tokens.dtype.str.replace("i", "u"))  # negative tokens become high values
     highest = int(unsigned.max())
     if highest < vocab_size:
         return highest
@@ -79,7 +79,7 @@ def check_tokens(tokens: Tokens, vocab_size: int, location: str = "", first_posi
 
 
 def check_tokenizer(file: MemoryMap, vocab_size: int) -> None:
-    """Raise DataError if the tokenizer recorded in the metadata of `file` has more tokens than `vocab_size`."""
+    """Raise DataError if the tokenizer that is recorded in the metadata of `file` has more than `vocab_size` tokens."""
     tokenizer = file.meta.get("prepared", {}).get("tokenizer", {})
     if (size := tokenizer.get("vocab_size", 0)) > vocab_size:
         raise DataError(
@@ -114,7 +114,7 @@ def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: 
 
 
 def _list_unscanned_files(files: Mapping[str, MemoryMap], recorded: Mapping[str, TokenScan], vocab_size: int) -> list[str]:
-    """Return the names of those `files` that have not been scanned since they were last modified."""
+    """Return the names of the `files` that were modified after their recorded scan, were not scanned, or had an invalid token."""
     return [
         name
         for name, file in files.items()

@@ -23,9 +23,11 @@ _PEFT_PREFIX = "base_model.model"
 def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dict[str, Any]:
     """Write the LoRA weights of the checkpoint `source`, or of the newest checkpoint in the save_dir `source`, to the folder `output`.
 
-    `dtype`: dtype of the weights; None: float32. Return a report with checkpoint, step, family, number of parameters and files. Raises
-    CheckpointError if there is no checkpoint, if it has no LoRA or other trained parameters, if a layer with LoRA is part of a fused
-    tensor in this model family, or if `output` exists or cannot be written.
+    `dtype`: dtype of the exported weights; None: float32. Return a report with checkpoint, step, model family, number of parameters and
+    files.
+
+    Raises CheckpointError if there is no checkpoint, if it has no LoRA weights or has other trained parameters, if a layer with LoRA is
+    part of a fused tensor in this model family, or if `output` exists or cannot be written.
     """
     checkpoint = consolidated.find_checkpoint(source)
     architecture = checkpoint.config.transformer_architecture

@@ -35,12 +35,13 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Export the checkpoint `source`, or the newest complete checkpoint in the save_dir `source`, to the folder `output`.
 
-    `dtype`: dtype of the tensors; None: that of the checkpoint. `shard_bytes`: maximum bytes of tensors in a file, unless a single tensor
-    is larger. `tokenizer`: a tokenizer.json, copied with its sidecar files. `base`: folder of the base model, if it has moved. LoRA
-    weights are merged into their layers. An embedding model also gets the module files of sentence-transformers.
+    `dtype`: dtype of the exported tensors; None: the dtype in the checkpoint. `shard_bytes`: maximum size of the tensors in a file, unless
+    a single tensor is larger. `tokenizer`: path of a tokenizer.json, which is copied with its sidecar files. `base`: folder of the base
+    model, if it was moved. LoRA weights are merged into their layers. For an embedding model, the module files of sentence-transformers
+    are also written.
 
-    Return a report with checkpoint, step, family, number of parameters and files. Raises CheckpointError if there is no checkpoint, if it
-    is corrupt, or if `output` exists or cannot be written; SwarmtrainError if no model family matches.
+    Return a report with checkpoint, step, model family, number of parameters and files. Raises CheckpointError if there is no checkpoint,
+    if it is corrupt, or if `output` exists or cannot be written; SwarmtrainError if no model family matches the architecture.
     """
     tokenizer_files = _find_tokenizer_files(tokenizer) if tokenizer else []
     checkpoint = consolidated.find_checkpoint(source, base)
@@ -100,7 +101,7 @@ def write_folder_atomically(output: Path) -> Iterator[Path]:
         raise CheckpointError("already exists", place=str(output), hint="choose another folder, or remove this one")
     staging = output.with_name(f".{output.name}.partial")
     try:
-        shutil.rmtree(staging, ignore_errors=True)  # left over from a process that was killed
+        shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
         staging.mkdir(parents=True)
         try:
             yield staging
@@ -113,7 +114,7 @@ def write_folder_atomically(output: Path) -> Iterator[Path]:
 
 
 def _load_merged_parameter(checkpoint: ConsolidatedCheckpoint, name: str, size: torch.Size) -> Tensor:
-    """Return the full parameter `name`, with shape `size`, with its LoRA weights merged."""
+    """Return the full parameter `name`, with shape `size`, after merging its LoRA weights, if it has any."""
     weight, config = checkpoint.load_parameter(name, size), checkpoint.config.transformer_architecture.lora_config
     parent, _, layer = name.removesuffix(".weight").rpartition(".")
     if config is None or layer not in config.layers or name.endswith(".bias"):
@@ -139,14 +140,14 @@ def _find_tokenizer_files(path: Path) -> list[Path]:
 def _choose_pad_token(tokenizer: Path, architecture: TransformerArchitectureConfig) -> dict[str, str]:
     """Return {"pad_token": TOKEN} for an embedding model, whose texts are padded in a batch; empty for other models.
 
-    Any token is suitable: with causal attention no token attends to the padding after it.
+    Any token is suitable as padding: texts are padded at the end, and with causal attention no token attends to later tokens.
     """
     special_tokens = [token["content"] for token in json.loads(tokenizer.read_text()).get("added_tokens", ()) if token.get("special")]
     return {"pad_token": special_tokens[0]} if special_tokens and architecture.embedding_head_config else {}
 
 
 def _split_tensors_into_files(specs: Mapping[str, safetensors.TensorSpec], max_bytes: int) -> dict[str, dict[str, safetensors.TensorSpec]]:
-    """Return the tensors of each file, by file name. `max_bytes`: maximum bytes of tensors in a file."""
+    """Assign tensors to files, and return the tensors of each file by file name. `max_bytes`: maximum size of the tensors in a file."""
     files: list[dict[str, safetensors.TensorSpec]] = [{}]
     for name, spec in specs.items():
         if files[-1] and sum(file_spec.nbytes for file_spec in files[-1].values()) + spec.nbytes > max_bytes:

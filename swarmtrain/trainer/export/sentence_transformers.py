@@ -1,4 +1,4 @@
-"""Export of an embedding model for sentence-transformers: writes the modules that are applied to the transformer's output."""
+"""Export of an embedding model for sentence-transformers: write the modules that follow the transformer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DENSE_NAMES = {"weight": "linear.weight", "bias": "linear.bias"}
 def write_modules(folder: Path, checkpoint: ConsolidatedCheckpoint, head: EmbeddingHeadConfig) -> None:
     """Write to `folder` the modules that compute embeddings from the transformer's output: pooling, projections, normalization.
 
-    Raises OSError.
+    Raises OSError if a file cannot be written.
     """
     architecture = checkpoint.config.transformer_architecture
     widths = (architecture.hidden_size, *head.proj_layers)
@@ -34,7 +34,7 @@ def write_modules(folder: Path, checkpoint: ConsolidatedCheckpoint, head: Embedd
     for path in paths[1:]:
         (folder / path).mkdir()
     modes = {f"pooling_mode_{name}": head.pooling is mode for mode, name in _POOLING_MODES.items()}
-    # An instruction is part of the input, but not pooled into the vector.
+    # The tokens of an instruction (prompt) are part of the input, but are excluded from pooling.
     _write_json(folder / paths[1] / "config.json", {"word_embedding_dimension": architecture.hidden_size, **modes, "include_prompt": False})
     for number, (path, (inputs, outputs)) in enumerate(zip(paths[2:-1], pairwise(widths), strict=True)):
         is_last = number == len(head.proj_layers) - 1

@@ -1,7 +1,7 @@
 """Control of Python's garbage collector: all ranks run it at the same step.
 
-By default the garbage collector runs at any moment, at a different one on each rank, and scans all objects that imports have created; all
-other ranks then wait in the next collective. So it is disabled during steps. Objects that exist after the first steps are frozen
+By default each rank's garbage collector runs at a different time, and scans all objects that imports have created, while all other ranks
+wait in the next collective. So it is disabled during steps. Objects that exist after the first steps are frozen
 permanently, and newer ones are collected at an interval of steps that is the same on all ranks.
 """
 
@@ -17,7 +17,7 @@ _INTERVAL_STEPS = 50
 
 
 class GcController:
-    """Context manager that disables garbage collection except in `after_step`."""
+    """Context manager that disables automatic garbage collection; `collect_garbage_if_due` runs it."""
 
     def __init__(self) -> None:
         self._steps_done = 0

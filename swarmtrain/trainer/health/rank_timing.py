@@ -1,9 +1,9 @@
 """Time that each rank works in a step, without the time that it waits for other ranks.
 
-A step takes equally long on every rank, since all wait for the slowest. So the time between collectives is measured: data loading, and
-the forward pass of a block, in which a rank waits at most for ranks that share its layers. fully_shard gathers a block's parameters, and
-a pipeline stage receives its input, before the forward pass begins. On a GPU, CUDA events mark its start and end. They are read after the
-step has synchronized with the device anyway, so they cause no extra wait.
+A step takes equally long on every rank, since all wait for the slowest. So two times are measured that include little or no waiting: data
+loading, and the forward pass of a block. In the forward pass a rank waits at most for the tensor-parallel ranks that share its layers:
+fully_shard gathers the block's parameters, and a pipeline stage receives its input, before that pass begins. On a GPU, CUDA events mark
+its start and end. They are read after the step has synchronized with the device anyway, so they cause no extra wait.
 
 Ranks compare their timings at intervals. The interval is a number of steps computed from values that all ranks share, so that all ranks
 compare at the same step.
@@ -32,7 +32,7 @@ MIN_INTERVAL_SECONDS = 10.0
 MIN_INTERVAL_STEPS = 8
 """Minimum number of steps between two comparisons: one slow step does not change the median of this many."""
 _MAX_TIMED_BLOCKS = 4
-"""Maximum number of blocks that are timed, once per step; all blocks are alike."""
+"""Maximum number of blocks whose forward pass is timed, once per step; all blocks are alike."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RankTimer:
         self._step_timings.append((time.perf_counter() - start_time, fmean(durations) if durations else 0.0, data_seconds))
 
     def gather_timings(self) -> list[RankTiming] | None:
-        """Return the timings of all ranks since the last comparison, in rank order; None if no comparison is due.
+        """Gather and return the timings of all ranks since the last comparison, in rank order; None if no comparison is due.
 
         Called by all ranks together, after each step.
         """
@@ -122,7 +122,7 @@ class _HostClockMarks:
         self._marks.append(time.perf_counter())
 
     def take_durations(self) -> list[float]:
-        """Return the seconds between each pair of consecutive timestamps (start, end), and clear them."""
+        """Return the seconds from start to end of each recorded pair of timestamps, and clear the timestamps."""
         marks, self._marks = self._marks, []
         return [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=False)]
 
@@ -142,7 +142,7 @@ class _CudaEventMarks:
         self._count += 1
 
     def take_durations(self) -> list[float]:
-        """Return the seconds between each pair of consecutive events (start, end), and clear them.
+        """Return the seconds from start to end of each recorded pair of events, and clear the events.
 
         Pairs that the device has not reached yet are omitted.
         """

@@ -28,7 +28,7 @@ _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, number: int) -> None:
     """Compare parameters and optimizer state of all replicas after step `number`. Called by all ranks together.
 
-    Raises TrainingError that names rank, node and tensor if any bit differs.
+    Raises TrainingError if any bit differs; the message names rank, node and tensor.
     """
     to_dtensor = model.shard_layout.wrap_as_dtensor
     tensors = {f"model/{name}": to_dtensor(name, parameter.detach()) for name, parameter in model.parameters.items()}
@@ -36,9 +36,9 @@ def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Opti
         f"optimizer/{name}": to_dtensor(name.partition("/")[2], tensor) for name, tensor in optimizer.collect_state_tensors().items()
     }
     shard_keys = [(name, model.mesh.tensor_rank, _get_shard_coordinates(tensor)) for name, tensor in tensors.items()]
-    bit_sums_by_shard = dict(zip(shard_keys, compute_bit_sums(list(tensors.values())), strict=True))
-    nodes, bit_sums_by_rank = zip(*collectives.all_gather_objects((runtime.node, bit_sums_by_shard)), strict=True)
-    for rank, (reference_rank, names) in find_differing_ranks(bit_sums_by_rank).items():
+    checksums_by_shard = dict(zip(shard_keys, compute_checksums(list(tensors.values())), strict=True))
+    nodes, checksums_by_rank = zip(*collectives.all_gather_objects((runtime.node, checksums_by_shard)), strict=True)
+    for rank, (reference_rank, names) in find_differing_ranks(checksums_by_rank).items():
         others_text = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise TrainingError(
             f"rank {rank} on {nodes[rank]} has different values than rank {reference_rank} on {nodes[reference_rank]}, in "
@@ -48,10 +48,10 @@ def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Opti
         )
 
 
-def compute_bit_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return for each tensor the sum of its words as integers, modulo 2^64.
+def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a checksum for each tensor: the sum of its elements' bits, read as integers, modulo 2^64.
 
-    The sum changes if any bit flips, and is independent of the order of summation.
+    The checksum changes if any bit flips, and does not depend on the order of summation.
     """
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     device = max((tensor.device for tensor in local), key=lambda device: device.type != "cpu", default=torch.device("cpu"))
@@ -59,14 +59,14 @@ def compute_bit_sums(tensors: Sequence[Tensor]) -> list[int]:
     return [int(value) for value in torch.stack(sums).tolist()] if sums else []
 
 
-def find_differing_ranks(bit_sums_by_rank: Sequence[Mapping[ShardKey, int]]) -> dict[int, tuple[int, list[str]]]:
+def find_differing_ranks(checksums_by_rank: Sequence[Mapping[ShardKey, int]]) -> dict[int, tuple[int, list[str]]]:
     """Return the ranks whose shards differ from the majority of the ranks that hold the same shard.
 
-    For each such rank, return a reference rank (the lowest rank of the majority) and the names of the differing tensors.
-    `bit_sums_by_rank`: bit sums of every rank's shards. If no value has a majority, the lowest rank's value is used.
+    For each differing rank, return the reference rank (the lowest rank of the majority) and the names of the differing tensors. If no
+    checksum is more frequent than the others, the lowest rank is the reference. `checksums_by_rank`: checksums of the shards of each rank.
     """
     values_by_shard: dict[ShardKey, dict[int, int]] = {}
-    for rank, sums in enumerate(bit_sums_by_rank):
+    for rank, sums in enumerate(checksums_by_rank):
         for shard_key, value in sums.items():
             values_by_shard.setdefault(shard_key, {})[rank] = value
     differing: dict[int, tuple[int, list[str]]] = {}

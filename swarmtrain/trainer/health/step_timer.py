@@ -1,15 +1,15 @@
 """Step timer: the time that a step spends in each phase.
 
-On a GPU the timestamps are CUDA events in the stream, so that nothing waits for them: a phase lasts from when the device reaches its
-event until it reaches the next one, including time in which the device waits for the host. Events are read one step later, when the
-device has certainly passed them.
+On a GPU the timestamps are CUDA events in the stream, so that the host need not wait for the device. A phase lasts from when the device
+reaches the phase's event until it reaches the next event, including time in which the device waits for the host. Events are read once the
+device has passed them, usually one step later.
 
 data                     load samples and copy them to the device
 forward                  forward pass
 backward                 backward pass, with the communication that overlaps it; in a pipeline also waiting for other stages
 communication            collectives after the last micro batch, including waiting for slower ranks
 optimizer                gradient norm and parameter update
-validation, checkpoint   time for which they stall training
+validation, checkpoint   time for which validation or checkpointing stalls training
 logging                  report the previous step
 other                    everything else
 """
@@ -56,14 +56,14 @@ class StepTimer:
         self.start_phase(OTHER)
 
     def start_phase(self, phase: str, *indices: int) -> None:
-        """Start `phase`, which ends the current phase. `indices`: micro batch and pipeline stage that it belongs to, if any."""
+        """Start `phase`, which ends the current phase. `indices`: indices of the phase's micro batch and pipeline stage, if any."""
         step = self._steps[-1]
         step.phases.append((phase, indices))
         step.marks.append(self._record_timestamp())
 
     @contextmanager
     def time_phase(self, phase: str, *indices: int) -> Iterator[None]:
-        """Context manager that runs `phase` in the body, then returns to the previous phase."""
+        """Context manager that attributes the body to `phase`, then returns to the previous phase."""
         previous_phase, previous_indices = self._steps[-1].phases[-1]
         self.start_phase(phase, *indices)
         yield
@@ -91,7 +91,7 @@ class StepTimer:
             seconds[phase] += compute_elapsed_seconds(begin, end)
         if self.listener:
             self.listener(step.phases, step.marks)
-        # The last mark is where the next step begins.
+        # The last mark is also the start of the next step, so it is not free yet.
         self._free_events += [mark for mark in step.marks[:-1] if isinstance(mark, torch.cuda.Event)]
         return dict(seconds)
 

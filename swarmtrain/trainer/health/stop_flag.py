@@ -25,14 +25,11 @@ _DEBUGGER_SECONDS = 24 * 3600.0
 
 
 class StopFlag:
-    """Context manager in which SIGTERM sets a flag instead of ending the process. So does the first Ctrl-C."""
+    """Context manager in which SIGTERM, or the first Ctrl-C, sets a flag instead of ending the process."""
 
-    def __init__(self, external_request: Callable[[], bool] = lambda: False) -> None:
-        """`external_request`: returns whether a stop of this rank was requested in another way, such as preemption.
-
-        Called at each step.
-        """
-        self._external_request, self._signal_received = external_request, False
+    def __init__(self, is_externally_requested: Callable[[], bool] = lambda: False) -> None:
+        """Create the flag. `is_externally_requested` is called at each step: it returns whether a stop was requested without a signal."""
+        self._is_externally_requested, self._signal_received = is_externally_requested, False
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -46,7 +43,7 @@ class StopFlag:
     @property
     def is_set(self) -> bool:
         """True if a stop of this rank was requested."""
-        return self._signal_received or self._external_request()
+        return self._signal_received or self._is_externally_requested()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal_received = True
@@ -62,10 +59,10 @@ def compute_collective_timeout(step_seconds: float) -> float:
 
 
 class CollectiveTimeout:
-    """Timeout of collectives: 30 minutes at first, a multiple of the step time once that is known.
+    """Timeout of collectives: 30 minutes at first, a multiple of the step time once the step time is known.
 
-    If a peer is killed, collectives fail at once; if it is frozen, only this timeout detects it. For usual step times it is below the 30
-    s after which torchrun kills ranks that were requested to stop, since a rank that waits in a collective cannot handle SIGTERM.
+    If a peer is killed, collectives fail at once; if it is frozen, only this timeout detects it. A rank that waits in a collective cannot
+    handle SIGTERM, so for usual step times the timeout is below 30 s, after which torchrun kills ranks that it has sent SIGTERM.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -79,13 +76,13 @@ class CollectiveTimeout:
             self._step_seconds.append(seconds)
             if len(self._step_seconds) == _MEASURED_STEPS:
                 median = sorted(self._step_seconds)[_MEASURED_STEPS // 2]
-                # Ranks may compute different values: each uses its own.
+                # Ranks may compute different timeouts; each uses its own.
                 self._timeout_seconds = compute_collective_timeout(median)
                 set_collective_timeout(self._timeout_seconds, self._groups)
 
     @contextmanager
     def use_initial_timeout(self) -> Iterator[None]:
-        """Context manager that restores the initial timeout for the body, which may write to a slow disk."""
+        """Context manager that uses the initial timeout in its body, for code that may write to a slow disk."""
         set_collective_timeout(None, self._groups)
         yield
         if self._timeout_seconds is not None:

@@ -1,8 +1,8 @@
 """Straggler detection: which rank the other ranks wait for, and when to report it.
 
-Only ranks with the same layers are compared, since pipeline stages have different work. A false alarm is worse than a missed one. The
-measure is how much shorter a whole step would be if that rank worked as fast as the median rank. It must persist in consecutive
-comparisons for at least two minutes. This module does no I/O and no communication.
+Only ranks with the same layers are compared, since pipeline stages have different work. A rank's slowdown is the fraction by which a step
+is longer than it would be if that rank worked as fast as the median rank. A false alarm is worse than a missed straggler, so a rank is
+reported only if it is slow in consecutive comparisons over at least two minutes. This module does no I/O and no communication.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ SLOWDOWN_THRESHOLD = 0.2
 CONSECUTIVE_COMPARISONS = 12
 """Number of consecutive comparisons in which a straggler must be slow."""
 _PASS_TO_FORWARD_RATIO = 3
-"""Ratio of forward plus backward pass to the forward pass: the backward pass takes twice as long."""
+"""Time of a forward and backward pass relative to the forward pass alone: the backward pass takes twice as long."""
 _CAUSE_BY_PHASE = {"data": "data loading is slower there", "compute": "computation is slower there"}
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that takes longer for its work than the median rank."""
+    """A rank that is slower than the median rank, in one comparison of all ranks."""
 
     rank: int
     node: str
     slowdown: float
     """Fraction by which a step takes longer because of this rank."""
     phase: str
-    """Slow phase, which causes the larger part of the delay: "data" or "compute"."""
+    """Phase that causes the larger part of the delay: "data" or "compute"."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_slow_ranks(timings: Sequence[RankTiming]) -> list[Straggler]:
             * (timing.block_seconds - median_block_seconds),
         }
         phase = max(excess_seconds, key=excess_seconds.__getitem__)
-        # A rank that was assigned less work may take longer per micro batch without making others wait.
+        # A rank with fewer micro batches than the others may take longer for each without making others wait.
         expected_seconds = max_micro_batches * (median_data_seconds + _PASS_TO_FORWARD_RATIO * timing.block_count * median_block_seconds)
         extra_seconds = min(
             excess_seconds[phase],
@@ -112,7 +112,7 @@ class StragglerDetector:
         return None
 
     def _find_median_comparison(self, key: tuple[int, str]) -> Straggler:
-        """Return the comparison of a rank and phase with the median slowdown."""
+        """Return the entry with the median slowdown, of the comparisons' entries for `key` (rank and phase)."""
         return sorted((comparison[key] for comparison in self._comparisons), key=lambda each: each.slowdown)[len(self._comparisons) // 2]
 
 

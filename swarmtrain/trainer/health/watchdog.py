@@ -1,13 +1,13 @@
 """Watchdog: a rank that hangs reports where it hangs, and exits, so that the run restarts.
 
-The peers of a hanging rank wait in a collective until its timeout (stop_flag.py). They can only report that some rank did not arrive. So
-each rank is also watched by a thread of its own, which measures how long the current step has taken. Its limit is somewhat longer than
-the peers' timeout, so that ranks that only wait have exited by then. If the agent then requests a stop (SIGTERM, which a blocked main
-thread may not handle), the remaining rank is the one that hangs. If no stop is requested, all ranks may be busy with something rare, such
-as a compiler or a slow disk, and the limit is several times as long.
+The peers of a hanging rank wait in a collective until the collective times out (stop_flag.py). They can only report that some rank did not
+arrive. So each rank also has a watchdog thread, which measures how long the current step has taken. The watchdog's limit is somewhat longer
+than the collective timeout: by then, ranks that only wait have exited, torch's agent has requested a stop of the others (SIGTERM, which a
+blocked main thread may not handle), and a rank that remains is the one that hangs. If no stop was requested, all ranks may be busy with
+something rare, such as a compilation or a slow disk, so the limit is several times as long.
 
-faulthandler writes the stack traces, since it works even if the interpreter is blocked. Its own timer is not used: a process that was
-forked while the timer ran would wait for it forever.
+faulthandler writes the stack traces, since it works even if the interpreter is blocked. Its own timer
+(dump_traceback_later) is not used: a process that was forked while the timer ran would wait for it forever.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from swarmtrain.trainer.runtime import Runtime
 POLL_SECONDS = 1.0
 """Seconds between two checks of the current step."""
 MARGIN_SECONDS = 5.0
-"""Seconds by which a rank's limit exceeds its peers' timeout."""
+"""Seconds by which the limit of a step exceeds the collective timeout of the other ranks."""
 _UNREQUESTED_FACTOR = 4
 """Factor by which the limit is longer if no stop was requested."""
 _MIN_STEPS = 3
@@ -71,7 +71,7 @@ class Watchdog:
     def watch_step(self, number: int) -> Iterator[None]:
         """Context manager for step `number`.
 
-        Exceptions get the attribute `step`: if the same error occurs again at the same step, it is a bug.
+        Exceptions get the attribute `step`: an error that recurs at the same step after a restart is treated as a bug.
         """
         start_time, self._elapsed_seconds, self._current_step = time.monotonic(), 0.0, number
         try:

@@ -1,6 +1,6 @@
 """Tensor names and layouts of Hugging Face model families.
 
-In some families query, key and value are fused into one tensor, or tensors are transposed.
+In some families, the query, key and value weights are fused into one tensor, or weights are transposed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TensorMapping:
         self._names, self._shape, self._sizes = _NAMES_BY_FAMILY.get(family.model_type, _LLAMA_NAMES), architecture, sizes
         self._interleaves_heads, self._transposes = family.model_type == "gpt_neox", family.model_type == "gpt2"
         self.sources: dict[str, list[str]] = {}
-        """For each tensor of the family, the swarmtrain parameters that it consists of: one, or query, key and value."""
+        """For each tensor of the family, the swarmtrain parameters that it consists of: a single one, or query, key and value."""
         for name in sizes:
             self.sources.setdefault(self._map_parameter_name(name), []).append(name)
         self._locations = {
@@ -94,12 +94,12 @@ class TensorMapping:
 
     @property
     def head_name(self) -> str:
-        """Name of the head's weight. The tensor is optional if the head is tied to the embedding."""
+        """Name of the head's weight. This tensor is optional if the head is tied to the embedding."""
         return f"{self._names.top_level['head']}.weight"
 
     @property
     def positions_name(self) -> str | None:
-        """Name of the learned position embeddings; None if there are none. A file may have more positions than a sample."""
+        """Name of the learned position embeddings; None if there are none. This tensor may have more positions than a training sample."""
         return next((their_name for their_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
 
     def find_one_to_one_name(self, name: str) -> str | None:
@@ -144,5 +144,5 @@ class TensorMapping:
 
 
 def exclude_buffer_names(names: Iterable[str]) -> list[str]:
-    """Return `names` without the names of computed buffers that some models save."""
+    """Return `names` without the names of buffers, which some models save although they can be computed."""
     return [name for name in names if not name.endswith(_BUFFER_SUFFIXES)]

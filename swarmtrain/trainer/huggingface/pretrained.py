@@ -1,6 +1,6 @@
-"""Initial parameters from the Hugging Face model that trainer.init_from names.
+"""Load initial parameters from the Hugging Face model in the folder trainer.init_from.
 
-Its files are memory-mapped: each rank reads only its shard.
+The model's files are memory-mapped, so that each rank reads only its shard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNCOMPARED_PREFIXES = (
     "mlp_factor",
     "attention_output_bias",
 )
-"""Prefixes of architecture fields that are not compared: they do not change the parameters, or are compared separately."""
+"""Prefixes of architecture fields that are not compared, since they do not affect the parameters or are compared separately."""
 
 
 def build_parameter_loader(
@@ -43,8 +43,8 @@ def build_parameter_loader(
 ) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that loads full parameters by name: views of the files in `folder`, in the dtype of the files.
 
-    `sizes`: shapes of the parameters. Raises IncompatibleCheckpoint with the differences if it is another model; CheckpointError if it
-    cannot be read.
+    `sizes`: shapes of the model's parameters, by name. Raises IncompatibleCheckpoint, with a list of differences, if the model in `folder`
+    has another architecture; CheckpointError if it cannot be read.
     """
     try:
         values, place = read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)
@@ -68,7 +68,7 @@ def build_parameter_loader(
 
 
 def compute_model_fingerprint(folder: Path) -> str:
-    """Return a digest of the model in `folder`: of its config, and of the header, size and last bytes of each tensor file."""
+    """Return a digest of the model in `folder`. It covers the config, and the header, size and last bytes of each tensor file."""
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     for path in _find_safetensors_files(folder):
         digest.update(safetensors.read_fingerprint_bytes(path))
@@ -102,7 +102,7 @@ def _find_safetensors_files(folder: Path) -> list[Path]:
 
 
 def _add_base_prefix(tensors: Mapping[str, Tensor], base_prefix: str) -> Mapping[str, Tensor]:
-    """Return the tensors with `base_prefix` in front of each name, unless they have it: files of a model without a head lack it."""
+    """Return the tensors with `base_prefix` added to names that lack it, as in the files of a model without a head."""
     return (
         tensors
         if any(name.startswith(base_prefix) for name in tensors)
@@ -136,7 +136,7 @@ def find_architecture_differences(
 def _check_tensor_names_and_shapes(folder: Path, tensors: Mapping[str, Tensor], mapping: TensorMapping, *, headless: bool) -> None:
     """Raise IncompatibleCheckpoint if names or shapes of the tensors differ from those that the mapping expects.
 
-    `headless`: the head's tensor is optional.
+    `headless`: whether the tensor of the language model head is optional.
     """
     expected = {their_name: mapping.compute_tensor_shape(their_name) for their_name in mapping.sources}
     extra = set(exclude_buffer_names(tensors)) - expected.keys() - ({mapping.head_name} if headless else set())

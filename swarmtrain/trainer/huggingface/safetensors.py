@@ -1,4 +1,4 @@
-"""Reader and writer of the safetensors format: a JSON header with dtype, shape and offsets of each tensor, then their bytes.
+"""Reader and writer of the safetensors format: a JSON header with dtype, shape and offsets of each tensor, then the tensors' bytes.
 
 Files are written one tensor at a time, and read as memory-mapped views, so that unused data is never loaded.
 """
@@ -22,13 +22,13 @@ _FLOAT_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 _INTEGER_DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 _DTYPES = {**{name: dtype for dtype, name in _FLOAT_DTYPE_NAMES.items()}, **_INTEGER_DTYPES}
 _LENGTH_BYTES = 8
-"""Size in bytes of the header's length field. The header is padded to a multiple of it."""
+"""Size in bytes of the header's length field. The header is padded to a multiple of this size."""
 _MAX_HEADER_BYTES = 100_000_000
 _FINGERPRINT_BYTES = 1 << 20
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the float dtype with this name, such as "bfloat16"; None if there is none."""
+    """Return the float dtype with this `name`, such as "bfloat16"; None if there is no such dtype."""
     return next((candidate for candidate in _FLOAT_DTYPE_NAMES if str(candidate) == f"torch.{name}"), None)
 
 
@@ -44,9 +44,9 @@ class TensorSpec(NamedTuple):
 
 
 def write_tensors(path: Path, specs: Mapping[str, TensorSpec], load_tensor: Callable[[str], Tensor]) -> None:
-    """Write a safetensors file with the tensors `specs`. `load_tensor` returns a tensor by name when it is to be written.
+    """Write a safetensors file with the tensors `specs`. `load_tensor` is called with a tensor's name when that tensor is written.
 
-    Raises OSError.
+    Raises OSError if the file cannot be written.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -102,6 +102,6 @@ def _view_tensor(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
         raise ValueError(f"unsupported dtype {entry['dtype']}; supported: {', '.join(_DTYPES)}")
     spec = TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
     if not 0 <= begin <= end <= len(data) or end - begin != spec.nbytes:
-        raise ValueError(f"a tensor of {spec.nbytes} bytes has the offsets {begin} to {end} of {len(data)}")
+        raise ValueError(f"the data offsets {begin} to {end} do not match a tensor of {spec.nbytes} bytes in {len(data)} bytes of data")
     piece = data[begin:end]
     return (piece if piece.data_ptr() % spec.dtype.itemsize == 0 else piece.clone()).view(spec.dtype).view(spec.size)

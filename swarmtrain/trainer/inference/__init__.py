@@ -1,11 +1,11 @@
 """Inference: generation, embeddings and evaluation with a trained model.
 
 model_source               open a model, from a checkpoint or a Hugging Face folder
-kv_cache                   keys and values of earlier tokens
+kv_cache                   KV cache: attention keys and values of earlier tokens
 generate                   token-by-token generation
 text_stream                convert tokens to text while they are generated
-parallel_model             one model on several ranks
-lm_eval_harness            the model interface of lm-evaluation-harness
-training_samples           completions during training
+parallel_model             tensor-parallel model on several ranks
+lm_eval_harness            model interface for lm-evaluation-harness
+training_samples           completions of prompts during training
 sample, embed, evaluate    the commands
 """

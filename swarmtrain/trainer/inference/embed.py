@@ -48,13 +48,13 @@ def main(request: Mapping[str, Any]) -> None:
     options = EmbedOptions(**request)
     model = model_source.open_model(Path(options.source), Path(options.base) if options.base else None)
     tokenizer = model.open_tokenizer(options.tokenizer)
-    end_token = (
-        model.end_token
+    eos_token = (
+        model.eos_token
         if options.append_eos is None
-        else tokenizer_backends.resolve_end_token(tokenizer, None, use_default=options.append_eos)
+        else tokenizer_backends.resolve_eos_token(tokenizer, None, use_default=options.append_eos)
     )
     records = [SourceRecord(number, {"before": options.instruction, "text": text}) for number, text in enumerate(options.texts)]
-    documents = CompletionBuilder(tokenizer, "before", "text", end_token).build_documents(records)
+    documents = CompletionBuilder(tokenizer, "before", "text", eos_token).build_documents(records)
     with open_parallel_model(model, needs_vectors=True) as (parallel_model, runtime):
         vectors = embed_documents(
             parallel_model.local_model, documents, options.batch_size, runtime.device, show_progress=runtime.is_rank_zero
@@ -73,13 +73,13 @@ def main(request: Mapping[str, Any]) -> None:
 def embed_documents(
     model: Transformer, documents: Sequence[Document], batch_size: int, device: torch.device, *, show_progress: bool = False
 ) -> Tensor:
-    """Return the vectors of `documents` (documents, dimensions), in float32 or higher precision, on the CPU.
+    """Return the embeddings of `documents`, in float32 or higher precision, on the CPU: (documents, dimensions).
 
     `batch_size`: documents per batch.
     """
     vectors: dict[int, Tensor] = {}
     progress_bar = ProgressBar("texts", sum(len(each.tokens) for each in documents), verb="embedding", total_unit="tokens")
-    # Documents of similar length share a batch: padding wastes compute.
+    # Documents of similar length are put into the same batch, since padding wastes compute.
     order = sorted(range(len(documents)), key=lambda number: -len(documents[number].tokens))
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
@@ -97,7 +97,7 @@ def embed_documents(
 def _build_inputs_and_targets(document: Document, max_length: int) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets of a document, truncated to `max_length` tokens.
 
-    Targets are IGNORE_INDEX where the loss mask is 0.
+    The targets of an embedding model are its inputs, but IGNORE_INDEX where the loss mask is 0.
     """
     tokens = torch.from_numpy(document.tokens[:max_length].astype(np.int64))
     loss_mask = (

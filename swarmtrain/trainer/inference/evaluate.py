@@ -81,7 +81,7 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
             place=str(model.path),
             hint="pass the config that it was trained with",
         )
-    # `init_from` is cleared, since the loaded model is evaluated, not the one that a run would start from.
+    # Clear `init_from`: the loaded model is evaluated, not the base model from which a training run is initialized.
     trainer = config.trainer.model_copy(update={"init_from": None})
     with start_runtime(config.model_copy(update={"trainer": trainer})) as runtime:
         _, data = open_data(config)

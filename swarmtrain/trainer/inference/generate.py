@@ -1,4 +1,4 @@
-"""Token generation: each token is sampled from the model's distribution given the tokens before it."""
+"""Token generation: each token is sampled from the model's next-token distribution, given all earlier tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarmtrain.trainer.random_seeds import derive_seed
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 GatherLogits = Callable[[Tensor], Tensor]
-"""Function that gathers the logits of the whole vocabulary from this rank's vocabulary shard."""
+"""Function that takes the logits of this rank's vocabulary shard, and returns the logits of the full vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class SamplingParams:
     """Sampling parameters for token generation."""
 
     temperature: float = 1.0
-    """Divisor of the logits. 0: greedy decoding."""
+    """Sampling temperature: the logits are divided by it. 0: greedy decoding."""
     top_k: int = 0
-    """Sample from this many most likely tokens; 0: from all tokens."""
+    """Sample only from the `top_k` most likely tokens; 0: from all tokens."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens with at least this total probability (Holtzman et al. 2019, arXiv 1904.09751)."""
+    """Sample only from the smallest set of tokens whose total probability is at least this (Holtzman et al. 2019, arXiv 1904.09751)."""
     seed: int = 0
 
 
 def encode_prompt(tokenizer: BaseTokenizer, text: str, max_length: int, place: str) -> list[int]:
     """Return the tokens of the prompt `text`. `place`: shown in errors.
 
-    Raises TrainingError if it has no tokens, or `max_length` tokens or more.
+    Raises TrainingError if the prompt has no tokens, or has `max_length` tokens or more.
     """
     [encoding] = tokenizer.encode([text], allow_special=True)
     if not len(encoding.tokens):
@@ -68,17 +68,17 @@ def generate_tokens(
     sampling_params: SamplingParams,
     *,
     max_tokens: int,
-    end_tokens: Collection[int] = (),
+    eos_tokens: Collection[int] = (),
     gather_logits: GatherLogits = lambda logits: logits,
     is_done: Callable[[int], bool] = lambda prompt: False,
     use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of each prompt, up to `max_tokens` times; None for sequences that have ended.
 
-    A sequence ends with a token of `end_tokens`, which is not yielded, when `is_done` returns True for its index, or at the
-    architecture's `sequence_length`. Prompts of different lengths are padded on the left with a separate document that they do not attend
-    to, so the model's architecture must separate documents. The tokens sampled for a prompt depend on its index and on
-    `sampling_params.seed`, not on the other prompts. `use_cache`: use a KV cache.
+    A sequence ends when a token of `eos_tokens` is sampled, which is not yielded, when `is_done` returns True for the index of its prompt,
+    or when it has the architecture's `sequence_length`. Prompts of different lengths are padded on the left. The padding is a separate
+    document, so the model's architecture must mask attention across documents. The tokens sampled for a prompt depend on its index and on
+    `sampling_params.seed`, not on the other prompts. `use_cache`: whether to use a KV cache.
 
     Raises TrainingError if the model returns NaN/Inf logits.
     """
@@ -99,7 +99,7 @@ def generate_tokens(
                 raise TrainingError("the model outputs NaN or Inf", place="sample", hint="try an earlier checkpoint")
             prefix.cached_length = tokens.shape[1]
             sampled = [_sample_token(row, sampling_params, generator) for row, generator in zip(logits, generators, strict=True)]
-            finished = [is_finished or token in end_tokens for is_finished, token in zip(finished, sampled, strict=True)]
+            finished = [is_finished or token in eos_tokens for is_finished, token in zip(finished, sampled, strict=True)]
             yield [None if is_finished else token for is_finished, token in zip(finished, sampled, strict=True)]
             finished = [
                 is_finished or is_done(number) or token_count == token_budgets[number] for number, is_finished in enumerate(finished)
@@ -108,7 +108,7 @@ def generate_tokens(
                 return
             tokens = torch.cat((tokens, torch.tensor(sampled, device=device)[:, None]), dim=1)
             if documents is not None:
-                # After the end of a sequence each token is its own document: no position exceeds the maximum.
+                # After the end of a sequence, each further token is a document of its own, so that no position exceeds the maximum.
                 documents = torch.cat((documents, documents[:, -1:] + torch.tensor(finished, device=device)[:, None]), dim=1)
 
 

@@ -1,7 +1,7 @@
-"""KV cache: keys and values of earlier tokens are stored, so that each is computed once.
+"""KV cache: stores the attention keys and values of earlier tokens, so that they are computed only once.
 
-The model uses it like context parallelism: it computes only a part of each sequence, the new tokens, and gets the keys and values of the
-other tokens from the cache.
+The model uses the cache through the interface for context parallelism: it computes only a part of each sequence, the new tokens, and gets
+the keys and values of the other tokens from the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarmtrain.trainer.model.transformer import Transformer
 
 
 class CachedPrefix:
-    """Number of tokens of each sequence that are cached: the first `cached_length` tokens."""
+    """The cached part of each sequence: its first `cached_length` tokens."""
 
     size = 1
 
@@ -51,7 +51,7 @@ class _LayerCache:
 def enable_kv_cache(model: Transformer, capacity: int) -> Iterator[CachedPrefix]:
     """Context manager that adds a KV cache to `model`, for up to `capacity` tokens per sequence.
 
-    It yields the CachedPrefix, whose `cached_length` the caller updates after each forward pass.
+    It yields a CachedPrefix. After each forward pass, the caller sets its `cached_length`.
     """
     previous, prefix = model.sequence_shard, CachedPrefix()
     layers = [module for module in model.modules() if isinstance(module, Attention)]

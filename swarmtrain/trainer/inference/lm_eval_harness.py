@@ -1,4 +1,4 @@
-"""Model interface for EleutherAI's lm-evaluation-harness, which evaluates a model on tasks. Requires the extra `tasks`."""
+"""Model interface for EleutherAI's lm-evaluation-harness, which evaluates a model on benchmark tasks. Requires the pip extra `tasks`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 _DEFAULT_MAX_TOKENS = 256
 """Maximum number of generated tokens for a task that sets no limit."""
 TokenizedRequest = tuple[tuple[str, str], list[int], list[int]]
-"""A context and its continuation, as texts and as tokens."""
+"""Texts of a context and its continuation, tokens of the context, and tokens of the continuation."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
@@ -37,15 +37,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
         super().__init__()
         self._model, self._tokenizer, self._batch_limit = model.local_model, tokenizer, batch_size
         self._gather_logits = build_logits_gather(model.mesh.tensor_group)
-        self._end_tokens = {
-            token for token in tokenizer_backends.find_end_tokens(tokenizer) if token < model.local_model.architecture.vocab_size
+        self._eos_tokens = {
+            token for token in tokenizer_backends.find_eos_tokens(tokenizer) if token < model.local_model.architecture.vocab_size
         }
         self._sequence_length = model.local_model.architecture.sequence_length
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-text token; if the tokenizer has none, the first token of a newline."""
-        return next(iter(self._end_tokens), self.tok_encode("\n")[0])
+        """Id of the EOS token; if the tokenizer has none, the first token of an encoded newline."""
+        return next(iter(self._eos_tokens), self.tok_encode("\n")[0])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of `string` without added special tokens, as training data is tokenized."""
@@ -55,7 +55,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list[TokenizedRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         scores: dict[int, tuple[float, bool]] = {}
-        # Sequences of similar length share a batch, since padding is computed too.
+        # Sequences of similar length are put into the same batch, since padding wastes compute.
         order = iter(sorted(range(len(requests)), key=lambda number: -len(requests[number][1]) - len(requests[number][2])))
         while numbers := list(islice(order, self._batch_limit)):
             pairs = [requests[number][1:] for number in numbers]
@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
         return [scores[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, computed in windows of the model's sequence length."""
+        """Return the log-likelihood of each full text, computed in windows of the model's sequence length."""
         log_likelihoods = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._sequence_length, 1)
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
         return log_likelihoods
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the completion of each context, up to the first of its stop texts."""
+        """Return the completion of each context, up to the first occurrence of any of its stop texts."""
         texts: list[str] = []
         for options, same_options in groupby(requests, key=lambda request: json.dumps(request.args[1], sort_keys=True)):
             contexts = (str(request.args[0]) for request in same_options)
@@ -100,7 +100,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
             prompts,
             sampling_params,
             max_tokens=max_tokens,
-            end_tokens=self._end_tokens,
+            eos_tokens=self._eos_tokens,
             gather_logits=self._gather_logits,
             is_done=lambda number: streams[number].stopped,
         )
@@ -119,7 +119,7 @@ def run_tasks(
     `num_fewshot`: number of examples before each question; None: the task's default. `limit`: maximum number of questions per task.
     `task_folder`: folder with custom tasks. Raises TrainingError if a task does not exist, or if its data is not available.
     """
-    # The harness calls git, whose error about a folder that is not a repository would hide the actual error.
+    # The harness calls git. Outside a repository, git's error message would hide the actual error.
     evaluator.get_git_commit_hash = lambda: None
     try:
         results = evaluator.simple_evaluate(
@@ -141,7 +141,7 @@ def run_tasks(
 def _build_task_manager(tasks: Sequence[str], task_folder: Path | None) -> TaskManager:
     """Return a task manager that has `tasks`.
 
-    It first searches only `task_folder`, since scanning the harness's thousands of tasks takes 10 s.
+    Tasks are first searched for only in `task_folder`, since scanning the harness's thousands of tasks takes 10 s.
     """
     local_manager = TaskManager(include_path=task_folder, include_defaults=False) if task_folder else None
     return local_manager if local_manager and set(tasks) <= set(local_manager.all_subtasks) else TaskManager(include_path=task_folder)

@@ -23,7 +23,7 @@ from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 _BYTE_VOCABULARY_SIZE = 257
-"""Vocabulary size of the byte tokenizer: 256 bytes and an end token."""
+"""Vocabulary size of the byte tokenizer: 256 bytes and an EOS token."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class ModelSource:
     load_parameter: Callable[[str, torch.Size], Tensor]
     tokenizer_names: tuple[str, ...]
     """Candidates for the model's tokenizer, the most likely first: paths, or BYTE_TOKENIZER."""
-    end_token: int | None = None
-    """Token that was appended to each text of the training data; None if there was none, or if unknown."""
+    eos_token: int | None = None
+    """Id of the EOS token that was appended to each document of the training data; None if there was none, or if unknown."""
 
     def open_tokenizer(self, name: str | None) -> BaseTokenizer:
         """Return the tokenizer `name`; None: the model's own tokenizer.
 
-        Raises TrainingError if there is none, or if its vocabulary is too large for the model.
+        Raises TrainingError if there is no tokenizer, or if its vocabulary is too large for the model.
         """
         return open_model_tokenizer((name,) if name else self.tokenizer_names, self.architecture, str(self.path), "--tokenizer")
 
 
 def open_model_tokenizer(names: Sequence[str], architecture: TransformerArchitectureConfig, place: str, option: str) -> BaseTokenizer:
-    """Open the first of the tokenizers `names` for a model.
+    """Open the first of the tokenizers `names` for a model with `architecture`.
 
-    `place`: the model, and `option`: the option that sets the tokenizer; both are shown in errors. Raises TrainingError if `names` is
-    empty, or if the tokenizer's vocabulary is too large for the model.
+    `place` (the model) and `option` (the option that sets the tokenizer) are shown in errors. Raises TrainingError if `names` is empty, or
+    if the tokenizer's vocabulary is too large for the model.
     """
     if not names:
         raise TrainingError("does not record its tokenizer", place=place, hint=f"pass its tokenizer.json with {option}")
@@ -66,8 +66,8 @@ def open_model_tokenizer(names: Sequence[str], architecture: TransformerArchitec
 def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
     """Return the model at `path`: a save_dir, a checkpoint or a Hugging Face folder.
 
-    `base_model`: folder of the base model, if the checkpoint has only adapters and the base model has moved. Raises CheckpointError if
-    there is no model, or if it cannot be read.
+    `base_model`: folder of the base model, if the checkpoint has only adapters and the base model's folder was moved. Raises
+    CheckpointError if there is no model at `path`, or if it cannot be read.
     """
     if (path / pretrained.CONFIG_FILE).exists():
         architecture = huggingface_config.read_architecture(
@@ -89,7 +89,7 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
         config.transformer_architecture,
         checkpoint.load_parameter,
         list_tokenizer_candidates(config),
-        _read_recorded_end_token(config),
+        _read_recorded_eos_token(config),
     )
 
 
@@ -99,10 +99,10 @@ def list_tokenizer_candidates(config: Config) -> tuple[str, ...]:
     return (*recorded, *_list_byte_tokenizers(config.transformer_architecture))
 
 
-def _read_recorded_end_token(config: Config) -> int | None:
+def _read_recorded_eos_token(config: Config) -> int | None:
     for prefix in config.data.data_prefixes[:1]:
         with suppress(OSError, ValueError, LookupError, TypeError):
-            token = json.loads(formats.build_token_file_path(prefix, "meta.json").read_text())["prepared"]["end_token"]
+            token = json.loads(formats.build_token_file_path(prefix, "meta.json").read_text())["prepared"]["eos_token"]
             return None if token is None else int(token)
     return None
 
@@ -112,7 +112,10 @@ def _list_byte_tokenizers(architecture: TransformerArchitectureConfig) -> tuple[
 
 
 def _find_recorded_tokenizer(prefix: Path) -> str | None:
-    """Return the tokenizer that `data tokenize` has recorded in the token files; None if none is recorded, or if it has changed since."""
+    """Return the tokenizer that `data tokenize` has recorded in the token files of `prefix`.
+
+    None if no tokenizer is recorded, or if it has changed since the files were written.
+    """
     try:
         recorded = json.loads(formats.build_token_file_path(prefix, "meta.json").read_text())["prepared"]["tokenizer"]
         return str(recorded["name"]) if tokenizer_backends.open_tokenizer(recorded["name"]).sha256 == recorded["sha256"] else None

@@ -1,4 +1,4 @@
-"""Distribute a model for inference over all ranks."""
+"""Distribute a model over all ranks for inference, by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from swarmtrain.trainer.runtime import Runtime, start_runtime
 def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> Iterator[tuple[ParallelModel, Runtime]]:
     """Context manager that yields `model`, tensor-parallel over all ranks, and the runtime.
 
-    `needs_vectors`: the model must be an embedding model. Raises SwarmtrainError if it is not (or is, without `needs_vectors`), or if the
-    number of ranks does not divide the model's dimensions.
+    `needs_vectors`: whether the model must be an embedding model; otherwise it must be a language model. Raises SwarmtrainError if it is
+    the other kind of model, or if the model's dimensions are not divisible by the number of ranks.
     """
-    # Prompts of different lengths must be separated from their padding.
+    # Prompts of different lengths are padded. The padding is a separate document, so attention must not cross document boundaries.
     shape = model.architecture.model_copy(update={"reset_attention_mask": True, "reset_position_ids": True})
     if needs_vectors is not (shape.embedding_head_config is not None):
         reason, hint = (
@@ -40,7 +40,7 @@ def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> I
             reason = f"{world_size} ranks do not evenly divide its {name}, {getattr(shape, name)}"
             raise TrainingError(reason, place="--ranks", hint="use fewer ranks, or one")
     topology = TopologyConfig(model_parallel_size=world_size, global_batch_size=1, micro_batch_size=1)
-    # A config with this head requires an objective that trains it, which is not needed here.
+    # A config with an embedding head also requires an objective that trains this head, which inference does not need.
     config = Config(topology=topology, transformer_architecture=shape.model_copy(update={"embedding_head_config": None}))
     with start_runtime(config.model_copy(update={"transformer_architecture": shape})) as runtime:
         transformer = Transformer(shape, 0)

@@ -1,4 +1,4 @@
-"""Convert generated tokens to text incrementally: only complete characters, and no text that may be part of a stop text."""
+"""Convert generated tokens to text incrementally. Incomplete characters, and text that may begin a stop text, are held back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 _REPLACEMENT_CHARACTER = "\ufffd"
-"""Character that tokenizers decode for bytes that are not yet a complete character."""
+"""Character to which tokenizers decode bytes that are not a complete character yet."""
 
 
 class TextStream:
-    """Text of a stream of tokens. It ends before the first occurrence of any of `stop_texts`."""
+    """Text of a stream of tokens. The text ends before the first occurrence of any of `stop_texts`."""
 
     def __init__(self, tokenizer: BaseTokenizer, stop_texts: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop_texts = tokenizer, [stop for stop in stop_texts if stop]
@@ -31,7 +31,7 @@ class TextStream:
         return self._emit_text_until(certain_length - self._count_partial_stop_characters(self.text[:certain_length]))
 
     def flush_text(self) -> str:
-        """Return the remaining text that was not returned yet."""
+        """Return the remaining text, at the end of the stream."""
         return self._emit_text_until(len(self.text))
 
     def _emit_text_until(self, end: int) -> str:

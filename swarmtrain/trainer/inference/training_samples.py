@@ -1,4 +1,4 @@
-"""Completions of prompts during training, configured by trainer.sampling_config."""
+"""Samples during training: the model's completions of the prompts in trainer.sampling_config."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ class TrainingSampler:
         self._config = runtime.config.trainer.sampling_config
         self._tokenizer: BaseTokenizer | None = None
         self._prompts: list[list[int]] = []
-        self._end_tokens: set[int] = set()
+        self._eos_tokens: set[int] = set()
         if self._config:
             config = self._config
-            self._prompts, self._end_tokens = collectives.run_on_rank_zero(lambda: self._encode_prompts(config))
+            self._prompts, self._eos_tokens = collectives.run_on_rank_zero(lambda: self._encode_prompts(config))
 
     def generate_samples(self, step: int, timer: StepTimer, *, is_last: bool) -> list[GeneratedSample]:
-        """Return completions of the prompts after `step`, if they are due; `is_last`: it is the last step.
+        """Generate completions of the prompts if they are due after `step`, and return them on rank 0.
 
-        Completions are the same in every topology. Empty on ranks other than rank 0.
+        `is_last`: whether `step` is the last step. The completions are the same in every topology. Empty if none are due, and on all ranks
+        other than rank 0.
         """
         config, local = self._config, self._model.local_model
         if config is None or step == 0 or (step % config.interval and not is_last):
@@ -48,11 +49,11 @@ class TrainingSampler:
         )
         gather_logits, completions = build_logits_gather(self._model.mesh.tensor_group), []
         local.eval()
-        # Compiling would specialize for each text length.
+        # torch.compile would recompile the model for each text length.
         with timer.time_phase(VALIDATION), build_autocast_context(self._runtime), torch.compiler.set_stance("force_eager"):
-            for prompt in self._prompts:  # one by one: for prompts of different lengths the model would have to separate documents
+            for prompt in self._prompts:  # one by one: in a batch, the model would have to mask the padding of shorter prompts
                 sampled = generate_tokens(
-                    local, [prompt], sampling_params, max_tokens=config.max_tokens, end_tokens=self._end_tokens, gather_logits=gather_logits
+                    local, [prompt], sampling_params, max_tokens=config.max_tokens, eos_tokens=self._eos_tokens, gather_logits=gather_logits
                 )
                 completions.append([token for (token,) in sampled if token is not None])
         local.train()
@@ -68,4 +69,4 @@ class TrainingSampler:
             tokenizer_names, architecture, place, "trainer.sampling_config.tokenizer"
         )
         prompts = [encode_prompt(encoder, prompt, architecture.sequence_length, f"{place}.prompts") for prompt in config.prompts]
-        return prompts, tokenizer_backends.find_end_tokens(encoder)
+        return prompts, tokenizer_backends.find_eos_tokens(encoder)

@@ -3,7 +3,8 @@
 allocation_tracker    records allocations and their purposes
 simulation            simulates one step of one rank, on fake tensors
 
-This module determines which ranks differ, how many micro batches have to be simulated, and which config changes need less memory.
+This module determines which ranks have to be simulated (one of each kind), with how many micro batches, and which config changes save
+memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
 __all__ = ["AllocationKind", "RankMemoryEstimate", "estimate_memory", "suggest_memory_savings"]
 
 _STEADY_MICRO_BATCHES = 3
-"""Number of micro batches per replica above which a step needs no more memory: the first, one that accumulates gradients, the last."""
+"""Number of micro batches that have to be simulated: the first, one that accumulates gradients, and the last. More of them do not raise the
+peak, except in a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,10 @@ class RankMemoryEstimate:
 
 
 def estimate_memory(config: Config, world_size: int) -> list[RankMemoryEstimate]:
-    """Return the estimate for each rank of one pipeline, if the run has `world_size` ranks; without pipeline parallelism, for rank 0.
+    """Return the estimates for a run with `world_size` ranks: one per rank of a pipeline; without pipelines, one for rank 0.
 
-    The first replica has the most micro batches, and all tensor-parallel ranks need the same memory. Raises SwarmtrainError if the number
-    of ranks does not match the config, or if the step cannot be simulated.
+    Other ranks need no more memory: the first replica has the most micro batches, and tensor-parallel ranks need the same memory. Raises
+    SwarmtrainError if the number of ranks does not match the config, or if the step cannot be simulated.
     """
     pipe_size = config.topology.pipeline_parallel_size
     return [_estimate_rank_memory(config, world_size, pipe_rank * world_size // pipe_size) for pipe_rank in range(pipe_size)]
@@ -97,7 +99,7 @@ def _estimate_rank_memory(config: Config, world_size: int, rank: int) -> RankMem
     longer_estimate = _simulate_rank_memory(_set_micro_batches_per_replica(config, world_size, max_micro_batches), world_size, rank, stages)
     if topology.pipeline_parallel_size == 1:
         return longer_estimate
-    # A pipeline keeps buffers for each micro batch of a step, so it is simulated for two lengths and extrapolated.
+    # A pipeline keeps buffers for each micro batch of a step: simulate two numbers of micro batches, and extrapolate.
     shorter_estimate = _simulate_rank_memory(
         _set_micro_batches_per_replica(config, world_size, max_micro_batches - topology.pipeline_parallel_size), world_size, rank, stages
     )
@@ -121,7 +123,7 @@ def _simulate_rank_memory(config: Config, world_size: int, rank: int, stages: tu
         startup, peak = simulate_memory_peaks(config, world_size, rank)
     except SwarmtrainError:
         raise
-    except Exception as error:  # any error that torch raises for tensors without data
+    except Exception as error:  # torch raises errors of many types for tensors without data
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SwarmtrainError(
             f"cannot be simulated on rank {rank}: torch needs actual tensor values there: {reason}",

@@ -1,4 +1,4 @@
-"""Allocation ledger: records each storage that operations allocate and free, and its purpose.
+"""Allocation ledger: a record of every allocation and release of a tensor's storage, with its purpose.
 
 Entries are only appended while a step runs. The purpose of a storage is often known only after its allocation (a tensor becomes a
 gradient once a parameter holds it), so the peak and its breakdown are computed from the whole ledger at the end.
@@ -47,12 +47,12 @@ class MemoryPeak:
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not typed in torch
-    """Dispatch mode that records the allocations of all operations. Tensors may be fake: reading a scalar returns a placeholder."""
+    """Dispatch mode that records the allocations of all operations. Reading a scalar from a fake tensor returns a placeholder."""
 
     def __init__(self, *, vocabulary_size: int, has_fp64_sums: bool) -> None:
         """`vocabulary_size`: size of the vocabulary shard in this rank's logits.
 
-        `has_fp64_sums`: count float64 tensors as gradient sums.
+        `has_fp64_sums`: attribute float64 tensors to gradient sums.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary_size, self._has_fp64_sums = vocabulary_size, has_fp64_sums
@@ -67,7 +67,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         if func is torch.ops.aten._local_scalar_dense.default:
             return _make_placeholder_scalar(args[0].dtype)
         if DTensor in types:
-            return NotImplemented  # the computation on its local shard is dispatched here as well
+            return NotImplemented  # the operation on the DTensor's local shard is dispatched here as well
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
@@ -98,7 +98,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     @contextmanager
     def attribute_allocations_to_phase(self, phase: AllocationKind | None) -> Iterator[None]:
-        """Context manager that attributes allocations to `phase`; None: to the forward or backward pass."""
+        """Context manager that sets the purpose of allocations to `phase`; None: to activations or backward-pass gradients."""
         previous_phase, self._phase = self._phase, phase
         yield
         self._phase = previous_phase
@@ -110,14 +110,14 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
                 self._kinds[self._register_storage(_unwrap_dtensor(tensor))] = kind
 
     def track_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Attribute each gradient of `parameters` to gradients when a backward pass has computed it."""
+        """Set the purpose of each gradient of `parameters` to gradients as soon as a backward pass has computed it."""
         for parameter in (candidate for candidate in parameters if candidate.requires_grad):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda made: self.assign_allocation_kind([made.grad], AllocationKind.gradients)
             )
 
     def get_ledger_position(self) -> int:
-        """Return the current position in the ledger, to be passed to `find_peak`."""
+        """Return the current position in the ledger, to be passed to `find_memory_peak`."""
         return len(self._changes)
 
     def find_memory_peak(self, since: int = 0, until: int | None = None) -> MemoryPeak:

@@ -1,7 +1,7 @@
 """Simulation of one rank's step without data: the real model, optimizer and forward and backward passes, on fake tensors.
 
-Other ranks are not needed: collectives of torch's `fake` backend return immediately. So any rank of any number of ranks can be simulated
-on any machine, with the memory and time of one process, and it runs the same code as training.
+Other ranks are not needed: collectives of torch's `fake` backend return immediately. So any rank of a run of any size can be simulated on
+any machine in one process, with the same code as in training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
     Raises WorldError if the number of ranks does not match the config's topology, and any error that torch raises if an operation needs
     real data.
     """
-    # The compiler needs real data, and the size of weights is known without reading them.
+    # Compilation needs real data. Weights are not read: their sizes are known from the architecture.
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": False, "init_from": None})})
     runtime = Runtime(config, rank, world_size, 0, torch.device("cpu"), run_name="simulation", node="node0", coordinator_address=None)
     architecture = config.transformer_architecture
@@ -63,7 +63,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
 
 
 class _TrackedOptimizer(Optimizer):
-    """Optimizer that reports the purposes of its tensors to the allocation ledger."""
+    """Optimizer that records the purposes of its tensors in the allocation ledger."""
 
     def __init__(self, model: ParallelModel, config: Config, tracker: AllocationTracker) -> None:
         super().__init__(model, config)
@@ -83,7 +83,7 @@ class _TrackedOptimizer(Optimizer):
 
 
 class _SyntheticSamples(TokenDataset):
-    """Data set of empty samples with the right shape, without token files."""
+    """Dataset of empty samples with the config's shapes, without token files."""
 
     def __init__(self, config: Config) -> None:
         architecture = config.transformer_architecture
@@ -108,7 +108,7 @@ class _SyntheticSamples(TokenDataset):
 
 
 class _StaticBucketReducer:
-    """DDP's reducer with constant buckets: rebuilding them would read data that ranks have exchanged."""
+    """DDP's reducer with buckets that are never rebuilt: rebuilding reads data from other ranks, which do not exist here."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -122,7 +122,7 @@ class _StaticBucketReducer:
 
 @contextmanager
 def _enter_fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Context manager in which this process is `rank` of `world_size` ranks, of which no other exists."""
+    """Context manager in which this process is rank `rank` of a simulated world of `world_size` ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
@@ -132,7 +132,7 @@ def _enter_fake_world(rank: int, world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        # DTensor caches layouts by mesh, and confuses equal-looking meshes of different worlds or ranks.
+        # DTensor caches sharding decisions by mesh, and confuses meshes of different worlds or ranks that compare equal.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 

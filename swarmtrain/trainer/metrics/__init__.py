@@ -1,4 +1,4 @@
-"""Reports of a run: log lines, events for the coordinator, and metrics for the sinks.
+"""Reports on a run: log lines, events for the coordinator, and metrics lines for the sinks.
 
 Only rank 0 posts events and writes metrics.
 """
@@ -38,7 +38,7 @@ _FLUSH_TIMEOUT_SECONDS = 10.0
 
 
 class RunReporter:
-    """Context manager that reports on a run, and sends pending events when it exits."""
+    """Reports on a run. As a context manager, it sends the pending events when it exits."""
 
     def __init__(self, runtime: Runtime, trial: DeterminedTrial) -> None:
         self._runtime, self._trial = runtime, trial
@@ -48,7 +48,7 @@ class RunReporter:
         self._throughput = Throughput()
         self._straggler_detector = StragglerDetector()
         self._straggler_fields: dict[str, Any] = {}
-        """Straggler fields to add to the next metrics line."""
+        """Metrics about stragglers that are added to the next metrics line."""
         self._flops_per_token = 0
         """FLOPs per token of a forward and backward pass."""
         self._peak_flops: float | None = None
@@ -65,7 +65,7 @@ class RunReporter:
             self._poster.close(_FLUSH_TIMEOUT_SECONDS)
 
     def report_start(self, step: int, resumed_from: Path | None, generation: int, model: ParallelModel) -> None:
-        """Report that the world with this `generation` trains `model` from `step` on, and open the sinks. Called by all ranks together.
+        """Report that the world with this `generation` starts to train `model` at `step`, and open the sinks. Called by all ranks together.
 
         `resumed_from`: path of the checkpoint from which training resumes; None if it starts from scratch. Raises TrainingError if a sink
         cannot be opened.
@@ -106,7 +106,7 @@ class RunReporter:
             self._post_event(protocol.EVENT_RUN_REPORT, node=node, **node_fields)
 
     def report_step(self, result: StepResult, phase_seconds: Mapping[str, float]) -> None:
-        """Report an optimizer step, completed or skipped. `phase_seconds`: seconds per phase of the last step whose timing is known."""
+        """Report an optimizer step, completed or skipped. `phase_seconds`: time per phase of the most recent step with known timings."""
         step, update = result.number, result.update
         self._throughput.record_step(result.loss_tokens)
         tokens_per_second, eta = self._throughput.tokens_per_second, self._throughput.estimate_seconds_left(self._total_steps - step)
@@ -199,9 +199,9 @@ class RunReporter:
             self._post_event(protocol.EVENT_STRAGGLER, **fields, message=change.message)
 
     def write_missing_step_metrics(self, step: int, result: StepResult | None) -> None:
-        """Append the metrics line of `step`, which this rank has saved in a just-in-time checkpoint.
+        """Append the metrics line of `step`, which this rank has saved in a just-in-time checkpoint, if the line is missing.
 
-        Rank 0 may have died before it wrote the line. `result`: result of the last step on this rank; used if it is that of `step`.
+        Rank 0 may have died before it wrote the line. `result`: result of the last step on this rank; used only if that step is `step`.
         """
         folder = get_metrics_folder(self._runtime)
         if folder and result and result.number == step:
@@ -251,7 +251,7 @@ class RunReporter:
         return self._trial.acknowledge_preemption()
 
     def report_training_finished(self, step: int, values: dict[str, Any]) -> None:
-        """Report that training has finished at `step`, and its checkpoint is committed."""
+        """Report that training has finished at `step`, and that the checkpoint of this step is committed."""
         self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **values)
 
     def _post_event(self, kind: str, **data: Any) -> None:

@@ -1,4 +1,4 @@
-"""Audit log: the sample ids and loss of each step on each rank, one JSON line per step, written to disk."""
+"""Audit log: a JSON Lines file per rank, with the rank's sample ids and the loss of each step."""
 
 from __future__ import annotations
 

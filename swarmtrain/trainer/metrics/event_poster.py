@@ -1,7 +1,7 @@
-"""Posts events to the coordinator in a background thread, so that training never waits for the network.
+"""Post events to the coordinator in a background thread, so that training never waits for the network.
 
-Of progress events only the latest is kept: if the coordinator is slow, older ones are dropped. All other events are kept until they are
-posted.
+Only the latest progress event is queued: if the coordinator is slow, older progress events are dropped. All other events stay in the
+queue until they are posted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EventPoster:
         self._thread.start()
 
     def queue_event(self, event: Event) -> None:
-        """Queue `event` for posting. It is kept until the coordinator has received it."""
+        """Queue `event` for posting. It stays in the queue until the coordinator has received it."""
         with self._wake:
             self._queue.append(event)
             self._wake.notify()

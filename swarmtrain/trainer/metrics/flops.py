@@ -1,8 +1,8 @@
-"""FLOPs of a model, counted like torchtitan and nanochat, so that results are comparable.
+"""FLOPs of a model, counted as in torchtitan and nanochat, so that results are comparable.
 
-A parameter in a matrix multiplication costs 2 FLOPs per token in the forward pass and 4 in the backward pass: 6 N. Attention adds 12 ×
-layers × width × sequence length, as if every token attended to the whole sequence; causal attention needs half of that. Recomputation
-(activation checkpointing) is not counted.
+Each parameter of a matrix multiplication takes 2 FLOPs per token in the forward pass and 4 in the backward pass: 6 N for N such parameters.
+Attention adds 12 × layers × width × sequence length, as if every token attended to the full sequence; causal attention needs half of
+this. Recomputation (activation checkpointing) is not counted.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 
 from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 
-# Dense bfloat16 matrix TFLOPS (no sparsity, float32 accumulation) from the vendors' data sheets. If one name is part of another, the longer
-# one comes first.
+# Dense bfloat16 matrix TFLOPS (no sparsity, float32 accumulation) from the vendors' data sheets. The first name that the device's name
+# contains is used, so a name that contains another name comes before it.
 _PEAK_TFLOPS = {
     "MI355X": 2500.0,
     "MI325X": 1307.4,
     "MI300X": 1307.4,
     "MI300A": 980.6,
-    "MI250X": 191.5,  # one of two dies, which torch sees as one device
+    "MI250X": 191.5,  # one of its two dies: torch shows each die as a device
     "MI210": 181.0,
     "GB300": 2500.0,
     "GB200": 2500.0,
@@ -61,8 +61,8 @@ def compute_flops_per_token(architecture: TransformerArchitectureConfig, paramet
 def find_peak_flops(device: str, precision: Precision) -> float | None:
     """Return the peak FLOPS of the device with the driver's name `device`; None if unknown.
 
-    For float8 it is the bfloat16 peak, as in other tools, so that the speed-up is visible in the MFU. For float32 it is None, since it
-    depends on whether TF32 is enabled.
+    For float8, return the bfloat16 peak, as in other tools, so that the speed-up is visible in the MFU. For float32, return None, since
+    the peak depends on whether TF32 is enabled.
     """
     if precision not in _LOW_PRECISIONS:
         return None

@@ -1,4 +1,4 @@
-"""Current memory usage of this rank, as reported by the device and the operating system. Does not synchronize with the device."""
+"""Memory usage of this rank, read from the device and the operating system without synchronizing with the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _RESIDENT_FIELD = 1
 def read_memory_usage(device: torch.device) -> dict[str, int]:
     """Return the memory usage in bytes, by name.
 
-    `host` is the resident memory of the process. For a GPU there are also `allocated`, `reserved`, `peak` (allocated) and `total`.
+    `host` is the resident set size of the process. If `device` is a GPU, the result also has `allocated`, `reserved`, `peak` (maximum of
+    `allocated`) and `total`.
     """
     host_memory = {"host": int(Path("/proc/self/statm").read_text().split()[_RESIDENT_FIELD]) * _PAGE_BYTES}
     if device.type != "cuda":

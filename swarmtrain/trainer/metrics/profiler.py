@@ -17,7 +17,7 @@ LOG = logging.getLogger("swarmtrain")
 _COMPRESS_ABOVE_BYTES = 64 * 2**20
 """Size in bytes above which a trace is compressed."""
 _TABLE_ROWS = 40
-"""Number of operations in the table."""
+"""Number of operations in the table of the slowest operations."""
 _MAX_RECORDED_ALLOCATIONS = 100_000
 """Maximum number of allocations in the memory snapshot; the most recent are kept."""
 
@@ -40,7 +40,7 @@ class TorchProfiler:
         self._profiler: profile | None = None
 
     def start_trace_if_due(self) -> None:
-        """Start the profiler if the next step is the first warm-up step, or the first traced step without warm-up."""
+        """Start the profiler if the next step is the first warm-up step or, without warm-up, the first traced step."""
         if self._active_steps and self._steps_done == self._start_step:
             self._profiler = self._create_profiler()
             self._profiler.start()
@@ -58,11 +58,11 @@ class TorchProfiler:
                 self.close()
 
     def close(self) -> None:
-        """Write what has been traced so far, unless the trace is already written: a run may end or fail during traced steps."""
+        """Stop the profiler, and write the trace unless it is already written: a run may end or fail during the traced steps."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
-        profiler.stop()  # this calls _write_trace, unless the last step already has
+        profiler.stop()  # calls _write_trace, unless the last traced step has already called it
         if self._config.memory_snapshot and self._on_gpu:
             path = self._trace_path.with_name(f"memory-{self._trace_path.name.partition('.')[0]}.pickle")
             self._trace_path.parent.mkdir(parents=True, exist_ok=True)

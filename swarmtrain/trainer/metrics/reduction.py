@@ -17,7 +17,7 @@ MetricValues = dict[str, "MetricValue"]
 
 
 class ReductionOp(StrEnum):
-    """Reductions over the values of all ranks that logged a metric, in rank order."""
+    """Reductions of a metric over all ranks that logged it. Values are in rank order."""
 
     mean = "mean"
     sum = "sum"
@@ -29,7 +29,7 @@ class ReductionOp(StrEnum):
 
 @dataclass(frozen=True)
 class MetricValue:
-    """A metric's value on this rank, and how it is reduced over all ranks."""
+    """The value of a metric on this rank, and its reduction over all ranks."""
 
     value: Any
     reduction: ReductionOp = ReductionOp.mean
@@ -42,10 +42,10 @@ class MetricValue:
 
 
 def flatten_metric_results(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
-    """Yield name and value of each metric that `value` contributes: several if `value` is a mapping or a metric with several results.
+    """Yield name and value of each metric in `value`. A mapping, or a torchmetrics object with several results, has several metrics.
 
     Does not synchronize with the device. A tensor is cloned on its device, since the script may modify it afterwards. The `compute`
-    method of a torchmetrics object is called, on all ranks together. Raises TrainingError if a value is not a number.
+    method of a torchmetrics object is called by all ranks together. Raises TrainingError if a value is not a number.
     """
     reduction = value.reduction if isinstance(value, MetricValue) else ReductionOp.mean
     raw_value = value.value if isinstance(value, MetricValue) else value
@@ -69,7 +69,7 @@ def flatten_metric_results(name: str, value: Any) -> Iterator[tuple[str, MetricV
 
 
 def reduce_metrics(metrics_by_rank: Sequence[Mapping[str, MetricValue]]) -> dict[str, Any]:
-    """Return the values of all ranks, reduced to one value per metric. NaN/Inf becomes None."""
+    """Reduce the metrics of all ranks to one value per metric, and return these values by name. NaN/Inf becomes None."""
     values_by_name: dict[str, list[MetricValue]] = {}
     for rank_metrics in metrics_by_rank:
         for name, value in rank_metrics.items():

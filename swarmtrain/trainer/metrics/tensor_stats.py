@@ -1,7 +1,8 @@
-"""Statistics of a sharded tensor: computed per shard as a row of columns, merged over shards, and converted to the final statistics.
+"""Statistics of a sharded tensor: partial statistics are computed per shard, merged over shards, and converted to final statistics.
 
-Moments are central moments, merged by the formulas of Chan et al. (1979) and Pébay (2008): raw moments would suffer cancellation for
-values that hardly differ, such as norm weights. Quantiles come from a histogram of the values rounded to bfloat16.
+The partial statistics of a shard are a row of numbers, with the columns below. Moments are central moments, merged by the formulas of Chan
+et al. (1979) and Pébay (2008): with raw moments, values that hardly differ, such as norm weights, would suffer from cancellation.
+Quantiles are computed from a histogram of the values rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from swarmtrain.config.schema.tensor_statistics import Statistic
     NEGATED_MIN,
     NEGATED_ABS_MIN,
 ) = range(18)
-"""Indices of the columns.
+"""Indices of the columns of partial statistics.
 
-Columns from COUNT on are sums. Columns from MAX on are maxima: of the values, of the negated values, and of the negated magnitudes.
+Columns from COUNT to NANS are sums. Columns from MAX on are maxima: of the values, of the negated values, and of the negated magnitudes.
 """
 COLUMN_COUNT = 18
 BIN_COUNT = 1 << 16
 _CHUNK_SIZE = 1 << 22
-"""Number of values that are processed at a time: each takes 8 bytes in float64."""
+"""Number of values that are processed at a time. Each takes 8 bytes, since they are converted to float64."""
 _E4M3_UNDERFLOW_LIMIT, _E5M2_UNDERFLOW_LIMIT = 2.0**-10, 2.0**-17
-"""Values with at most this magnitude round to zero in e4m3 or e5m2: half of the smallest subnormal."""
+"""Largest magnitudes that round to zero in e4m3 and e5m2: half of the smallest subnormal."""
 _QUANTILE_STATISTICS = {Statistic.median, Statistic.abs_median, Statistic.max_sparsity}
 
 
@@ -55,16 +56,16 @@ def needs_histogram(statistics: Collection[Statistic]) -> bool:
 
 
 def create_empty_partial_statistics(device: torch.device | None = None) -> Tensor:
-    """Return the row of columns for a tensor without values."""
+    """Return the partial statistics of a tensor without values."""
     row = torch.zeros(COLUMN_COUNT, dtype=torch.float64, device=device)
     row[MAX:] = -math.inf
     return row
 
 
 def compute_partial_statistics(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the row of columns (COLUMN_COUNT) of `tensor`, in float64.
+    """Return the partial statistics of `tensor` in float64: a row with COLUMN_COUNT columns.
 
-    `dtype`: precision to which its values are rounded when they are used.
+    `dtype`: dtype to which the values are rounded when the model uses them.
     """
     row = create_empty_partial_statistics(tensor.device)
     for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK_SIZE):
@@ -82,7 +83,7 @@ def compute_histogram(tensor: Tensor) -> Tensor:
 
 
 def merge_partial_statistics(first: Tensor, second: Tensor) -> Tensor:
-    """Return the merged columns of two shards, or of several pairs of shards, row by row."""
+    """Merge the partial statistics of two shards; if the inputs have several rows, merge them row by row."""
     total = first + second
     total[..., MAX:] = torch.maximum(first[..., MAX:], second[..., MAX:])
     m, n = first[..., FINITE_COUNT], second[..., FINITE_COUNT]
@@ -100,9 +101,9 @@ def merge_partial_statistics(first: Tensor, second: Tensor) -> Tensor:
 
 
 def compute_statistics(row: Tensor, statistics: Collection[Statistic], histogram: Tensor | None = None) -> dict[str, Any]:
-    """Return the values of `statistics`, by name, computed from the columns `row`.
+    """Return the values of `statistics`, by name, computed from the partial statistics `row`.
 
-    `histogram` is required if any of them needs it. A statistic that is not defined is None.
+    `histogram` is required if any of `statistics` needs it. A statistic that is undefined for these values is None.
     """
     available = _compute_moment_statistics(row.tolist()) | (_compute_quantile_statistics(row, histogram) if histogram is not None else {})
     selected = {str(statistic): available[statistic] for statistic in statistics}
@@ -187,7 +188,7 @@ def _compute_quantile_statistics(row: Tensor, histogram: Tensor) -> dict[Statist
 def _compute_quantile(sorted_bits: Tensor, bin_counts: Tensor, fraction: float) -> float:
     """Return the quantile at `fraction`.
 
-    `sorted_bits`: bfloat16 bit patterns in ascending order; `bin_counts`: number of values with each.
+    `sorted_bits`: bfloat16 bit patterns in ascending order of their values; `bin_counts`: number of values with each bit pattern.
     """
     cumulative_counts = bin_counts.cumsum(0)
     if not int(cumulative_counts[-1]):
@@ -202,7 +203,7 @@ def _decode_bfloat16(bits: Tensor) -> Tensor:
 
 @cache
 def _sort_bfloat16_bits() -> tuple[Tensor, Tensor]:
-    """Return the bit patterns of all finite bfloat16 values in ascending order, and those of the non-negative ones."""
+    """Return the bit patterns of all finite bfloat16 values, and of the non-negative finite values, both in ascending order of value."""
     bits = torch.arange(BIN_COUNT)
     numbers = _decode_bfloat16(bits).float()
     bits = bits[numbers.isfinite()]

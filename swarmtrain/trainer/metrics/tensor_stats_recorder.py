@@ -1,8 +1,10 @@
-"""Recorder of statistics of weights, activations and gradients, at an interval of steps.
+"""Recorder of statistics of weights, activations and gradients, every N steps.
 
-It writes one line per tensor to `tensor-statistics.jsonl`. The statistics are those of full tensors: each shard is counted on one of the
-ranks that hold it. For an activation, all micro batches of the step are counted, on every rank. If ranks that share a layer hold the same
-activation, it is counted once per rank. The recorder changes no values, and does nothing between recorded steps.
+It writes one JSON line per tensor and recorded step to `tensor-statistics.jsonl`. The statistics of weights and their gradients are those
+of full tensors: each shard is counted on only one of the ranks that hold it. The statistics of an activation cover all micro batches of
+the step on all ranks. If tensor-parallel ranks hold the same activation, it is counted once per rank.
+
+The recorder modifies no tensors, and does nothing between recorded steps.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ TensorKey = tuple[TensorKind, str]
 
 
 class TensorStatsRecorder:
-    """Records statistics of the tensors in this rank's part of a model. A no-op if the config does not enable it."""
+    """Records statistics of the tensors of a model on this rank. A no-op if the config does not enable it."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, resumed_step: int) -> None:
         """Create the recorder for a run that resumes from `resumed_step`. Called by all ranks together.
@@ -74,9 +76,9 @@ class TensorStatsRecorder:
                 self._hooks.append(module.register_forward_hook(partial(self._record_activation, name)))
 
     def record_gradients(self) -> None:
-        """Record the gradients, which are reduced but not yet clipped, and write the statistics of the step.
+        """Record the gradients, and write the statistics of the step.
 
-        Called by all ranks together.
+        Called by all ranks together, after gradients are reduced and before they are clipped.
         """
         if self._config is None or self._recorded_step is None:
             return
@@ -118,9 +120,9 @@ class TensorStatsRecorder:
         return {**line, "count": int(row[tensor_stats.COUNT]), **statistics}
 
     def _record_activation(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Record the output of a module.
+        """Forward hook that records the output of a module.
 
-        Ignored in the backward pass, where activation checkpointing recomputes outputs that are already recorded.
+        A no-op in the backward pass, where activation checkpointing recomputes outputs that are already recorded.
         """
         if not isinstance(output, Tensor) or not output.is_floating_point() or torch._C._current_graph_task_id() != -1:
             return
@@ -151,7 +153,7 @@ class TensorStatsRecorder:
     def _find_configured_statistics(self, name: str) -> tuple[Statistic, ...]:
         """Return the statistics configured for the module or parameter `name`; empty if there are none.
 
-        A parameter is matched by its own name or by its module's name.
+        The configured patterns match a parameter by its own name or by the name of its module.
         """
         names = (name, name.rpartition(".")[0])
         pairs = self._config.statistics if self._config else ()
@@ -161,7 +163,7 @@ class TensorStatsRecorder:
         return {name: _get_module_type(module) for name, module in self._modules.items()}
 
     def _is_watched_module(self, name: str, module: nn.Module) -> bool:
-        """Return whether a module exists in the unsharded model and has parameters on this rank."""
+        """Return whether `module` also exists in the unsharded model, and has parameters on this rank."""
         return bool(name) and "parametrizations" not in name and next(module.parameters(), None) is not None
 
 

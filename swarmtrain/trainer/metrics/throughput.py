@@ -9,7 +9,7 @@ _WINDOW_STEPS = 50
 
 
 class Throughput:
-    """Moving averages over the last steps, including the time for validation and checkpoints between them."""
+    """Throughput as a moving average over the last steps, including the time for validation and checkpoints between steps."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_WINDOW_STEPS + 1)
@@ -24,7 +24,7 @@ class Throughput:
         return (self._marks[-1][1] - self._marks[0][1]) / self._elapsed_seconds
 
     def estimate_seconds_left(self, steps_left: int) -> float:
-        """Return the estimated time in seconds for `steps_left` steps."""
+        """Return the estimated time in seconds for the `steps_left` remaining steps."""
         return steps_left * self._elapsed_seconds / max(1, len(self._marks) - 1)
 
     @property

@@ -1,7 +1,8 @@
-"""Timeline of all ranks over several steps: one trace file for Perfetto, with a process per node and a thread per rank.
+"""Timeline of all ranks over several steps: one trace file for Perfetto, which shows a process per node and a thread per rank.
 
-Ranks take timestamps by their own clocks, which have no common origin. Before the timestamps are merged, each rank asks rank 0 for its
-time repeatedly. The fastest response gives the clock offset, with an error of at most half its round-trip time.
+Each rank takes timestamps from its own clock, and these clocks have no common origin. Before the timestamps are merged, each rank queries
+the clock of rank 0 repeatedly. The response with the shortest round trip gives the clock offset, with an error of at most half of the
+round-trip time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _CLOCK_SAMPLES = 20
-"""Number of times that each rank asks rank 0 for its time, to measure its clock offset."""
+"""Number of times that each rank queries the clock of rank 0 to measure its clock offset."""
 _MIN_SPAN_SECONDS = 1e-7
 """Minimum duration of a phase in seconds; shorter phases are omitted."""
 
@@ -36,7 +37,7 @@ class PhaseSpan:
     step: int
     phase: str
     indices: tuple[int, ...]
-    """Indices of the micro batch and the pipeline stage that the phase belongs to, if any."""
+    """Indices of the micro batch and the pipeline stage to which the phase belongs, if any."""
     start_seconds: float
     """Start of the phase, in seconds on rank 0's clock."""
     seconds: float
@@ -48,7 +49,7 @@ class RankTimeline:
 
     node: str
     coordinates: str
-    """Coordinates of the rank in the mesh, as text."""
+    """Coordinates of the rank in the device mesh, as text."""
     clock_error: float
     """Maximum error of the rank's timestamps relative to rank 0, in seconds."""
     spans: tuple[PhaseSpan, ...]
@@ -63,7 +64,7 @@ class TimelineRecorder:
         self._coordinates = f"pipe {mesh.pipe_rank} data {mesh.data_rank} tensor {mesh.tensor_rank}"
         self._start_step, self._step_count = config.timeline_start_at_step, config.timeline_steps
         self._step_numbers: list[int] = []
-        """Numbers of the steps that were run since the last restart."""
+        """Numbers of the steps that have ended since the last restart."""
         self._steps_received = 0
         self._spans: list[tuple[int, str, tuple[int, ...], float, float]] = []
         if self._step_count:
@@ -76,8 +77,8 @@ class TimelineRecorder:
             return
         self._step_numbers.append(number)
         if len(self._step_numbers) == self._start_step - 1:
-            self._anchor = self._record_clock_anchor()  # the error of a GPU's clock grows with the age of the anchor
-        elif len(self._step_numbers) > self._start_step + self._step_count:  # a GPU's timestamps of the last step are known one step later
+            self._anchor = self._record_clock_anchor()  # GPU timestamps lose accuracy with the age of the anchor
+        elif len(self._step_numbers) > self._start_step + self._step_count:  # GPU timestamps of a step are known one step later
             self.close()
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class TimelineRecorder:
             LOG.info("timeline of %d ranks: %s, accurate to %.0f µs", len(timelines), path, _find_max_clock_error(timelines) * 1e6)
 
     def _record_clock_anchor(self) -> tuple[Mark, float]:
-        """Return a timestamp of the step timer, and the host clock's time in seconds at that moment."""
+        """Take a timestamp of the step timer, and return it with the host clock's time in seconds at the same moment."""
         if self._runtime.device.type != "cuda":
             return 0.0, 0.0
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # not typed in torch

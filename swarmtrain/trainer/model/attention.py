@@ -46,7 +46,7 @@ class Attention(nn.Module):
         )
         projections = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
         self.lora = LoraAdapters(architecture, f"{layer} attention", projections.items())
-        # Henry et al. 2020 (arXiv 2010.04245), in the form of Dehghani et al. 2023 (2302.05442): keeps attention scores bounded.
+        # QK norm keeps attention scores bounded: Henry et al. 2020 (arXiv 2010.04245), in the form of Dehghani et al. 2023 (2302.05442).
         self.query_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
         self.key_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
 
@@ -76,7 +76,7 @@ class Attention(nn.Module):
     def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
         """Return the attention output of each head (batch, head, sequence, head size).
 
-        The first `num_local_attention_heads` heads of the model use local attention.
+        The first `num_local_attention_heads` heads of the full model use local (sliding-window) attention.
         """
         how = AttentionOptions(self.dropout if self.training else 0.0, scale)
         num_local_heads = min(max(0, self.num_local_attention_heads - self.first_head), query.shape[1])

@@ -1,8 +1,9 @@
 """Cross-entropy loss over many tokens, with the logits of only one chunk of tokens in memory at a time.
 
 Logits are the largest activation of a model: tokens x vocabulary, in float32. Since the loss is the last operation of the forward pass,
-the backward pass of each chunk runs immediately, down to the hidden states and the head's parameters, and the chunk's logits are freed.
-The full backward pass then only multiplies these gradients by the gradient of the loss, a scalar. Nothing is computed twice.
+the backward pass of each chunk can run right after its loss is computed, down to the hidden states and the head's parameters. Then the
+chunk's logits are freed. The model's backward pass only multiplies these gradients by the gradient of the loss, a scalar. Nothing is
+computed twice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Dropout that gives the same result in every topology.
 
-Whether an element is dropped is a function of the seed, the step, the sample's number in the step, the module's name, the token's
-position and the dimension; it does not depend on the state of a random number generator. So a rank with half of a sequence, or a pipeline
-stage with the last layers, drops the same elements as a single process would. The same holds for a layer that is recomputed for its
-backward pass, and for a GPU compared to a CPU. Bits are mixed by the 32-bit finalizer of MurmurHash3 (Appleby 2011), once per token and
-once per element.
+Whether an element is dropped is a function of the seed, the step, the sample's index in the step, the module's name, the token's
+position and the index of the dimension; it does not depend on the state of a random number generator. So a rank with half of a sequence,
+or a pipeline stage with the last layers, drops the same elements as a single process would. A layer that is recomputed in the backward
+pass drops the same elements as in the forward pass, and a GPU the same as a CPU.
+
+The hash function is the 32-bit finalizer of MurmurHash3 (Appleby 2011), applied once per token and once per element.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _SEED_AND_FIRST_SAMPLE: ContextVar[tuple[int, int]] = ContextVar("seed, and the 
 
 @contextmanager
 def seed_dropout(seed: int, first_sample: int) -> Iterator[None]:
-    """Context manager for a forward pass: set the seed of its dropout, and the number of its first sample in the step.
+    """Context manager for a forward pass: set the seed of its dropout, and the index of its first sample in the step.
 
-    `seed` is derived from the step; samples are numbered from `first_sample` on.
+    `seed` is derived from the step; the samples of the pass have the indices `first_sample`, `first_sample` + 1, …
     """
     reset_token = _SEED_AND_FIRST_SAMPLE.set((seed, first_sample))
     try:
@@ -40,7 +41,7 @@ def seed_dropout(seed: int, first_sample: int) -> Iterator[None]:
 
 
 def compute_token_noise(batch_size: int, positions: Tensor) -> Tensor:
-    """Return the dropout noise of the current forward pass (see `seeded_dropout`): one int32 per token (batch, sequence).
+    """Return the dropout noise of the current forward pass (see `seed_dropout`): one int32 per token (batch, sequence).
 
     `positions`: positions of the tokens in their samples.
     """
@@ -64,7 +65,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability = probability
         self.first_dimension = 0
-        """Index in the full model of the input's first dimension, if the input is a tensor-parallel shard."""
+        """Index in the full model of the input's first dimension, if that is a tensor-parallel shard."""
         key = torch.tensor(
             derive_seed("dropout", module_name) % _INT31_RANGE, dtype=torch.int32, device="cpu"
         )  # the enclosing model is built on the meta device
@@ -87,7 +88,7 @@ class Dropout(nn.Module):
 
 
 def _mix_bits(words: Tensor) -> Tensor:
-    """Return 32-bit words in which every bit depends on every bit of `words`. Right shifts are logical, products wrap around."""
+    """Return a hash of each 32-bit word: every bit depends on every input bit. Right shifts are logical, products wrap around."""
     first_multiplier, second_multiplier = _MURMUR_MULTIPLIERS
     words = (words ^ (words >> 16 & 0xFFFF)) * first_multiplier
     words = (words ^ (words >> 13 & 0x7FFFF)) * second_multiplier

@@ -1,8 +1,9 @@
 """Linear layers that multiply in float8 (FP8), with torch's scaled matrix products.
 
-Before each product a matrix is multiplied by the largest power of two for which its largest value fits, and rounded to float8. A power of
-two changes exponents only: the rounded value does not depend on the scale, except for values below 2^-15 (e4m3) or 2^-30 (e5m2) of the
-largest value with the same scale. So each rank can use the scales of its own shard of a tensor-parallel layer, without communication.
+Before each product a matrix is multiplied by a scale, the largest power of two for which its largest value fits into float8, and then
+rounded. A power of two changes exponents only: the rounded value does not depend on the scale, except for values below 2^-15 (e4m3)
+or 2^-30 (e5m2) of the largest value with the same scale. So each rank can use the scales of its own shard of a tensor-parallel layer,
+without communication.
 Scales are computed from the current values (dynamic scaling), so there is no state.
 """
 
@@ -20,7 +21,7 @@ from swarmtrain.config.schema.transformer_architecture import TransformerArchite
 from swarmtrain.errors import TrainingError
 
 _ROW_MULTIPLE = 16
-"""The number of rows of a product's operands must be a multiple of this."""
+"""Alignment: the number of rows of a float8 product's operands must be a multiple of this."""
 _MIN_AMAX = 2.0**-100
 """Lower bound of the absolute maximum, also used for all-zero matrices."""
 _MIN_COMPUTE_CAPABILITY = (8, 9)
@@ -29,9 +30,9 @@ OperandDtypes = tuple[torch.dtype, torch.dtype]
 
 
 class Float8Recipe(NamedTuple):
-    """How a linear layer multiplies: dtypes of the two operands of each product.
+    """Float8 settings of a linear layer: for each of its three matrix products, the dtypes of the two operands.
 
-    A product without dtypes (None) is not computed in float8.
+    None: the product is not computed in float8.
     """
 
     forward: OperandDtypes | None
@@ -57,19 +58,19 @@ class Float8Tensor(NamedTuple):
 def build_recipe(config: FP8LinearConfig, *, emulate: bool) -> Float8Recipe:
     """Return the float8 recipe for a layer with the settings `config` on this machine.
 
-    `emulate`: multiply the rounded values in float32.
+    `emulate`: round the operands to float8, but multiply them in float32, on devices without float8 products.
     """
     forward, grad_input, grad_weight = (
         _resolve_operand_dtypes(each) for each in (config.dtypes_forward, config.dtypes_grad_input, config.dtypes_grad_weight)
     )
-    swapped = grad_weight and (grad_weight[1], grad_weight[0])  # rows of the weight are outputs, so the gradient is the left operand here
+    swapped = grad_weight and (grad_weight[1], grad_weight[0])  # weight rows are outputs: the output gradient is the left operand
     return Float8Recipe(forward, grad_input, swapped, config.scaling is FP8Scaling.rowwise, emulate)
 
 
 def compute_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8Recipe) -> Tensor:
     """Return `input` times the transpose of `weight` plus `bias`, like functional.linear, computed in float8 according to `recipe`."""
     if not input.numel():
-        return functional.linear(input, weight, bias)  # an empty tensor has no maximum
+        return functional.linear(input, weight, bias)  # an empty tensor has no maximum to compute a scale from
     output_dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else input.dtype
     output = (
         _matmul_sharded(input, weight, recipe, output_dtype)

@@ -1,8 +1,8 @@
 """Initial parameter values, which do not depend on the topology.
 
 Each parameter is drawn from a random generator seeded by (seed, parameter name), so its values depend neither on the order in which
-modules are created nor on how the model is sharded. A rank that holds a shard draws the full parameter, one at a time, and takes its
-shard: no rank holds the full model in memory.
+modules are created nor on how the model is sharded. A rank that holds shards draws one full parameter at a time, and keeps only
+its shard: no rank holds the full model in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ParameterInitializer:
         if self.architecture.umup.enable:
             return torch.empty(size).normal_(generator=generator)
         writes_to_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
-        # Each block adds twice to the residual stream; with this scale its variance does not grow with depth (GPT-2).
+        # Each block adds to the residual stream twice. With this standard deviation the stream's variance does not grow with depth (GPT-2).
         std = _INIT_STD / (2 * self.architecture.num_layers) ** 0.5 if writes_to_residual else _INIT_STD
         return torch.empty(size).normal_(0, std, generator=generator)
 
@@ -53,7 +53,7 @@ def materialize_parameters(
 ) -> None:
     """Replace the meta parameters of `module` by parameters with values `value(name)` on `device`, and move its buffers to `device`.
 
-    `names` maps each of these parameters to its name. Parameters that modules share remain shared.
+    `names` maps each of these parameters to its name. A parameter that several modules share remains shared.
     """
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():

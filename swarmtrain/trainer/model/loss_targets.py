@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 IGNORE_INDEX = -1
-"""Target of a position that contributes neither to the loss, nor to the number of loss tokens, nor to a text's vector."""
+"""Target of a position that contributes neither to the loss, nor to the number of loss tokens, nor to the text's embedding vector."""

@@ -1,8 +1,8 @@
 """Attention masks, and the attention kernels that apply them.
 
-For plain causal attention no mask is built: kernels support it directly, and it allows flash attention. A local attention window, or
-several documents in one sample, need a mask. It is built once per forward pass for all layers: on a GPU as a block mask for flex
-attention (Dong et al. 2024, arXiv 2412.05496), which skips masked blocks, elsewhere as booleans. Both are derived from the same mask
+Plain causal attention needs no mask tensor: kernels support it directly, including flash attention. A local (sliding) window, or several
+documents in one sample, need a mask. It is built once per forward pass for all layers: on a GPU as a block mask for flex attention (Dong
+et al. 2024, arXiv 2412.05496), which skips masked blocks; on other devices as a boolean tensor. Both are derived from the same mask
 function.
 """
 
@@ -36,14 +36,14 @@ class Masks(NamedTuple):
     full: AttentionMask
     """Mask for heads that attend to all earlier tokens."""
     local: AttentionMask
-    """Mask for heads that attend to a local window."""
+    """Mask for heads that attend to a local (sliding) window."""
 
 
 class AttentionOptions(NamedTuple):
     """Options of the attention function: dropout of attention weights, and scale of attention scores."""
 
     dropout: float = 0.0
-    """Fraction of the attention weights that is dropped."""
+    """Dropout probability of the attention weights."""
     scale: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(head size)."""
 
@@ -62,7 +62,8 @@ def build_masks(
 ) -> Masks:
     """Return the attention masks of one forward pass for sequences of `length` tokens.
 
-    `documents` (batch, sequence): the document of each token; tokens attend only within their document. None: to all documents.
+    `documents` (batch, sequence): the document number of each token; tokens attend only within their document. None: also to other
+    documents.
     `query_positions`: positions of this rank's queries in their sequences (context parallelism); None if it has full sequences.
     """
     window = architecture.local_attention_window_size
@@ -82,9 +83,10 @@ def build_masks(
 
 
 def build_mask_mod(documents: Tensor | None, window: int | None) -> MaskMod:
-    """Return the mask function: a token attends to itself and to earlier tokens of the same document, at most `window` tokens before it.
+    """Return the mask function: a token attends to itself and to earlier tokens of its document, at most `window` positions back.
 
-    `documents` (batch, sequence): the document of each token; None: all tokens are of one document. `window` None: no limit.
+    `documents` (batch, sequence): the document number of each token; None: all tokens of a sample belong to one document. `window`
+    None: no limit.
     """
 
     def mask_mod(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ def _remap_query_positions(mask_mod: MaskMod, query_positions: Tensor | None) ->
 def compute_attention(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, how: AttentionOptions = _DEFAULT_OPTIONS) -> Tensor:
     """Return the attention output (batch, head, sequence, head size), with the shape of `query`.
 
-    `key` and `value` may have fewer heads (GQA).
+    `key` and `value` may have fewer heads than `query` (GQA).
     """
     enable_gqa = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):

@@ -1,6 +1,7 @@
-"""The interface between an objective (what a model is trained for) and the code that runs it, under every form of parallelism.
+"""The interface of training objectives, which compute the loss; it is the same under every form of parallelism.
 
-`trainer/objectives/` has the objectives that the config selects. Transformer, pipeline and training step know only the classes here.
+`trainer/objectives/` has the objectives that the config can select. Transformer, pipeline and training step use only the classes of this
+module.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from torch import Tensor, nn
 class Objective:
     """An objective that computes the loss of a micro batch from the losses of its tokens; by default it is their sum.
 
-    An objective replaces the members that differ. One object serves all micro batches of a rank, on the rank's device.
+    Subclasses override the members that differ. One instance serves all micro batches of a rank, on the rank's device.
     """
 
     loss_unit = "token"
-    """What the logged loss is a mean over. It is the number of loss tokens, or of samples if a sample has several rows."""
+    """Loss unit: the logged loss is the mean over these units. Their number is the number of loss tokens, or of samples if a sample has
+    several rows."""
     has_accuracy = False
-    """True if `pop_correct_count` counts; the accuracy is the count per loss unit."""
+    """True if `pop_correct_count` returns a count; the accuracy is this count divided by the number of loss units."""
     has_perplexity = False
-    """True if e to the power of the mean loss is the model's perplexity."""
+    """True if exp(mean loss) is the model's perplexity."""
     is_sum_over_tokens = True
-    """True if each token adds a term of its own to the loss. The loss is then computed in chunks, which saves memory, and also with context
-    parallelism, where each rank has a part of every sequence. False if the loss needs full sequences."""
+    """True if the loss is a sum with one term per token. It can then be computed in chunks, which saves memory, and with context
+    parallelism, where each rank has only a part of every sequence. False if the loss needs full sequences."""
     copies_per_row = 1
-    """How many times the forward pass runs each row, such as 2 for a tuned and a reference model: first all rows, then all again. Above 1,
-    `is_sum_over_tokens` must be False."""
+    """Number of copies of each row in a forward pass, such as 2 for a tuned and a reference model. The batch has all rows, then all rows
+    again. If it is above 1, `is_sum_over_tokens` must be False."""
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Change the full, not yet parallelized `model` in place, if the objective needs it."""
+        """Make the changes to `model` that the objective needs, in place. `model` is the full model, before it is parallelized."""
 
     def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss, a scalar; it is differentiated.
+        """Return the summed loss, a scalar that the backward pass differentiates.
 
-        `token_losses`: cross-entropy of each token in nats, 0 without a target, flattened: of all rows, once for each copy. `targets`:
-        IGNORE_INDEX for tokens without a loss; (rows, sequence), or flattened if the loss is a sum over tokens. The rows of a sample
-        are consecutive.
+        `token_losses`: cross-entropy of each token in nats, 0 for tokens without a target; one dimension, with all rows of the first
+        copy, then those of the next. `targets`: IGNORE_INDEX for tokens without a loss; (rows, sequence), or one dimension if the loss is
+        a sum over tokens. The rows of a sample are consecutive.
         """
         return token_losses.sum()
 
@@ -50,13 +52,13 @@ class Objective:
         return None
 
     def generating_text(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context manager in which `model` generates text, one row for each prompt, as the trained model."""
+        """Return a context manager in which `model` generates text as the trained model, with one row per prompt."""
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class VectorLoss:
-    """The loss of this replica's part of a global batch, and the gradients of its vectors."""
+    """The loss of this replica's part of a global batch, and the loss gradients of this replica's vectors."""
 
     loss: Tensor
     """Loss in nats, summed over this replica's samples, in float64."""
@@ -68,7 +70,7 @@ class VectorLoss:
     def select_micro_batch(self, index: int, size: int) -> Tensor:
         """Return the vector gradients of micro batch `index` of this replica, which has `size` vectors.
 
-        Zeros if there is no such micro batch.
+        Zeros for a padding micro batch, which has no samples.
         """
         gradients = self.vector_gradients[index * size : (index + 1) * size]
         return gradients if len(gradients) else self.vector_gradients.new_zeros(size, 1)
@@ -77,20 +79,20 @@ class VectorLoss:
 class VectorObjective(Objective, ABC):
     """An objective that compares the vectors of all texts of a global batch, for models with an embedding head.
 
-    The loss covers the whole global batch, however many replicas and micro batches there are, with the memory of one micro batch: vectors
-    are first computed without gradients, the loss is differentiated with respect to the vectors, and then each micro batch runs again with
-    its part of those gradients (GradCache: Gao et al. 2021, arXiv 2101.06983). So the loss is the same in every topology, at the cost of
-    one more forward pass. Dropout is a function of the step and the sample, so it drops the same elements in both passes.
+    The loss is computed over the whole global batch, whatever the number of replicas and micro batches, with the memory of one micro batch
+    (GradCache: Gao et al. 2021, arXiv 2101.06983). All vectors are first computed without gradients. Then the loss is differentiated with
+    respect to the vectors, and each micro batch runs again, with its part of those gradients. So the loss is the same in every topology,
+    at the cost of one more forward pass. Dropout is a function of the step and the sample, so it drops the same elements in both passes.
     """
 
     is_sum_over_tokens = False
 
     @abstractmethod
     def compute_sample_losses(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each sample of a global batch, differentiable, and whether the sample counts as correct in the accuracy.
+        """Return for each sample of a global batch its loss (differentiable), and whether it counts as correct in the accuracy.
 
-        `vectors` (samples, rows per sample, dimensions): unit-length vectors; for each sample that of its text, and those of its companion
-        texts.
+        `vectors` (samples, rows per sample, dimensions): unit-length vectors; for each sample the vector of its own text, then those of
+        its companion texts (positive, negatives).
         """
 
     def compute_vector_loss(
@@ -98,8 +100,8 @@ class VectorObjective(Objective, ABC):
     ) -> VectorLoss:
         """Compute the loss over the vectors of all replicas. Called by the ranks of `group` together, one rank per replica.
 
-        `vectors` (this replica's samples x `rows_per_sample`, dimensions). This replica has the samples from `first_sample` on, of
-        `global_batch_size` samples in total.
+        `vectors` (this replica's samples x `rows_per_sample`, dimensions). `first_sample`: index of this replica's first sample in the
+        global batch, which has `global_batch_size` samples.
         """
         local_vectors = vectors.view(-1, rows_per_sample, vectors.shape[1])
         local_slice = slice(first_sample, first_sample + len(local_vectors))

@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864).
 
-Pairs of dimensions are rotated by an angle proportional to the position. So the product of a query and a key depends only on the distance
-between them, not on their absolute positions.
+Pairs of dimensions are rotated by an angle proportional to the token's position. So the dot product of a query and a key depends on the
+distance between their positions, not on the absolute positions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, length: int, document_starts: Tensor | None = None) -> Rotation | None:
         """Return the rotation for `length` positions, or None if no dimension is rotated.
 
-        `document_starts` (batch, sequence): for each token the position of its document's first token, which gets position 0. None:
-        positions are counted from the start of the sample.
+        `document_starts` (batch, sequence): for each token the position in the sample of its document's first token; positions are then
+        counted from there. None: positions are counted from the start of the sample.
         """
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
         if not sine.shape[1]:
@@ -72,7 +72,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Ten
 def apply_rotary(heads: Tensor, rotation: Rotation, position_type: PositionType) -> Tensor:
     """Return `heads` (batch, head, sequence, head size) with the rotary dimensions of each head rotated by `rotation`.
 
-    `position_type` determines which dimensions form a pair: neighbors, or the halves.
+    `position_type` determines which dimensions form a pair: neighbors (0 and 1), or the same index in both halves of the head.
     """
     cosine, sine = (table.to(heads.dtype) for table in rotation)
     rotated: Tensor = _ApplyRotary.apply(heads, cosine, sine, position_type)  # type: ignore[no-untyped-call]  # torch's own is not typed
@@ -82,7 +82,7 @@ def apply_rotary(heads: Tensor, rotation: Rotation, position_type: PositionType)
 class _ApplyRotary(torch.autograd.Function):
     """Rotation as one autograd function: the backward pass rotates gradients by the negative angle.
 
-    Plain autograd takes twice the time.
+    Autograd over the separate operations would take twice the time.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ def _rotate_dimension_pairs(heads: Tensor, cosine: Tensor, sine: Tensor, positio
 
 
 def _split_dimension_pairs(heads: Tensor, pairs: int, position_type: PositionType) -> tuple[Tensor, Tensor]:
-    """Return the first and the second dimensions of all pairs, as views of `heads`: (…, pairs) each."""
+    """Return the first dimension of each pair, and the second one, as views of `heads`: (…, pairs) each."""
     if position_type is PositionType.rotary_complex:
         return heads[..., : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2]
     return heads[..., :pairs], heads[..., pairs : 2 * pairs]

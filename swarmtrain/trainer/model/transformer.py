@@ -2,9 +2,9 @@
 
 attention            queries, keys, values and their weighted sum
 rotary               rotary position embeddings
-learned_positions    positions that are added to the embedding
+learned_positions    learned position embeddings
 masks                which tokens attend to which, and the kernels that apply the masks
-mlp                  feed-forward blocks
+mlp                  feed-forward blocks (MLP)
 norm                 normalization
 dropout              dropout that is the same in every topology
 initialization       initial parameter values
@@ -12,12 +12,12 @@ linear               matrix products, in float8 where configured
 float8               float8 matrix products
 umup                 u-muP scaling
 peft                 parameters added for fine-tuning
-lora                 low-rank matrices added to layers
+lora                 low-rank products added to linear layers
 adapter              bottleneck blocks after layers
 embedding_head       one vector per text
 loss_targets         the target value of positions without a loss
 chunked_loss         a loss that never materializes all logits
-objective            the interface for the loss that is trained
+objective            the interface of training objectives, which compute the loss
 sequence_shard       the interface for ranks that have a part of each sequence
 
 docs/explanation/model.md has the formulas and their sources.
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         """Function that returns the initial value of a full parameter, given its name and shape."""
         self.has_tied_embeddings = architecture.has_tied_embeddings
         self.sequence_parallel_coordinate = (0, 1)
-        """Index of the part of each sequence that this rank has between blocks, and the number of parts (sequence parallelism)."""
+        """With sequence parallelism: index of this rank's part of each sequence between blocks, and the number of parts."""
         self.model_coordinate = (0, 0)
         """Index of this rank's first layer, and this rank's index among the ranks that hold the same layers."""
         self.loss_chunk_size: int | None = None
@@ -118,8 +118,10 @@ class Transformer(nn.Module):
         """Return the logits, or if `targets` is given the summed loss in nats, or the text vectors of an embedding head.
 
         `targets` (batch, sequence): IGNORE_INDEX for positions without a loss. `documents` (batch, sequence): the document number of each
-        token, for models that separate documents. If the head is tensor-parallel, logits are those of this rank's vocabulary shard. With
-        context parallelism, logits and loss are those of this rank's part of the sequences.
+        token, for models that mask attention between documents or count positions per document.
+
+        If the output layer is tensor-parallel, logits are those of this rank's vocabulary shard. With context parallelism, logits and
+        loss are those of this rank's part of the sequences.
         """
         copies = self.objective.copies_per_row
         tokens, documents = _repeat_rows(tokens, copies), None if documents is None else _repeat_rows(documents, copies)
@@ -173,7 +175,7 @@ class Transformer(nn.Module):
         return normalized
 
     def _compute_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the objective's summed loss. `hidden` has all copies of the rows, `targets` one."""
+        """Return the objective's summed loss. `hidden` has `copies_per_row` copies of each row, `targets` has one."""
         token_losses = self._compute_token_losses(hidden, _repeat_rows(targets, self.objective.copies_per_row))
         return self.objective.compute_loss(token_losses, targets)
 
@@ -221,7 +223,7 @@ class Transformer(nn.Module):
 def _repeat_rows(rows: Tensor, copies: int) -> Tensor:
     """Return `rows` (batch, sequence) repeated along the batch.
 
-    Hidden states from an earlier pipeline stage are already repeated and returned unchanged.
+    Hidden states from an earlier pipeline stage already have all copies; they are returned unchanged.
     """
     return rows.repeat(copies, 1) if copies > 1 and rows.dim() == 2 else rows
 
@@ -286,8 +288,8 @@ class TransformerBlock(nn.Module):
             hidden = hidden + self._run_attention(hidden, context)
             return hidden + self._run_mlp(hidden, context)
         (attention_branch, attention_stream), (mlp_branch, mlp_stream) = self.scales
-        # A branch's factor applies to its output in the forward pass and to its input's gradient in the backward pass: inside, the scale is
-        # one.
+        # A branch's factor applies to its output in the forward pass and to its input's gradient in the backward pass: inside the branch,
+        # values and gradients have unit scale.
         hidden = hidden * attention_stream + umup.scale_values_and_gradients(
             self._run_attention(umup.scale_values_and_gradients(hidden, 1.0, attention_branch), context), attention_branch
         )

@@ -2,9 +2,9 @@
 
 Parameters are initialized with standard deviation 1. Each operation has factors for its output and for the gradient that flows back
 through it, so that both initially have a scale close to 1 at every width and depth. With the learning rate multipliers of
-`compute_lr_multiplier`, the best learning rate of a narrow model is also the best of a wide model. AdamW is invariant to a constant
-factor of a gradient. Where such a factor would change how several gradients of one tensor add up, output and gradient have the same
-factor.
+`compute_lr_multiplier`, the best learning rate of a narrow model is also the best of a wide model.
+An operation's two factors may differ, since AdamW is invariant to a constant factor of a parameter's gradient. They are equal where several
+gradients of one tensor are summed, since different factors would change the proportions in the sum.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def scale_values_and_gradients(values: Tensor, forward: float = 1.0, backward: f
 
 
 class UnitScaledLinear(nn.Linear):
-    """Linear layer of a block with u-muP scaling. A weight's gradient is a sum over tokens of unit-scale values."""
+    """Linear layer of a block with u-muP scaling. The gradient of its weight is a sum over tokens of values with unit scale."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, multiply: LinearFunction = functional.linear) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.multiply = multiply
         self.scales = inputs**-0.5, inputs**-0.5
-        """Factors of the output and of the input's gradient. They must be equal for a layer that is followed by other layers."""
+        """Factors of the output and of the input's gradient. They must be equal if other layers follow, as in a block."""
 
     def forward(self, input: Tensor) -> Tensor:
         output_scale, gradient_scale = self.scales
@@ -53,7 +53,7 @@ class UnitScaledHead(UnitScaledLinear):
     def __init__(self, architecture: TransformerArchitectureConfig) -> None:
         super().__init__(architecture.hidden_size, architecture.vocab_size, bias=False)
         self.scales = architecture.umup.loss_mult / architecture.hidden_size, architecture.vocab_size**-0.5
-        # If all tokens are equally likely, the variance of a gradient is (V - 1) / V^2.
+        # If all V tokens of the vocabulary are equally likely, the variance of a logit's gradient is (V - 1) / V^2.
         self.loss_gradient_scale = architecture.vocab_size / (architecture.vocab_size - 1) ** 0.5
 
     def forward(self, input: Tensor) -> Tensor:
@@ -83,7 +83,8 @@ def build_output_layer(architecture: TransformerArchitectureConfig) -> nn.Linear
 def compute_attention_scales(architecture: TransformerArchitectureConfig) -> tuple[float, float]:
     """Return the u-muP factors of the attention scores and of the attention output.
 
-    The second factor is the paper's fit: heads that attend uniformly average their values, heads that attend to one token do not.
+    The second factor is an empirical fit from the paper: heads that attend uniformly average their values, which lowers the variance of the
+    output; heads that attend to one token do not.
     """
     multiplier = architecture.umup.attn_mult
     sharpness = 1 / (1 + 4 * architecture.head_size / multiplier**2)
@@ -111,7 +112,7 @@ def compute_swiglu_scale(multiplier: float) -> float:
 def compute_residual_scales(architecture: TransformerArchitectureConfig, layer: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the factors (branch, residual stream) for the attention branch and for the feed-forward branch of layer `layer`.
 
-    The scaled branch plus the scaled stream has a variance of 1, and the branch's share of the variance is the same as in a stream
+    The scaled branch plus the scaled stream has a variance of 1. The branch contributes the same fraction of the variance as it would
     without these factors.
     """
     mlp = architecture.umup.residual_mult * (2 / (1 + architecture.umup.residual_attn_ratio**2)) ** 0.5
@@ -122,7 +123,7 @@ def compute_residual_scales(architecture: TransformerArchitectureConfig, layer: 
 
 
 def count_residual_branches(architecture: TransformerArchitectureConfig) -> int:
-    """Return the number of residual branches by which u-muP divides the variance of each branch."""
+    """Return the number of residual branches; u-muP divides the variance of each branch by it."""
     return architecture.num_layers * (1 if architecture.umup.normalize_depth_to_num_layers else 2)
 
 

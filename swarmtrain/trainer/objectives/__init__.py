@@ -25,13 +25,13 @@ _OBJECTIVES: dict[str, Callable[[Any], Objective]] = {
     "contrastive_config": ContrastiveObjective,
     "objective_config": instantiate,
 }
-"""What builds the objective of each section of `trainer` from the section; the config has at most one of these sections."""
+"""For each section of `trainer` that selects an objective, the function that builds it from the section. At most one is set."""
 
 
 def build_objective(config: Config) -> Objective:
     """Return the objective that `config` selects.
 
-    Raises TrainingError if trainer.objective_config does not describe an objective, or one that does not fit the model or the topology.
+    Raises TrainingError if trainer.objective_config does not create an Objective, or if it is incompatible with the model or the topology.
     """
     for name, build in _OBJECTIVES.items():
         if (section := getattr(config.trainer, name)) is not None:
@@ -42,7 +42,7 @@ def build_objective(config: Config) -> Objective:
 
 
 def _check_objective(objective: object, config: Config, place: str) -> None:
-    """Raise TrainingError if `objective` does not fit the model or the topology."""
+    """Raise TrainingError if `objective` is not an Objective, or is incompatible with the model or the topology."""
     if not isinstance(objective, Objective):
         raise TrainingError(
             f"{type(objective).__name__} is not an Objective", place=place, hint="derive the class from swarmtrain.trainer.Objective"

@@ -1,6 +1,6 @@
 """Contrastive loss over all texts of a global batch (InfoNCE: van den Oord et al. 2018, arXiv 1807.03748).
 
-For each query, its own answer should be the most likely among all answers in the global batch, including the known negatives.
+For each query, its positive text should be the most similar of all candidates: the positives and negatives of the whole global batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarmtrain.trainer.model.objective import VectorObjective
 
 
 class ContrastiveObjective(VectorObjective):
-    """Contrastive training of text embeddings: the loss of a query."""
+    """InfoNCE objective for text embeddings: the loss of a query is the cross-entropy of its scaled similarities to all candidates."""
 
     loss_unit = "query"
     has_accuracy = True
@@ -23,11 +23,11 @@ class ContrastiveObjective(VectorObjective):
         self._config = config
 
     def compute_sample_losses(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each query, and whether its own answer is the most likely.
+        """Return the loss of each query, and whether its own positive is the most similar candidate.
 
-        `vectors` (samples, rows per sample, dimensions): for each sample those of the query, its answer, and its negatives.
+        `vectors` (samples, rows per sample, dimensions): for each sample the vectors of the query, its positive, and its negatives.
         """
-        # The answers come first, in the order of the queries: answer i is candidate i.
+        # The positives come first, in the order of the queries: the positive of query i is candidate i.
         queries, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)
         if self._config.query_side_only:
             candidates = candidates.detach()

@@ -22,7 +22,7 @@ from swarmtrain.trainer.model.peft.lora import LoraAdapters
 
 
 class PreferenceObjective(Objective):
-    """Preference tuning (DPO): the loss of a pair, with a counter of correctly ranked pairs."""
+    """DPO objective: computes the summed loss of preference pairs, and counts the correctly ranked pairs."""
 
     loss_unit = "pair"
     has_accuracy = True
@@ -41,7 +41,7 @@ class PreferenceObjective(Objective):
     def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
         """Return the DPO loss in nats, summed over all pairs. A pair without loss tokens has a loss of 0.
 
-        `token_losses`: loss of each token, flattened: first for all samples of the tuned model, then for all samples of the reference
+        `token_losses`: loss of each token, flattened: first of all samples under the tuned model, then of all samples under the reference
         model. `targets` (responses, sequence): the two responses of a pair are consecutive.
         """
         log_probabilities = -token_losses.view(2, -1, 2, targets.shape[1]).sum(-1)

@@ -33,7 +33,7 @@ from swarmtrain.trainer.parallel import EMBEDDING_WEIGHT, ParallelModel
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """What one step does to the parameters; equal on every rank except `non_finite_counts` and `extra_scalars`."""
+    """Result of one optimizer update; equal on every rank except `non_finite_counts` and `extra_scalars`."""
 
     gradient_norm: float
     """Global gradient norm before clipping."""
@@ -73,15 +73,15 @@ class Optimizer:
         self.last_step = 0
         """Number of the last step that this process ran; 0 before the first."""
         self.is_updating = False
-        """True while an update is in progress: parameters and state are then inconsistent, partly before and partly after the step."""
+        """True while an update is in progress: some parameters and moments are already updated, others not yet."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return `loss` times the loss scale, which is the value to differentiate; `loss` itself without loss scaling."""
+        """Return `loss` times the loss scale, to be differentiated in its place; without loss scaling `loss` itself."""
         return loss * self._loss_scaler.current_state.factor if self._loss_scaler else loss
 
     @property
     def is_prepared(self) -> bool:
-        """True if `prepare_step` has run and its update is finite or skipped: `step` then needs no communication."""
+        """True if a step is prepared, and its gradients are finite or it is skipped: `step` then needs no communication."""
         update = self._prepared_update
         return update is not None and (update.skipped or math.isfinite(update.gradient_norm))
 
@@ -90,9 +90,10 @@ class Optimizer:
         """Do all communication of step `number`: unscale and clip gradients. Return the update that `step` will apply.
 
         `extra_scalars`, tensors on the device, are read together with the gradient norm: this is the only point in a step at which the
-        host waits for the device; later work is queued while ranks communicate. Parameters and optimizer state do not change, so they
-        remain valid if a peer dies in the meantime. With loss scaling, all ranks skip a step whose gradients are non-finite: all ranks
-        have the same norm.
+        host waits for the device.
+
+        Parameters and optimizer state do not change, so they remain valid if a peer dies in the meantime. With loss scaling, a step with
+        non-finite gradients is skipped, on all ranks: all have the same norm.
 
         Raises TrainingError if gradients are non-finite at the lowest loss scale.
         """
@@ -132,7 +133,7 @@ class Optimizer:
     def step(self, number: int) -> OptimizerUpdate:
         """Run optimizer step `number` (the first is 1) with the current gradients, then clear them. Return the update.
 
-        Calls `prepare_step` first if the caller has not, and raises what it raises.
+        Calls `prepare_step` first if the caller has not, and raises the same errors.
         """
         update = self._prepared_update or self.prepare_step(number)
         self.is_updating, self._prepared_update = True, None
@@ -150,7 +151,7 @@ class Optimizer:
     def _zero_frozen_row_gradients(self) -> None:
         """Set the gradients of frozen embedding rows to zero.
 
-        Before the first step, also set their optimizer state to zero, which may come from another run.
+        Before this process's first step, also set the optimizer state of these rows to zero: it may come from a checkpoint of another run.
         """
         for name, rows in self._frozen_rows.items():
             get_gradient_or_raise(self.parameters[name])[rows] = 0
@@ -162,7 +163,7 @@ class Optimizer:
     def collect_state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the optimizer state, named MOMENT/PARAMETER.
 
-        They are not copies: a checkpoint is loaded into them in place.
+        The tensors are not copies: a checkpoint is loaded into them in place.
         """
         tensors = {
             f"{kind}/{name}": tensor
@@ -196,10 +197,10 @@ def _build_frozen_row_masks(model: ParallelModel, config: Config) -> dict[str, T
 def _build_update_rules(
     group: ParameterGroup, model: ParallelModel, config: Config, partly_frozen: Collection[str]
 ) -> Iterator[tuple[ParameterGroup, float, UpdateRule]]:
-    """Yield the update rules of `group`, each with its group settings and its learning rate multiplier.
+    """Yield each update rule of `group`, with the settings of its parameters and its learning rate multiplier.
 
-    Parameters in `partly_frozen` have no weight decay. Raises TrainingError if such a parameter uses Muon, which would also update its
-    frozen rows.
+    `partly_frozen`: names of parameters with frozen rows; they have no weight decay. Raises TrainingError if such a parameter uses Muon,
+    which would also update its frozen rows.
     """
     parameters_by_rule: dict[tuple[float, OptimizerMethod, bool], dict[str, nn.Parameter]] = defaultdict(dict)
     shapes = model.shard_layout.shapes

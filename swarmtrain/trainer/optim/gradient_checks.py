@@ -16,7 +16,7 @@ _HINT_BY_MESSAGE = {
     "does not have a deterministic implementation": "set trainer.deterministic: prefer to allow it nevertheless",
     "returned nan values": "see the traceback above for the call of the operation, which trainer.detect_anomaly found",
 }
-"""Fragments of error messages of torch's checks, and the hint for each."""
+"""Fragments of the error messages of torch's anomaly and determinism checks, and a hint for each."""
 
 
 def count_non_finite_values(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -28,7 +28,7 @@ def count_non_finite_values(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def describe_non_finite_gradients(counts: Mapping[str, int]) -> str:
     """Return a description of the gradients with NaN/Inf values on the first rank that has any. Called by all ranks together.
 
-    `counts`: result of `count_non_finite` on this rank.
+    `counts`: result of `count_non_finite_values` on this rank.
     """
     counts_by_rank = collectives.all_gather_objects(dict(counts))
     rank = next((rank for rank, rank_counts in enumerate(counts_by_rank) if rank_counts), None)
@@ -44,7 +44,7 @@ def describe_non_finite_gradients(counts: Mapping[str, int]) -> str:
 
 @contextmanager
 def explain_torch_errors(number: int) -> Iterator[None]:
-    """Context manager for step `number`: errors of torch's anomaly and deterministic modes are raised as TrainingError with a hint."""
+    """Context manager for step `number`: errors of torch's anomaly and determinism checks are re-raised as TrainingError with a hint."""
     try:
         yield
     except RuntimeError as error:

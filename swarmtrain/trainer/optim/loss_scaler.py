@@ -70,7 +70,7 @@ class LossScaler:
 
 
 def build_loss_scaler(config: Config) -> LossScaler | None:
-    """Return the loss scaler that `config` enables, or None. The default is on for float16 and off otherwise."""
+    """Return the loss scaler that `config` enables, or None. By default, loss scaling is enabled only for float16."""
     scaler_config = config.optimizer.loss_scaler
     default = config.transformer_architecture.precision is Precision.float16
     return LossScaler(scaler_config) if (default if scaler_config.enable is None else scaler_config.enable) else None

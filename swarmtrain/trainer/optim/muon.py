@@ -1,8 +1,9 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): updates a matrix by the orthogonalized momentum of its gradients.
 
 Updates are scaled as by Liu et al. 2025 (arXiv 2502.16982), so that learning rates and weight decays of AdamW are suitable for Muon too.
-A matrix that is sharded over ranks is gathered and orthogonalized, and each rank takes its shard: the update is the same in every
-topology. Each matrix is assigned to one replica, since all replicas would compute the same update, and is broadcast to the others.
+A matrix that is sharded over ranks is gathered and orthogonalized, and each rank keeps its shard of the result: the update is the same in
+every topology. All replicas would compute the same update, so each matrix is assigned to one replica, which broadcasts the update to the
+others.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Muon:
         *,
         full_precision: bool,
     ) -> None:
-        """`replica_group`: the ranks that hold the same parameters; None if there are no others.
+        """`replica_group`: process group of the ranks that hold the same parameter shards; None if no other rank does.
 
         `full_precision`: orthogonalize in the precision of the parameters; else in bfloat16, which is much cheaper.
         """
@@ -55,7 +56,7 @@ class Muon:
 
     def prepare_step(self) -> None:
         self._updates = {name: self._orthogonalize_update(name, self._compute_nesterov_momentum(name)) for name in self._parameters}
-        # Broadcast after all are computed, so that no rank waits for another's broadcast while a third waits for its shard of a matrix.
+        # Broadcast after all updates are computed: otherwise a rank could wait for a broadcast while another waits for its shard.
         self._broadcast_updates(self._updates)
 
     def step(self, number: int, learning_rate: float, weight_decay: float) -> None:
@@ -79,7 +80,7 @@ class Muon:
     def _compute_momentum(self, name: str) -> Tensor:
         """Return the momentum of parameter `name`, including this step's gradient.
 
-        It is computed twice: in `prepare_step`, and again in `step`, once nothing can fail any more.
+        It is computed twice, in `prepare_step` and again in `step`, so that `prepare_step` does not change the stored momentum.
         """
         grad = get_gradient_or_raise(self._parameters[name])
         return self.moments["muon_momentum"][name].to(grad.dtype).lerp(grad, 1 - self._momentum)
@@ -92,7 +93,7 @@ class Muon:
     def _orthogonalize_update(self, name: str, direction: Tensor) -> Tensor:
         """Orthogonalize `direction` as a full matrix, and return the result sharded like `direction`.
 
-        An empty tensor if another replica computes it.
+        If another replica computes the update, return an uninitialized tensor, into which it is broadcast.
         """
         if self._replica_group and self._owners.get(name, self._replica_group.rank()) != self._replica_group.rank():
             return torch.empty_like(direction)

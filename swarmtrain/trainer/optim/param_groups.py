@@ -23,7 +23,7 @@ class ParameterGroup:
     name: str
     parameter_names: tuple[str, ...]
     method: OptimizerMethod | None
-    """Update rule of the group; None: `choose_method` selects one for each parameter."""
+    """Update rule of the group; None: `choose_optimizer_method` selects one for each parameter."""
     weight_decay: float
     """Weight decay: a step multiplies parameters by 1 - learning rate x weight decay."""
     schedule: LearningRateSchedulerConfig

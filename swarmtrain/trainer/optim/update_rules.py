@@ -1,8 +1,8 @@
 """Update rules AdamW and SGD: compute a parameter update from gradients. Muon, the third rule, is in muon.py.
 
 Each rule owns the optimizer state of its parameters. Weight decay is decoupled in all rules: a step multiplies each parameter by 1 -
-learning rate x decay. A step depends only on its number, the gradients and the state, so only the state's tensors are saved. They have
-the layout of their parameters, which may be DTensors.
+learning rate x decay. An update depends only on the step number, the gradients and the state, so only the state's tensors are saved. Each
+has the sharding of its parameter, which may be a DTensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UpdateRule(Protocol):
     """Interface of an update rule: updates a set of parameters from their gradients."""
 
     moments: dict[str, NamedTensors]
-    """Optimizer state: kind of moment to parameter name to tensor. Each kind belongs to one update rule only."""
+    """Optimizer state: maps each kind of moment to the tensors by parameter name. A kind belongs to only one update rule."""
 
     def prepare_step(self) -> None:
         """Do all communication of the next step, without changing parameters or optimizer state."""
@@ -46,7 +46,7 @@ class AdamW:
         self._parameters, self._config = parameters, config
         self._fused_names = {name for name, parameter in parameters.items() if can_use_fused_kernel(shapes[name], parameter.device)}
         self.moments = {kind: create_zero_state(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
-        # One counter per parameter, since torch increments each. Counters are set before every step, so they are not saved.
+        # Step counters, one per parameter, since torch increments each. They are set before every step, so they are not saved.
         self._step_counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
 
     def prepare_step(self) -> None: ...
@@ -118,7 +118,7 @@ class Sgd:
 def can_use_fused_kernel(shape: Sequence[int], device: torch.device) -> bool:
     """Return whether the fused kernel gives the same result for a parameter of `shape` however its rows are sharded over ranks.
 
-    On a CPU the kernel rounds the remainder after the last full vector differently, so each row must consist of full vectors.
+    On a CPU the kernel rounds elements after the last full vector register differently, so rows must consist of full vectors.
     """
     return device.type != "cpu" or (len(shape) > 1 and math.prod(shape[1:]) % _MAX_VECTOR_ELEMENTS == 0)
 

@@ -1,6 +1,6 @@
 """Model parallelism: a model that is distributed over ranks.
 
-Within a replica it is tensor and pipeline parallel; replicas are data parallel. All use one device mesh.
+A replica is distributed by tensor, pipeline and context parallelism; replicas are data parallel. All forms use one device mesh.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMBEDDING_WEIGHT = "embedding.weight"
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model that is distributed over ranks, as one rank holds it."""
+    """One rank's view of a model that is distributed over ranks."""
 
     mesh: Mesh
     local_model: Transformer

@@ -58,9 +58,9 @@ def checkpoint_stage(stage_model: Transformer, mode: ActivationCheckpointing) ->
 
     @wraps(original_forward)
     def forward(*args: Any, **options: Any) -> Any:
-        # The backward pass may run after the micro batch's context variables were reset, or in a thread that does not have them.
+        # The backward pass may recompute after the micro batch's context variables were reset, or in a thread without them.
         captured_context = copy_context()
-        # Recompute to the end, even if all needed tensors are available earlier: fully_shard's work after each block must run.
+        # Recompute to the end, even if all needed tensors are available earlier: fully_shard's hooks after each block must run.
         with set_checkpoint_early_stop(False):
             return checkpoint(
                 lambda *inputs, **kwargs: captured_context.run(original_forward, *inputs, **kwargs), *args, use_reentrant=False, **options

@@ -1,7 +1,7 @@
 """Compilation of transformer blocks: torch.compile on the forward pass of each block, in training only.
 
-Blocks are compiled separately rather than the whole model: they are alike, so one compilation serves all of them, and everything around
-them (hooks of fully_shard, pipeline schedules, activation checkpointing) does not change. Validation runs uncompiled: another compilation
+Each block is compiled separately, not the whole model. Blocks are alike, so one compilation serves all of them, and the code around the
+blocks (hooks of fully_shard, pipeline schedules, activation checkpointing) stays the same. Validation runs uncompiled: another compilation
 in the middle of a run would take longer than the validation itself.
 """
 

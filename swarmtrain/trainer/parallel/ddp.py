@@ -4,10 +4,12 @@ The loss is a sum over tokens divided by the global number of tokens, so the gra
 them.
 
 With float32 parameters, gradients are summed in float64. Sums of a small number of 24-bit significands are exact in 53 bits, so the
-result depends neither on the order of additions nor on the number of replicas. Otherwise training would amplify a difference in the last
-bit to one in the second digit within some hundred steps; with float64 sums, a run on three nodes has exactly the losses of a run on one.
-This doubles the network traffic. In bfloat16 exactness is not possible anyway, so sums are in float32. A sum of two numbers is rounded
-once in any case, so a step of at most two micro batches needs no float64 sums.
+result depends neither on the order of additions nor on the number of replicas: a run on three nodes has exactly the losses of a run on
+one. In float32, a difference in the last bit would grow to one in the second digit of the loss within some hundred steps. Float64 sums
+double the network traffic.
+
+With bfloat16 the losses cannot be exactly equal anyway, so gradients are summed in float32. A sum of two numbers is rounded only once, so
+a step of at most two micro batches needs no float64 sums.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
@@ -45,7 +47,7 @@ class SingleReplicaModel:
     def accumulate_micro_batch_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one micro batch.
 
-        After the last one of a step, gradients are the sum over all micro batches.
+        After the last micro batch of a step, gradients are the sums over all its micro batches.
         """
         yield
         if not is_last and self._sum_in_fp64:
@@ -60,10 +62,10 @@ class DdpModel:
     """A model wrapped in DistributedDataParallel: gradients are summed over the ranks of the data group."""
 
     micro_batches_per_step = 1
-    """Minimum number of micro batches that each rank runs in a step, padded with empty ones: all ranks must take part in the all-reduce."""
+    """Minimum number of micro batches that each rank runs in a step. Ranks with fewer run empty ones: all must join the all-reduce."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, rows_per_sample: int, sum_in_fp64: bool) -> None:
-        """`rows_per_sample`: rows of a sample in a batch. `sum_in_fp64`: sum the gradients of micro batches and replicas in float64."""
+        """`rows_per_sample`: number of rows per sample. `sum_in_fp64`: sum the gradients of micro batches and replicas in float64."""
         self._sum_in_fp64 = sum_in_fp64
         self.parameters = list(model.parameters())
         self._gradient_sums: dict[Tensor, Tensor] = {}
@@ -73,9 +75,9 @@ class DdpModel:
         # because torch has renamed the argument.
         self._ddp.broadcast_buffers = False
         self._ddp.register_comm_hook(self, _reduce_bucket_hook)
-        # When its second pass begins, DDP rebuilds its buckets in the order in which gradients became ready. That changes the order of
-        # additions: a resumed run's first step would differ in the last bits from that of an uninterrupted run. So one empty pass runs
-        # before the first.
+        # When the second pass begins, DDP rebuilds its buckets in the order in which gradients became ready. That changes the order of
+        # additions: the first step of a resumed run would differ in the last bits from the same step of an uninterrupted run. So one empty
+        # pass runs before the first step.
         length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
         empty_batch = torch.zeros((rows_per_sample, length), dtype=torch.int64, device=device)
         torch.autograd.backward(self(empty_batch, torch.full_like(empty_batch, IGNORE_INDEX)).sum())
@@ -90,7 +92,7 @@ class DdpModel:
     def accumulate_micro_batch_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one micro batch.
 
-        After the last one of a step, gradients are the sum over all micro batches of all replicas.
+        After the last micro batch of a step, gradients are the sums over all micro batches of all replicas.
         """
         if is_last:
             yield

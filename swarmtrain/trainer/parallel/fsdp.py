@@ -23,7 +23,7 @@ from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
 
 Materializer = Callable[[nn.Module], None]
-"""Function that materializes the parameters of a module, which are on the meta device before."""
+"""Function that materializes the parameters of a module from the meta device."""
 
 
 class FsdpParameters:
@@ -46,8 +46,8 @@ class FsdpParameters:
         `keep_gathered`: keep gathered parameters after the forward pass, until a backward pass reshards them.
         """
         sum_in_fp64, device_mesh = config.transformer_architecture.precision is Precision.float32, mesh.device_mesh
-        # Sums that wait for the reduction over replicas are kept in fp64. Sums that fully_shard completes at once have the dtype of the
-        # parameters.
+        # Sums that are still to be reduced over replicas are kept in float64. Sums that fully_shard completes in each backward pass have
+        # the dtype of the parameters.
         is_hybrid = config.topology.reduce_every_micro_batch or device_mesh["replica"].size() > 1
         options: dict[str, Any] = {
             "mesh": device_mesh["replica", "shard"] if is_hybrid else device_mesh["shard"],
@@ -81,7 +81,7 @@ class FsdpModel:
         self._keep_gathered = config.topology.data_parallel_type is DataParallelType.ddp
         """Gather parameters once per step and keep them until its end: only the optimizer state is sharded (ZeRO-1)."""
         self.micro_batches_per_step = max(mesh.micro_batches_per_replica)
-        """Number of micro batches that every rank runs in a step, padded with empty ones, since each pass needs all ranks' shards."""
+        """Number of micro batches that every rank runs in a step. Ranks with fewer run empty ones: each pass needs all ranks' shards."""
         self._fsdp_parameters = FsdpParameters(model, [model], config, mesh, materialize, keep_gathered=self._keep_gathered)
         register_fsdp_forward_method(model, "compute_next_token_logits")
 
@@ -99,7 +99,7 @@ class FsdpModel:
     def accumulate_micro_batch_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one micro batch.
 
-        After the last one of a step, gradients are this rank's shard of the sum over all micro batches of all replicas.
+        After the last micro batch of a step, gradients are this rank's shards of the sums over all micro batches of all replicas.
         """
         model = _as_fsdp_module(self._model)
         model.set_requires_gradient_sync(is_last or self._reduce_every_micro_batch)
@@ -121,7 +121,7 @@ def _to_local_tensor(dtensor: Tensor) -> Tensor:
 def _set_sum_reduction(module: nn.Module) -> None:
     fsdp_module = _as_fsdp_module(module)
     fsdp_module.set_gradient_divide_factor(1.0)
-    fsdp_module.set_force_sum_reduction_for_comms(True)  # else a factor of one becomes an operation that gloo does not support
+    fsdp_module.set_force_sum_reduction_for_comms(True)  # otherwise a factor of 1 becomes a reduce operation that gloo lacks
 
 
 def _as_fsdp_module(module: nn.Module) -> FSDPModule:

@@ -16,10 +16,10 @@ from swarmtrain.trainer.runtime import Runtime
 class Mesh:
     """The ranks as a grid with dimensions pipe x tensor x replica x shard.
 
-    Consecutive rank numbers are tensor-parallel ranks first, then the shard dimension, then replicas, then pipeline stages. The
-    dimensions replica and shard together are the data dimension: its ranks sum their gradients. Each of them processes micro batches of
-    its own. With context parallelism, groups of consecutive ranks in the data dimension share their micro batches, and each rank
-    processes a part of every sequence.
+    Consecutive rank numbers vary along the tensor dimension first, then along shard, replica and pipe. The dimensions replica and shard
+    together are the data dimension, over whose ranks gradients are summed. Without context parallelism, each rank of the data dimension
+    processes micro batches of its own. With context parallelism, each group of consecutive ranks in the data dimension shares its micro
+    batches, and each rank of the group processes a part of every sequence.
     """
 
     device_mesh: DeviceMesh
@@ -84,7 +84,7 @@ def build_mesh(runtime: Runtime) -> Mesh:
         raise WorldError(str(error), place="config topology", hint="add or remove ranks to satisfy this") from None
     context_size = topology.context_parallel_size
     shard_size = topology.compute_shard_group_size(len(micro_batches_per_replica), zero=runtime.config.optimizer.zero)
-    # Tensor comes before shard, because tensor-parallel shards are divided again over shard: DTensor applies dimensions in that order.
+    # The tensor dimension comes before shard, because tensor-parallel shards are sharded again: DTensor applies dimensions in mesh order.
     ranks = (
         torch.arange(runtime.world_size)
         .view(

@@ -1,12 +1,12 @@
 """Pipeline parallelism: torch's pipeline stages and schedules over the mesh's pipe group.
 
 Modules that a rank does not hold are replaced by a placeholder that returns its input. So the remaining modules keep their names, and a
-stage's forward pass is that of the full model: it takes hidden states instead of tokens unless it is the first stage, and returns hidden
-states instead of a loss unless it is the last.
+stage runs the forward pass of the full model. Only the first stage takes tokens, all others take hidden states; only the last stage returns
+a loss, all others return hidden states.
 
 Gradients are summed over replicas after the last backward pass, when a pipeline rank is idle while earlier stages drain. They are summed
 in float64 if the model's precision is float32 (see ddp.py). If replicas shard their state (see fsdp.py), each stage gathers its
-parameters once per step and keeps them until its last backward pass: gathering for each micro batch would make all stages wait.
+parameters once per step and keeps them until its last backward pass: an all-gather per micro batch would make all stages wait.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class PipelineModel:
             kwargs["target"] = kwargs["targets"] if schedule_targets is None else self._pad_rows(schedule_targets, 0)
         try:
             run_schedule(*inputs, return_outputs=False, **kwargs)
-        except RuntimeError as error:  # torch's message names the stage and its arguments; the cause is the actual error
+        except RuntimeError as error:  # torch's message only names stage and arguments; the cause is the actual error
             raise error.__cause__ or error from None
         return self._outputs
 
@@ -297,7 +297,7 @@ def _keep_layers(model: Transformer, layers: Collection[int]) -> None:
 def _build_stage_model(model: Transformer, layers: Collection[int]) -> Transformer:
     """Return a view of `model` that has only `layers`; it shares their parameters with `model`."""
     stage_model = copy.copy(model)
-    # Its own dicts of modules and hooks: fully_shard registers hooks on each view.
+    # The view has its own dicts of modules and hooks, because fully_shard registers hooks on each view.
     vars(stage_model).update({name: copy.copy(value) for name, value in vars(model).items() if isinstance(value, dict)})
     stage_model.blocks = nn.ModuleList(model.blocks)
     _keep_layers(stage_model, layers)
@@ -314,9 +314,9 @@ def _build_pipeline_stage(
     mesh: Mesh,
     device: torch.device,
 ) -> _HookedStage:
-    """Return the pipeline stage with number `index`, for micro batches of `rows` rows.
+    """Return the pipeline stage with index `index`, for micro batches of `rows` rows.
 
-    Input and output shapes are set explicitly, so that torch runs no extra pass to infer them.
+    Input and output shapes are set explicitly; otherwise torch would run an extra forward pass to infer them.
     """
     length = architecture.sequence_length
     tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")

@@ -28,9 +28,10 @@ class ShardLayout:
     fsdp_names: Collection[str]
     """Names of the parameters that are also sharded over the shard dimension, along their first dimension."""
     tied_copies: Collection[str] = ()
-    """Names of this rank's parameters that are tied copies of a parameter on another pipeline stage, which counts it in norms."""
+    """Names of this rank's parameters that are tied copies of a parameter on another pipeline stage. Only the other stage counts them in
+    norms."""
     pipeline_group: dist.ProcessGroup | None = None
-    """Process group of the pipeline, whose ranks hold the other layers; None without pipeline parallelism."""
+    """Process group of this rank's pipeline, whose other ranks hold the other layers; None without pipeline parallelism."""
 
     def wrap_as_dtensor(self, name: str, local: Tensor) -> Tensor:
         """Return `local`, a tensor with the shard layout of parameter `name`, as a DTensor that shares its memory.
@@ -54,7 +55,7 @@ class ShardLayout:
         return rows
 
     def is_primary_copy(self, name: str) -> bool:
-        """Return whether this rank counts its shard of parameter `name`, as exactly one of the ranks that hold the same shard does."""
+        """Return whether this rank counts its shard of parameter `name` in norms; of the ranks that hold it, exactly one does."""
         if name in self.tied_copies:
             return False
         coordinates = zip(self._find_placements(name), self.mesh.get_coordinate() or (), strict=True)

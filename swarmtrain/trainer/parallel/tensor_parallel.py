@@ -1,8 +1,8 @@
 """Tensor parallelism: `parallelize_module` shards the model, then every shard becomes a plain tensor again.
 
-parallelize_module creates DTensor parameters, which DistributedDataParallel cannot reduce and some optimizers do not support. So each of
-them is re-registered as its local shard, with a parametrization that presents it to the layer as a DTensor. Everything that handles
-parameters (DDP, fully_shard, AdamW, clipping) sees plain tensors.
+parallelize_module creates DTensor parameters, which DistributedDataParallel cannot reduce and some optimizers do not support. So the local
+shard of each is registered as the parameter, with a parametrization that presents it to the layer as a DTensor. All code that handles
+parameters (DDP, fully_shard, AdamW, gradient clipping) gets plain tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ROWWISE_LAYERS = ("output", "down")
 _PER_HEAD_MODULES = ("query_norm", "key_norm")
 _PER_POSITION_MODULES = ("positions",)
 _SEQUENCE_SHARDED_ADAPTERS = ("output.b", "down.b", "down_projection", "up_projection")
-"""Suffixes of added modules whose input has only this rank's positions under sequence parallelism.
+"""Name suffixes of PEFT modules whose input under sequence parallelism has only this rank's positions.
 
-These are adapters, and LoRA's second matrices of row-parallel layers.
+These are adapters, and LoRA's B matrices of row-parallel layers.
 """
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that is sharded over ranks, without gathering the logits.
 
-torch's loss_parallel works only inside a context manager that must also enclose the backward pass, which runs in the caller here. It also
-needs three collectives instead of two.
+torch's loss_parallel is not used: it is a context manager that must also enclose the backward pass, which the caller runs, and it needs
+three collectives instead of two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 
 class VocabularyParallelLoss(nn.Module):
-    """Loss of each token in nats, equal on all ranks of `group`, each of which has an equally large shard of the logits."""
+    """Computes the loss of each token in nats, equal on all ranks of `group`, which have equally large shards of the logits."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

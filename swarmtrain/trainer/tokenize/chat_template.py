@@ -1,7 +1,8 @@
 """Render conversations as text with a Hugging Face chat template, and find the characters of the assistant's turns.
 
-An assistant turn begins where the template, rendered with the generation prompt, ends; it ends where the template, rendered up to that
-turn, ends. This works for any template that writes message after message, whether or not it marks the assistant's tokens.
+An assistant turn begins at the end of the text that is rendered from all earlier messages with the generation prompt. It ends at the end of
+the text that is rendered from all messages up to and including this turn. This works for any template that renders one message after
+another, whether or not it marks the assistant's tokens.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ class ChatTemplate:
     """A chat template, compiled for one tokenizer."""
 
     def __init__(self, tokenizer: BaseTokenizer, template_file: str | None) -> None:
-        """Load the chat template: from `template_file`, else the tokenizer's own, else ChatML.
+        """Load the chat template from `template_file`. If it is None, use the tokenizer's own template, or ChatML if it has none.
 
-        `template_file`: path of a tokenizer_config.json or a Jinja template; None: not given. Raises TrainingError if the template cannot
-        be read.
+        `template_file`: path of a tokenizer_config.json or of a Jinja template. Raises TrainingError if the template cannot be read.
         """
         settings = tokenizer_backends.read_tokenizer_config(tokenizer.name)
         self.source, self.name = _load_template_source(tokenizer, template_file, settings)
@@ -63,7 +63,7 @@ class ChatTemplate:
         )
 
     def find_conversation_problem(self, messages: Any) -> str:
-        """Return a description of why `messages` cannot be rendered as a conversation; empty if they can."""
+        """Return a description of why `messages` cannot be rendered as a conversation; empty if they can be rendered."""
         if not isinstance(messages, list) or not messages:
             return "has no list of messages"
         previous_role = ""
@@ -86,7 +86,7 @@ class ChatTemplate:
     def render_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[CharRange]]:
         """Return the text of `messages`, and the character ranges of the assistant's turns.
 
-        Raises ValueError if the ranges cannot be determined.
+        Raises ValueError if the character ranges cannot be determined.
         """
         text, assistant_ranges = self._render_text(messages), list[CharRange]()
         for number, message in enumerate(messages):
@@ -101,7 +101,7 @@ class ChatTemplate:
     def _count_loss_characters(self, turn: str) -> int:
         """Return the number of characters of an assistant turn that contribute to the loss.
 
-        Whitespace after a special token at the end of the turn does not.
+        Whitespace after a special token at the end of the turn does not contribute.
         """
         text = turn.rstrip()
         return len(text) if text.endswith(tuple(self._special_tokens)) else len(turn)
@@ -137,7 +137,7 @@ def build_loss_mask(encoded: EncodedText, ranges: Sequence[CharRange]) -> Any:
 
 
 def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the source of the chat template, and its name for messages."""
+    """Return the source text of the chat template, and the name that error messages show for it."""
     if template_file is None:
         template_path = Path(tokenizer.name).with_name("chat_template.jinja")
         if isinstance(settings.get("chat_template"), str):

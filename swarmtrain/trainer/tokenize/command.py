@@ -16,7 +16,7 @@ from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainE
 from swarmtrain.trainer.cli_exit import handle_cli_errors
 from swarmtrain.trainer.tokenize.pipeline import prepare_token_files
 from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
-from swarmtrain.trainer.tokenize.verify import verify_token_files
+from swarmtrain.trainer.tokenize.verification import verify_token_files
 
 
 @handle_cli_errors

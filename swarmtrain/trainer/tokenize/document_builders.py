@@ -1,4 +1,4 @@
-"""Build documents from records: texts, prompts with completions, or conversations."""
+"""Build tokenized documents from records: texts, prompts with completions, or conversations."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def find_text_problem(values: Any, key: str) -> str:
     return ""
 
 
-def append_end_token(tokens: Tokens, end_token: int | None) -> Tokens:
-    """Return `tokens` followed by `end_token`; only `tokens` if it is None."""
-    return tokens if end_token is None else np.append(tokens.astype(np.uint32), np.uint32(end_token))
+def append_eos_token(tokens: Tokens, eos_token: int | None) -> Tokens:
+    """Return `tokens` followed by `eos_token`. If `eos_token` is None, return `tokens` unchanged."""
+    return tokens if eos_token is None else np.append(tokens.astype(np.uint32), np.uint32(eos_token))
 
 
 class TextBuilder:
     """Builds one document per text. All tokens contribute to the loss.
 
-    An empty text yields an empty document, without an end token.
+    An empty text yields an empty document, without an EOS token.
     """
 
     has_loss_mask = False
 
-    def __init__(self, tokenizer: BaseTokenizer, key: str, end_token: int | None) -> None:
+    def __init__(self, tokenizer: BaseTokenizer, key: str, eos_token: int | None) -> None:
         self.keys: Sequence[str] = (key,)
-        self._tokenizer, self._end_token = tokenizer, end_token
+        self._tokenizer, self._eos_token = tokenizer, eos_token
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.identity_options: Mapping[str, Any] = {"key": key, "end_token": end_token}
+        self.identity_options: Mapping[str, Any] = {"key": key, "eos_token": eos_token}
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
@@ -62,21 +62,21 @@ class TextBuilder:
         """Return one document per record."""
         texts = [record.values[self.keys[0]] for record in records if record.values]
         return [
-            Document(append_end_token(tokens, self._end_token) if len(tokens) else tokens)
+            Document(append_eos_token(tokens, self._eos_token) if len(tokens) else tokens)
             for tokens in tokenizer_backends.encode_without_offsets(self._tokenizer, texts)
         ]
 
 
 class CompletionBuilder:
-    """Builds one document per prompt with its completion. Only the completion and the end token contribute to the loss."""
+    """Builds one document per record, from a prompt and its completion. Only the completion and the EOS token contribute to the loss."""
 
     has_loss_mask = True
 
-    def __init__(self, tokenizer: BaseTokenizer, prompt_key: str, completion_key: str, end_token: int | None) -> None:
+    def __init__(self, tokenizer: BaseTokenizer, prompt_key: str, completion_key: str, eos_token: int | None) -> None:
         self.keys: Sequence[str] = (prompt_key, completion_key)
-        self._tokenizer, self._end_token = tokenizer, end_token
+        self._tokenizer, self._eos_token = tokenizer, eos_token
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.identity_options: Mapping[str, Any] = {"prompt_key": prompt_key, "completion_key": completion_key, "end_token": end_token}
+        self.identity_options: Mapping[str, Any] = {"prompt_key": prompt_key, "completion_key": completion_key, "eos_token": eos_token}
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
@@ -90,10 +90,10 @@ class CompletionBuilder:
             pairs, self._tokenizer.encode([prompt + completion for prompt, completion in pairs]), strict=True
         ):
             loss_mask = chat_template.build_loss_mask(encoded, [(len(prompt), len(prompt) + len(completion))])
-            has_end = self._end_token is not None and bool(completion)
+            has_end = self._eos_token is not None and bool(completion)
             documents.append(
                 Document(
-                    append_end_token(encoded.tokens, self._end_token if has_end else None),
+                    append_eos_token(encoded.tokens, self._eos_token if has_end else None),
                     np.append(loss_mask, True) if has_end else loss_mask,
                 )
             )
@@ -134,14 +134,14 @@ class ChatBuilder:
 
 
 def select_document_builder(options: PrepareOptions, tokenizer: BaseTokenizer) -> DocumentBuilder:
-    """Return the document builder that `options` select. Raises TrainingError if options contradict each other."""
-    end_token = tokenizer_backends.resolve_end_token(tokenizer, options.end_token, use_default=options.append_eos)
+    """Return the document builder that `options` select. Raises TrainingError if `options` contradict each other."""
+    eos_token = tokenizer_backends.resolve_eos_token(tokenizer, options.eos_token, use_default=options.append_eos)
     pair_keys = options.prompt_key, options.completion_key
     if any(pair_keys) and (not all(pair_keys) or options.chat):
         hint = "use --prompt-key prompt --completion-key completion, or --chat with messages under --key"
         raise TrainingError("--prompt-key and --completion-key must be used together, and without --chat", place=ERROR_PLACE, hint=hint)
-    if options.chat and end_token is not None:
-        raise TrainingError("the chat template ends its messages itself", place=ERROR_PLACE, hint="omit --append-eos and --end-token")
+    if options.chat and eos_token is not None:
+        raise TrainingError("the chat template ends its messages itself", place=ERROR_PLACE, hint="omit --append-eos and --eos-token")
     if options.chat_template and not options.chat:
         raise TrainingError("--chat-template needs --chat", place=ERROR_PLACE, hint="add --chat")
     if options.chat:
@@ -149,5 +149,5 @@ def select_document_builder(options: PrepareOptions, tokenizer: BaseTokenizer) -
         sys.stderr.write(f"chat template: {template.name}\n")
         return ChatBuilder(tokenizer, options.key or "messages", template)
     if options.prompt_key and options.completion_key:
-        return CompletionBuilder(tokenizer, options.prompt_key, options.completion_key, end_token)
-    return TextBuilder(tokenizer, options.key or "text", end_token)
+        return CompletionBuilder(tokenizer, options.prompt_key, options.completion_key, eos_token)
+    return TextBuilder(tokenizer, options.key or "text", eos_token)

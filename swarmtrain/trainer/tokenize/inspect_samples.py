@@ -17,17 +17,17 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.tokenize import tokenizer_backends
 
 _MAX_SHOWN_CHARS = 160
-"""Maximum number of characters shown for a run of tokens: half from its beginning, half from its end."""
+"""Maximum number of characters shown for a run of tokens. Of a longer text, the beginning and the end are shown."""
 LabelArray = npt.NDArray[np.str_]
 _LOSS_LABELS = {1: ("loss   ", "no loss"), 0: ("counts ", "ignored")}
-"""Labels for tokens that contribute to the loss (or the vector), and for tokens that do not, by target shift."""
+"""Labels for tokens that contribute to the loss (target shift 1) or the embedding (0), and for tokens that do not, by target shift."""
 DecodeFunction = Callable[[Sequence[int]], str]
 
 
 def format_samples(config: Config, count: int, tokenizer: str | None = None) -> Iterator[str]:
     """Yield a text of several lines for each of the first `count` training samples of `config`.
 
-    `tokenizer`: tokenizer that decodes tokens; None: the one recorded in the token files. Raises SwarmtrainError.
+    `tokenizer`: path of the tokenizer that decodes the tokens; None: the tokenizer recorded in the token files. Raises SwarmtrainError.
     """
     data, _ = open_data(config)
     architecture = config.transformer_architecture
@@ -62,8 +62,8 @@ def _format_token_span(
 ) -> Iterator[str]:
     """Yield a line for each run of consecutive tokens of one document with the same label.
 
-    `labels`: one label per token. There are more tokens than inputs by the target shift: with a shift of 1, the last token is only a
-    target.
+    `column`: column of the span's first token in the sample; `start`: index of this token in the file. `labels`: one label per token. The
+    number of tokens is the number of inputs plus the target shift: with a shift of 1, the last token is only a target.
     """
     tokens = file.tokens[start : start + len(labels)]
     documents = file.find_documents_at(np.arange(start, start + len(tokens), dtype=np.int64))
@@ -80,7 +80,7 @@ def _format_token_span(
 def _build_decoder(file: MemoryMap, tokenizer: str | None) -> DecodeFunction:
     """Return a function that decodes tokens of `file` to text.
 
-    If their tokenizer is unknown, missing or changed, it returns the token ids.
+    If the tokenizer of the file is unknown, missing or changed, the function returns the token ids as text.
     """
     recorded = file.meta.get("prepared", {}).get("tokenizer", {})
     name = tokenizer or recorded.get("name")

@@ -1,7 +1,7 @@
 """Pipeline of `data tokenize`: several processes build shards, which are merged into token files.
 
-PREFIX.parts contains the finished shards. A shard is published atomically, so the same command resumes after any interruption. The output
-depends only on files and options, byte for byte: neither on the number of workers, nor on interruptions.
+The folder PREFIX.parts contains the finished shards. A shard is published atomically, so after any interruption the same command resumes
+the job. The bytes of the output depend only on the source files and the options, not on the number of workers or on interruptions.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FORMAT_VERSION = 1
 
 
 def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_shard_bytes: int = _MIN_SHARD_BYTES) -> dict[str, Any]:
-    """Tokenize the files `names` into the token files that `options` describe. Return the content of their meta file.
+    """Tokenize the source files `names` into token files as `options` specify. Return the content of PREFIX.meta.json.
 
-    Raises TrainingError if a file cannot be read or written, or if options contradict each other.
+    Raises TrainingError if a file cannot be read or written, or if `options` contradict each other.
     """
     prefix = Path(options.prefix)
     tokenizer = tokenizer_backends.open_tokenizer(options.tokenizer)
@@ -99,7 +99,7 @@ def _build_missing_shards(
 
 
 def _hash_source_files(folder: Path, files: Sequence[SourceFile], worker_count: int) -> list[str]:
-    """Return the SHA-256 of each file. Files that have not changed since an earlier call are not hashed again."""
+    """Return the SHA-256 of each source file. Hashes are stored in `folder`; unchanged files are not hashed again."""
     record_path = folder / "hashes.json"
     known_hashes: dict[str, str] = _read_json(record_path) or {}
     missing = [file for file in files if f"{file.name} {file.stamp}" not in known_hashes]
@@ -132,7 +132,7 @@ def _build_job_identity(
 
 
 def _prepare_job_folder(folder: Path, job: dict[str, Any]) -> None:
-    """Keep the finished shards in `folder` if they belong to `job`, else delete them."""
+    """Prepare `folder` for `job`: keep the finished shards if they were built by the same job, else delete them."""
     previous = _read_json(folder / "job.json")
     if previous is not None and previous != job:
         changed = [name for name in job if previous.get(name) != job[name]]
@@ -149,7 +149,7 @@ def _prepare_job_folder(folder: Path, job: dict[str, Any]) -> None:
 def _merge_shards(
     prefix: Path, folder: Path, shard_stats: Sequence[ShardStats], builder: DocumentBuilder, identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Merge the shards into the token files of `prefix`, and return the content of the meta file, which is written last.
+    """Merge the shards into the token files of `prefix`, and return the content of PREFIX.meta.json, which is written last.
 
     Raises TrainingError if there is no document.
     """
@@ -183,7 +183,7 @@ def _merge_shards(
 
 
 def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
-    """Concatenate the files `paths` to the file `path`; return the SHA-256 of the result."""
+    """Concatenate the files `paths` into the file `path`, and return its SHA-256."""
     sha256 = hashlib.sha256()
     with path.open("wb") as file:
         for part_path in paths:
@@ -197,7 +197,10 @@ def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
 
 
 def _write_index_file(path: Path, paths: Sequence[Path]) -> str:
-    """Write the index file `path`, with first token and length of each document, from the files of lengths `paths`; return its SHA-256."""
+    """Write the document index (first token and length of each document) to `path`, and return its SHA-256.
+
+    `paths`: files with the document lengths of each shard.
+    """
     sha256, start = hashlib.sha256(), 0
     with path.open("wb") as file:
         for part_path in paths:
@@ -212,7 +215,7 @@ def _write_index_file(path: Path, paths: Sequence[Path]) -> str:
 
 
 def _report_skipped_records(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: PrepareOptions) -> None:
-    """Print the number of skipped records, and with `on_bad` skip also list them."""
+    """Print the number of skipped records. If `on_bad` is "skip", also list them."""
     bad_records = [each for stats in shard_stats for each in stats.bad_records]
     if options.on_bad == "skip":
         for file_number, position, problem in bad_records[: shards.MAX_NAMED_BAD_RECORDS]:
@@ -227,7 +230,7 @@ def _report_skipped_records(shard_stats: Sequence[ShardStats], files: Sequence[S
 def _lock_folder(folder: Path) -> Iterator[None]:
     """Context manager that locks `folder` for this process.
 
-    Raises TrainingError if another process has locked it, or if it cannot be created.
+    Raises TrainingError if another process has locked the folder, or if it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Progress bar on stderr: one line that is updated on a terminal, one line per 10 s otherwise."""
+"""Progress bar on stderr: one line that is updated if stderr is a terminal, else a new line every 10 s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _TERMINAL_INTERVAL_SECONDS, _LOG_INTERVAL_SECONDS = 0.5, 10.0
 class ProgressBar:
     """Prints the completed part of `total`, the rate, and the estimated remaining time.
 
-    `total`: in bytes, or in `total_unit`; `initial` of it was completed before. `count_unit`: unit of a second quantity, shown as a rate.
+    `total` is in bytes, or in `total_unit`. `initial`: the part of `total` that was completed earlier. `count_unit`: unit of a second
+    quantity, such as records, whose rate is shown too.
     """
 
     def __init__(self, count_unit: str, total: int, *, initial: int = 0, verb: str = "", total_unit: str = "") -> None:
@@ -27,7 +28,7 @@ class ProgressBar:
         self._count += count
 
     def print_if_due(self) -> None:
-        """Print the progress if the interval since the last time has passed."""
+        """Print the progress if the print interval has passed since the last print."""
         now = time.monotonic()
         if now - self._last_printed >= (_TERMINAL_INTERVAL_SECONDS if self._is_terminal else _LOG_INTERVAL_SECONDS):
             self._last_printed = now
@@ -35,7 +36,7 @@ class ProgressBar:
             sys.stderr.flush()
 
     def close(self) -> None:
-        """Clear the line on a terminal."""
+        """Clear the progress line if stderr is a terminal."""
         if self._is_terminal:
             sys.stderr.write("\r\033[K")
 

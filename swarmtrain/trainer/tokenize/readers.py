@@ -1,6 +1,6 @@
 """Read source files as records (lines of JSONL, rows of Parquet, or one whole text), and plan how files are split into shards.
 
-A shard depends only on the files, so its documents are the same whichever worker builds it.
+The content of a shard depends only on the source files, not on the worker process that builds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KIND_OF_SUFFIX = {".jsonl": RecordKind.lines, ".ndjson": RecordKind.lines, ".js
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A source file, with its size and stamp when the job started."""
+    """A source file, with its size and its stamp at the start of the job."""
 
     name: str
     kind: RecordKind
@@ -49,7 +49,7 @@ class SourceFile:
 
     def check_file_unchanged(self) -> None:
         """Raise TrainingError if the file has changed since the job started."""
-        if _compute_file_stamp(self.name) != self.stamp:
+        if _compute_file_fingerprint(self.name) != self.stamp:
             raise TrainingError(
                 f"{self.name}: changed while it was being read", place=ERROR_PLACE, hint="run the same command again to start from scratch"
             )
@@ -57,9 +57,9 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a source file: the lines that begin in the bytes from `first` to before `end`, or a range of Parquet row groups.
+    """A part of a source file: the lines that begin at byte `first` or later, but before byte `end`, or a range of Parquet row groups.
 
-    A text has one part.
+    A file that is one whole text has a single part.
     """
 
     file_number: int
@@ -82,9 +82,9 @@ class SourceRecord:
 
 
 def find_source_files(names: Sequence[str]) -> list[SourceFile]:
-    """Return the source files that `names` match: paths, or globs, which are expanded and sorted.
+    """Return the source files that `names` match. A name is a path or a glob; the matches of a glob are sorted.
 
-    Raises TrainingError if a name matches no file, or if a file is named twice.
+    Raises TrainingError if a name matches no file, or if a file is matched twice.
     """
     sources = []
     for name in names:
@@ -119,7 +119,7 @@ def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes:
 
 
 def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
-    """Yield the records of `part`, each with at least the values of `keys`. Blank lines are skipped."""
+    """Yield the records of `part`, with at least the values for `keys`. Blank lines are skipped."""
     if source.kind is RecordKind.rows:
         yield from _iterate_parquet_records(source, part, keys)
     elif source.kind is RecordKind.lines:
@@ -132,7 +132,7 @@ def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> 
 
 
 def format_record_location(source: SourceFile, position: int) -> str:
-    """Return file name and line or row number of the record at `position`, for messages. Reads the file up to that line."""
+    """Return file name and line or row number of the record at `position`, for messages. Reads the lines before it to count them."""
     if source.kind is RecordKind.text:
         return source.name
     if source.kind is RecordKind.rows:
@@ -152,7 +152,7 @@ def hash_file(name: str) -> str:
 
 def _inspect_source_file(name: str) -> SourceFile:
     try:
-        size, stamp = os.stat(name).st_size, _compute_file_stamp(name)  # noqa: PTH116  # as in _compute_stamp
+        size, stamp = os.stat(name).st_size, _compute_file_fingerprint(name)  # noqa: PTH116  # as in _compute_file_fingerprint
     except OSError as error:
         raise TrainingError(f"{name}: {describe_os_error(error)}", place=ERROR_PLACE) from None
     suffix = Path(name).suffix.lower()
@@ -163,7 +163,7 @@ def _inspect_source_file(name: str) -> SourceFile:
     return SourceFile(name, _KIND_OF_SUFFIX.get(suffix, RecordKind.text), size, stamp)
 
 
-def _compute_file_stamp(name: str) -> str:
+def _compute_file_fingerprint(name: str) -> str:
     file_stat = os.stat(name)  # noqa: PTH116
     return f"{file_stat.st_size} {file_stat.st_mtime_ns} {file_stat.st_ctime_ns} {file_stat.st_ino}"
 

@@ -1,6 +1,6 @@
-"""Build one shard: encode its records, and write three or four files.
+"""Build one shard: encode its records as documents, and write them to three or four files.
 
-Each file is published atomically; the last one marks the shard as complete.
+Each file is published atomically. The file that is published last marks the shard as finished.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE
 
 _BATCH_CHARS = 1 << 20
 _BATCH_RECORDS = 512
-"""Maximum size of a batch of records that are encoded together: characters, and records."""
+"""A batch of records that are encoded together ends at this number of records, or when it has `_BATCH_CHARS` characters."""
 MAX_NAMED_BAD_RECORDS = 20
 """Maximum number of invalid records that are listed."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of one document, and its loss mask: which tokens contribute to the loss; None: all of them."""
+    """The tokens of one document, and its loss mask: 1 for each token that contributes to the loss, else 0; None if all contribute."""
 
     tokens: Tokens
     loss_mask: Tokens | None = None
@@ -45,11 +45,11 @@ class ShardStats:
     loss_tokens: int = 0
     """Number of tokens that contribute to the loss."""
     bad_count: int = 0
-    """Number of records that could not be read."""
+    """Number of invalid records, including records without a loss token."""
     empty_count: int = 0
     """Number of records without tokens."""
     bad_records: list[tuple[int, int, str]] = field(default_factory=list)
-    """The first invalid records: index of the file, position of the record in the file, and problem."""
+    """The first invalid records: for each, index of the file, position of the record in the file, and description of the problem."""
 
 
 class DocumentBuilder(Protocol):
@@ -58,7 +58,7 @@ class DocumentBuilder(Protocol):
     keys: Sequence[str]
     """Keys of the values that the builder needs from each record."""
     has_loss_mask: bool
-    """True if some tokens do not contribute to the loss."""
+    """True if the documents have a loss mask, since some tokens do not contribute to the loss."""
     dtype: str
     identity_options: Mapping[str, Any]
     """The options that affect the built documents."""
@@ -71,16 +71,16 @@ class DocumentBuilder(Protocol):
 
 
 def list_data_file_suffixes(builder: DocumentBuilder) -> tuple[str, ...]:
-    """Return the suffixes of a shard's data files."""
+    """Return the suffixes of the names of a shard's data files."""
     return ("bin", "len", "mask") if builder.has_loss_mask else ("bin", "len")
 
 
 def build_shard(
     folder: Path, number: int, parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, *, stop_on_bad: bool
 ) -> ShardStats:
-    """Write shard `number` to `folder`, and return its statistics. `parts`: the file parts that it consists of.
+    """Write shard `number` to `folder`, and return its statistics. `parts`: the file parts whose records it contains.
 
-    Raises TrainingError for the first invalid record if `stop_on_bad`.
+    If `stop_on_bad` is set, raises TrainingError for the first invalid record.
     """
     stats = ShardStats()
     temporary_paths = {suffix: folder / f".{number:06}.{suffix}.{os.getpid()}" for suffix in list_data_file_suffixes(builder)}

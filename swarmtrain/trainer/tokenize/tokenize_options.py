@@ -13,25 +13,25 @@ ERROR_PLACE = "data tokenize"
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of `data tokenize`, except the input files."""
+    """Options of `swarmtrain data tokenize`, except the input files."""
 
     prefix: str
     tokenizer: str
     """Path of a tokenizer.json, or BYTE_TOKENIZER."""
     key: str | None = None
-    """Key of a record's text or messages. None: "text", or "messages" for conversations."""
+    """Key under which a record has its text or its messages. None: "text", or "messages" for conversations."""
     prompt_key: str | None = None
     completion_key: str | None = None
     chat: bool = False
     """Whether records are conversations."""
     chat_template: str | None = None
-    """Path of a tokenizer_config.json or a Jinja template file with the chat template; None: see ChatTemplate."""
-    end_token: str | None = None
-    """Text of the token that is appended to each document; None: see `append_eos`."""
+    """Path of a tokenizer_config.json with a chat template, or of a Jinja template. None: the default of ChatTemplate."""
+    eos_token: str | None = None
+    """Text of the special token that is appended to each document; None: `append_eos` decides."""
     append_eos: bool = False
-    """Whether to append the tokenizer's own end token to each document."""
+    """Whether to append the tokenizer's own EOS token to each document."""
     on_bad: str = "stop"
-    """How to handle invalid records: stop, skip (and list them) or count (skip, and report their number)."""
+    """How to handle invalid records: "stop" with an error, "skip" and list them, or "count" (skip, and report their number)."""
     workers: int = 0
     """Number of worker processes; 0: one per available CPU."""
 

@@ -1,7 +1,7 @@
 """Tokenizers: encode texts as tokens with a Hugging Face tokenizer.json, or as one token per byte.
 
-If a text contains the characters of a special token, they are encoded as ordinary characters. Only a chat template writes special tokens
-as text, and it rejects messages that contain one.
+If a text contains the characters of a special token, they are encoded as ordinary characters. Only chat templates may write special tokens
+as text; messages that contain the text of a special token are rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER, ERROR_PLACE, import_optional
 
-_COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_COMMON_EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class BaseTokenizer(Protocol):
     """Highest token id plus one."""
 
     def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
-        """Return the tokens of each text. `allow_special`: encode special tokens that are written in the text as special tokens."""
+        """Return the tokens of each text. `allow_special`: whether the text of a special token is encoded as this token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, including special tokens."""
 
     def token_to_id(self, text: str) -> int | None:
-        """Return the id of the token with this text; None if there is none."""
+        """Return the id of the token with this `text`; None if the vocabulary has no such token."""
 
     @property
     def special_tokens(self) -> list[str]:
@@ -59,10 +59,11 @@ def open_tokenizer(name: str) -> BaseTokenizer:
     return ByteTokenizer() if name == BYTE_TOKENIZER else HuggingFaceTokenizer(name)
 
 
-def resolve_end_token(tokenizer: BaseTokenizer, text: str | None, *, use_default: bool) -> int | None:
-    """Return the id of the token that ends each document: the token `text`, or else the tokenizer's own if `use_default`, or else None.
+def resolve_eos_token(tokenizer: BaseTokenizer, text: str | None, *, use_default: bool) -> int | None:
+    """Return the id of the token to append to each document; None: no token is appended.
 
-    Raises TrainingError if the tokenizer has no such token.
+    This is the token `text`; if `text` is None and `use_default` is set, it is the tokenizer's own EOS token. Raises TrainingError if the
+    tokenizer has no such token.
     """
     if text is None and use_default:
         text = _find_eos_token_text(tokenizer)
@@ -72,27 +73,27 @@ def resolve_end_token(tokenizer: BaseTokenizer, text: str | None, *, use_default
     if token_id is None:
         raise TrainingError(
             f"{tokenizer.name}: has no token {text!r}",
-            place=f"{ERROR_PLACE} --end-token",
+            place=f"{ERROR_PLACE} --eos-token",
             hint="its special tokens: " + ", ".join(tokenizer.special_tokens),
         )
     return token_id
 
 
 class ByteTokenizer:
-    """Byte tokenizer: one token per byte of UTF-8, and one token for the end of a document."""
+    """Byte tokenizer: one token per byte of the UTF-8 text, and one EOS token."""
 
     name, sha256 = BYTE_TOKENIZER, ""
-    special_tokens: list[str] = [_COMMON_END_TOKENS[0]]  # noqa: RUF012  # never modified
+    special_tokens: list[str] = [_COMMON_EOS_TOKENS[0]]  # noqa: RUF012  # never modified
 
     def __init__(self) -> None:
         self.vocab_size = 256
 
     def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
-        del allow_special  # a text contains no special tokens
+        del allow_special  # the text of the EOS token is always encoded as bytes
         return [_encode_bytes(text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        pieces = [bytes([token]) if token < 256 else _COMMON_END_TOKENS[0].encode() for token in tokens]
+        pieces = [bytes([token]) if token < 256 else _COMMON_EOS_TOKENS[0].encode() for token in tokens]
         return b"".join(pieces).decode(errors="replace")
 
     def token_to_id(self, text: str) -> int | None:
@@ -103,7 +104,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of the library `tokenizers`, without post-processing, truncation and padding."""
+    """Tokenizer of Hugging Face's library `tokenizers`, without post-processing, truncation and padding."""
 
     def __init__(self, name: str) -> None:
         library = import_optional("tokenizers")
@@ -127,7 +128,7 @@ class HuggingFaceTokenizer:
         return [_convert_huggingface_encoding(each) for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def encode_without_offsets(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text without character offsets, which takes a third less time."""
+        """Return the tokens of each text without character offsets, which is about one third faster than with offsets."""
         self._tokenizer.encode_special_tokens = True
         return [np.array(each.ids, dtype=np.uint32) for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
@@ -140,10 +141,10 @@ class HuggingFaceTokenizer:
         return token_id
 
 
-def find_end_tokens(tokenizer: BaseTokenizer) -> set[int]:
-    """Return a set with the id of the tokenizer's end token; empty if it has none."""
+def find_eos_tokens(tokenizer: BaseTokenizer) -> set[int]:
+    """Return a set with the id of the tokenizer's EOS token; empty if the tokenizer has none."""
     try:
-        token_id = resolve_end_token(tokenizer, None, use_default=True)
+        token_id = resolve_eos_token(tokenizer, None, use_default=True)
     except TrainingError:
         return set()
     return set() if token_id is None else {token_id}
@@ -170,11 +171,11 @@ def _convert_huggingface_encoding(encoding: Any) -> EncodedText:
 def _find_eos_token_text(tokenizer: BaseTokenizer) -> str:
     if eos_token := read_tokenizer_config(tokenizer.name).get("eos_token"):
         return str(eos_token["content"] if isinstance(eos_token, dict) else eos_token)
-    for text in _COMMON_END_TOKENS:
+    for text in _COMMON_EOS_TOKENS:
         if tokenizer.token_to_id(text) is not None:
             return text
     raise TrainingError(
-        f"{tokenizer.name}: does not define an end-of-text token", place=f"{ERROR_PLACE} --append-eos", hint="set it with --end-token"
+        f"{tokenizer.name}: does not define an EOS token", place=f"{ERROR_PLACE} --append-eos", hint="set it with --eos-token"
     )
 
 

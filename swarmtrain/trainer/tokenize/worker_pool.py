@@ -1,4 +1,4 @@
-"""Pool of worker processes that run tasks. The workers exit with the process that has started them."""
+"""Pool of worker processes that run tasks. The workers exit when their parent process exits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 _POLL_SECONDS = 1.0
-"""Maximum seconds to wait for a finished task before None is yielded."""
+"""Number of seconds without a finished task after which None is yielded."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TaskFailure:
 
 
 class WorkerPool(Generic[TaskT, ResultT]):
-    """Pool of `count` worker processes that run `function`. They are forked, so they inherit what the caller has loaded."""
+    """Pool of `count` worker processes that run `function`. They are forked, so they inherit the caller's memory."""
 
     def __init__(self, count: int, function: Callable[[TaskT], ResultT]) -> None:
         context = multiprocessing.get_context("fork")
@@ -45,10 +45,10 @@ class WorkerPool(Generic[TaskT, ResultT]):
             self._processes.append(worker)
 
     def run_tasks(self, tasks: Sequence[TaskT]) -> Iterator[tuple[int, ResultT] | None]:
-        """Yield index and result of each task as it finishes, and None after each second without a finished task.
+        """Yield index and result of each task when it finishes, and None after each second without a finished task.
 
-        Tasks start in order. If tasks fail, raises TrainingError for the first failed task in that order, after all tasks before it have
-        finished.
+        Tasks are started in the order of `tasks`. If any fail, raises TrainingError for the first failed task in this order, after all
+        tasks before it have finished.
         """
         next_number, running, failures = 0, dict[Connection, int](), dict[int, TaskFailure]()
         while running or (next_number < len(tasks) and not failures):

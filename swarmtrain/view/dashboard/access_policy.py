@@ -1,4 +1,4 @@
-"""Access policy of the dashboard: on loopback every user of this machine may read it, elsewhere only clients that have the token."""
+"""Access policy of the dashboard: on loopback every user of this machine has access, elsewhere only clients that have the token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _MIN_TOKEN_LENGTH = 16
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Access policy: if `token` is empty, no token is needed. With `loopback_only`, the Host header must be a name of this machine."""
+    """Access policy of the dashboard. If `token` is empty, no token is needed.
+
+    With `loopback_only`, the Host header of a request must be a loopback name of this machine.
+    """
 
     token: str
     loopback_only: bool
@@ -38,7 +41,7 @@ class AccessPolicy:
         return is_loopback(name.strip("[]"))
 
     def has_access(self, cookies: Mapping[str, str], authorization: str) -> bool:
-        """Return whether a request with these cookies and this Authorization header has the right token, or needs none."""
+        """Return whether a request with these cookies and this Authorization header has the right token, or whether no token is needed."""
         if not self.token:
             return True
         scheme, _, bearer = authorization.partition(" ")
@@ -47,7 +50,7 @@ class AccessPolicy:
         )
 
     def is_valid_token(self, token: str) -> bool:
-        """Return whether `token` is the right one, compared in constant time."""
+        """Return whether `token` is the dashboard's token. The comparison takes constant time."""
         return bool(self.token) and hmac.compare_digest(token.encode(), self.token.encode())
 
 

@@ -15,7 +15,7 @@ from swarmtrain import protocol
 from swarmtrain.protocol import Event
 
 MAX_POINTS = 2000
-"""Maximum number of displayed points of a curve: more than a screen has columns."""
+"""Maximum number of displayed points of a curve. It exceeds the number of pixel columns of a screen."""
 _SCALARS = ("loss", "max_replica_loss", "tokens_per_second", "mfu", "tflops", "learning_rate", "gradient_norm")
 _GROUP_PREFIXES = {"phases": "phase", "memory": "memory", "metrics": "metric"}
 

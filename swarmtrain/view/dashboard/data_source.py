@@ -20,7 +20,7 @@ from swarmtrain.view.dashboard.page_data import PageData, build_line_data, build
 from swarmtrain.view.run_state import load_live_events
 
 POLL_SECONDS = 1.5
-"""Minimum seconds between two polls of a run, however many clients view its page."""
+"""Minimum seconds between two polls of a run, independent of the number of clients that view its page."""
 MAX_LINES = 4000
 """Maximum number of output lines that are kept."""
 _TAIL_LINES = 500
@@ -52,10 +52,10 @@ class RunDataSource:
         self._newest_time = 0.0
 
     def get_page_data(self) -> PageData:
-        """Return the current page data; `connection_error` says why they are outdated.
+        """Return the current page data. If they are outdated, their field `connection_error` contains the reason.
 
-        Raises SwarmtrainError if there never were any data. While one thread waits for a slow manager, all other threads get the previous
-        data.
+        Raises SwarmtrainError if no data could be read since the start. While one thread waits for a slow manager, all other threads get
+        the previous data.
         """
         if self._poll_lock.acquire(blocking=not self._page_data):
             try:
@@ -67,7 +67,7 @@ class RunDataSource:
         return self._page_data
 
     def compute_data_age(self) -> float:
-        """Return the seconds since the run last answered; 0 for one that is down, which has no new data."""
+        """Return the seconds since the last successful poll of the run; 0 for a run that is down, which has no new data."""
         return time.monotonic() - self._answered_at if self._launcher else 0.0
 
     def get_output_lines(self, after_number: int = 0) -> tuple[list[PageData], int]:

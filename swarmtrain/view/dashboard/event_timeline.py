@@ -1,4 +1,4 @@
-"""Timeline of a run's events without progress and usage, except for the last ones before each of its entries."""
+"""Timeline of a run's events. Of the progress and usage events, only the last ones before each other event are kept."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def find_curve_markers(timeline: Iterable[Event]) -> list[PageData]:
 
 
 def collect_node_facts(timeline: Iterable[Event]) -> list[PageData]:
-    """Return the facts that the nodes reported at the start, one row per fact: its name, its values, and the nodes with each value."""
+    """Return the facts that the nodes reported at the start, one row per fact: name, values, and the nodes that reported each value."""
     newest_reports = {str(event.data.get("node", "")): event.data for event in timeline if event.kind == protocol.EVENT_RUN_REPORT}
     rows: dict[str, dict[str, list[str]]] = {}
     for node, facts_by_name in newest_reports.items():
@@ -123,7 +123,7 @@ def collect_node_facts(timeline: Iterable[Event]) -> list[PageData]:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Return `value` with None for every non-finite number, since JSON has none."""
+    """Return `value` with None for every non-finite number, since JSON does not support non-finite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -198,7 +198,7 @@ def _classify_task_health(task: TaskState, needs_attention: bool) -> str:
 
 
 def _collect_latest_link_measurements(timeline: Iterable[Event]) -> list[PageData]:
-    """Return the newest measurement of each pair of nodes."""
+    """Return the newest measurement of the network link between each pair of nodes."""
     newest = {
         (event.data.get("a"), event.data.get("b")): {**event.data, "time": event.time}
         for event in timeline

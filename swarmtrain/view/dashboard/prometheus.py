@@ -40,7 +40,7 @@ _GPU = (
 )
 
 MetricSample = tuple[str, str, str, Mapping[str, Any], float | None]
-"""One sample: name without the prefix, type (gauge or counter), help, labels, value."""
+"""One Prometheus sample: metric name without the prefix, type (gauge or counter), help text, labels, value."""
 
 
 def render_metrics(data: PageData, now: float) -> str:

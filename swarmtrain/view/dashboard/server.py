@@ -152,7 +152,7 @@ def _bind_socket(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket_type)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(socket_address)
-        listener.listen()  # a client that opens the URL as soon as it is printed waits, and is not refused
+        listener.listen()  # A client that opens the URL as soon as it is printed must wait, instead of getting "connection refused".
     except OSError as error:
         hint = "use --port 0 to choose a free port" if port else "use --host 127.0.0.1 to listen only on this machine"
         raise SwarmtrainError(f"cannot listen on this address: {error.strerror or error}", place=f"{host}:{port}", hint=hint) from None

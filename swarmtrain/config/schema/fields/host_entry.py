@@ -11,7 +11,7 @@ from swarmtrain.config.schema.section import format_duplicates
 MAX_NAME_LENGTH = 63
 """Maximum number of characters of one label of a host name (RFC 1035)."""
 MAX_SLOTS = 1024
-"""Maximum number of ranks per node: far more than any machine has GPUs, but small enough to compute with."""
+"""Maximum number of ranks per node: far above the number of GPUs in any machine, but small enough that plans stay fast."""
 _MAX_RANGE_SIZE = 10_000
 _GPU_PATTERN = r"(?:\d+(?::\d+)?|(?:GPU|MIG)-[A-Za-z0-9-]{1,80})"
 _SLOTS_PATTERN = rf"slots=(?:(?P<slots>\d{{1,6}})|(?P<gpus>{_GPU_PATTERN}(?:,{_GPU_PATTERN})*,?))"
@@ -22,18 +22,18 @@ _RANGE = re.compile(r"(?P<before>[^\s\[\]]*)\[(?P<ranges>[^\]]*)\](?P<after>.*)"
 
 @dataclass(frozen=True)
 class HostEntry:
-    """Host of the config: its name, slots, GPUs and address."""
+    """A parsed entry of `runner.hosts`: a host with its slots, GPUs and address."""
 
     text: str
     """The entry as written in the config."""
     name: str
     """Host name or node id."""
     slots: int | None = None
-    """Number of ranks; None if the entry does not name it."""
+    """Number of ranks; None if the entry does not set it."""
     gpus: tuple[str, ...] = ()
     """GPUs by number or UUID; empty unless the entry lists them."""
     address: str = ""
-    """Address or name on the ranks' network; empty if there is none."""
+    """Address or host name on the network for ranks; empty if the entry does not set it."""
 
     @classmethod
     def parse(cls, text: str) -> HostEntry:

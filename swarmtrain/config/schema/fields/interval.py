@@ -23,7 +23,7 @@ class Interval:
 
 
 def parse_interval(value: int | str | None) -> Interval:
-    """Return the interval that the config value `value` denotes. None and `auto` give an interval without any field."""
+    """Return the interval that the config value `value` denotes. For None and `auto`, all fields of the interval are None."""
     if isinstance(value, int):
         return Interval(steps=value)
     match = _INTERVAL_PATTERN.fullmatch(value or "")

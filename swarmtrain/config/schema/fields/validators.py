@@ -1,8 +1,8 @@
 """Validators of config values that Docker and Swarm interpret: images, volumes, labels, variables.
 
-Each check returns its argument, or raises ValueError with the reason. A value that passes is not refused by an engine
-in the middle of a deploy: the patterns are those of distribution/reference (images), volume/names (volumes) and
-swarmkit's manager/constraint (labels, which become constraints).
+Each check returns its argument, or raises ValueError with the reason. The patterns are those of Docker's own code, so that an engine does
+not reject a value in the middle of a deployment: distribution/reference (images), volume/names (volumes) and swarmkit's
+manager/constraint (labels, which become placement constraints).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHM = "/dev/shm"  # noqa: S108  # a path in the container
 _MAX_IMAGE_LENGTH = 400
 HOST_NETWORK = "host"
-"""The machines' own network."""
+"""Value that selects the host network of the machines."""
 
 
 def check_image_reference(text: str) -> str:
@@ -126,7 +126,7 @@ def check_variable_names(variable_values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_secret_names(secret_files: dict[str, Any]) -> dict[str, Any]:
-    """Return `secret_files` if its keys are valid names for secrets, which become files and variables.
+    """Return `secret_files` if its keys are valid names for secrets, which become names of files and environment variables.
 
     Raises ValueError with the reason if not.
     """

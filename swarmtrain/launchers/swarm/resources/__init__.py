@@ -1,1 +1,1 @@
-"""GPUs and other generic resources of the swarm: what nodes declare, which runs have claimed it, and which runs wait for it."""
+"""GPUs and other generic resources of the swarm: the amounts that nodes declare, and the runs that have claimed them or wait for them."""

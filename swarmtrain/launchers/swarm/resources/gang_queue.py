@@ -1,11 +1,12 @@
 """Gang scheduling of GPUs: a run gets all of its GPUs at once, or waits. Otherwise two runs that each hold half of them would deadlock.
 
-Swarm assigns resources to each service as soon as they are free, one by one, and in no particular order. So a run that finds too few free
-resources creates no service: it records its request in the swarm, in a config object in addition to its lock, and polls. The requests of
-earlier runs count as assigned: first come, first served, without starvation. The order of the entries is that in which the managers
-created them. A run polls only once it has an entry, and removes the entry only when its services exist, so that of two that poll at once
-the later one sees the earlier one. Entries are renewed every few seconds; an entry that is no longer renewed has lost its owner and no
-longer counts.
+Swarm assigns free resources to services one by one, in no particular order. So a run that finds too few free resources creates no
+service: it records its request as a queue entry in the swarm (a config object, separate from the run's lock), and polls. Resources that
+earlier entries request count as assigned: first come, first served, without starvation.
+
+Entries are ordered by their creation on the managers. A run starts to poll only after it has created its entry, and removes the entry only
+when its services exist. So if two runs poll at the same time, the later one sees the entry of the earlier one. A waiting run renews its
+entry every few seconds; an entry that is no longer renewed does not count, because its owner has died.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ ApiObject = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """Resources that a run requests: how many of `kind`, by the constraint that pins each of its nodes. An empty request need not wait.
+    """Resources that a run requests: the amount of the generic resource `kind` per node, by the placement constraint of the node.
 
-    If `can_wait` is False, the request is refused instead of queued.
+    With an empty request, a run does not wait. If `can_wait` is False, the request is refused instead of queued.
     """
 
     run: str
@@ -62,8 +63,8 @@ def waiting_for_resources(
 ) -> Iterator[None]:
     """Wait until all resources that the run requests are free and no earlier run waits for them.
 
-    Exit the context once the services exist. `lock` is the run's, and held; it is preemptible while this waits. Raises EngineError;
-    StackError if somebody else takes the lock meanwhile, or for a node that does not have what is requested.
+    Context manager: create the services in its body. `lock` is the run's lock, which must be held; it is preemptible during the wait.
+    Raises EngineError; StackError if another command takes the lock meanwhile, or if a node does not declare the requested amount.
     """
     if not request.amounts:
         yield
@@ -71,7 +72,7 @@ def waiting_for_resources(
     queue_entry = RunLock(engine, request.run, f"waits for {request.kind} held by other runs", timeouts, kind_label=LABEL_QUEUE)
     queue_entry.labels = {_KIND_LABEL: request.kind, _AMOUNTS_LABEL: json.dumps(dict(request.amounts), sort_keys=True)}
     with queue_entry.hold_lock(report_progress):
-        # Later updates change the version index: the first one is its position.
+        # The entry's position in the queue is its first version index; later updates change the index.
         queue_entry.labels[_POSITION_LABEL] = str(_read_own_queue_entry(engine, request)["Version"]["Index"])
         queue_entry.write_labels()
         _wait_for_queue_turn(engine, request, lock, report_progress, timeouts)
@@ -101,8 +102,8 @@ def _wait_for_queue_turn(
 
 
 def _describe_missing_resources(engine: DockerEngine, request: ResourceRequest, timeouts: SwarmTimeouts) -> str:
-    """Return which requested resources are not free, and who holds them; empty if the run can start."""
-    # The entries are read first: a run whose entry is gone by now already has its services, and those are read next.
+    """Return a text that names the requested resources that are not free, and their holders; empty if the run can start."""
+    # Entries are read before services: if a run's entry is already removed, its services exist, and are read next.
     earlier_requests = list_earlier_requests(engine.list_objects("/configs", label=LABEL_QUEUE), request, timeouts.queue_entry_ttl_seconds)
     nodes = engine.list_objects("/nodes")
     supplies_by_node = compute_resource_supplies(
@@ -128,7 +129,7 @@ def _describe_resource_shortage(
     if supply.declared < requested:
         message = f"has {supply.declared} {request.kind}, and {requested} are requested"
         raise StackError(message, place=f"node {supply.host}", hint="print the settings that declare them with: swarmtrain doctor CONFIG")
-    # What an earlier run already has of its request is counted as claimed.
+    # Resources that an earlier run already has are counted as claimed, so they are subtracted from its request.
     claimed_earlier = {
         earlier_request.run: outstanding
         for earlier_request in earlier_requests
@@ -155,9 +156,9 @@ def _read_own_queue_entry(engine: DockerEngine, request: ResourceRequest) -> Api
 
 
 def list_earlier_requests(entries: list[ApiObject], request: ResourceRequest, ttl_seconds: float) -> list[ResourceRequest]:
-    """Return the requests of earlier runs, in order.
+    """Return the requests of runs that entered the queue earlier, in queue order.
 
-    Their ages are measured by the managers' clock, which wrote all of the timestamps.
+    The age of a request is computed from the managers' timestamps only, so this machine's clock does not matter.
     """
     positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_queue_position(entry) for entry in entries}
     renewed_at = {entry["ID"]: datetime.fromisoformat(entry["UpdatedAt"]).timestamp() for entry in entries}

@@ -1,4 +1,4 @@
-"""Accounting of GPUs and other generic resources: which stack has claimed how many on which node. Computed from the engine's responses.
+"""Compute from the engine's responses how many GPUs and other generic resources each stack has claimed on each node.
 
 A service's reservation counts from its creation until its container has finally ended: a service that waits for a GPU will get it, and
 one that is being restarted has released it only for a moment.
@@ -31,7 +31,7 @@ RequestedAmounts = Mapping[str, int]
 class ResourceSupply:
     """Supply of one kind of resource on one node: the amount that it declares, and the amounts that other stacks have claimed.
 
-    The key "" stands for tasks without a stack.
+    In `claimed`, the key "" stands for tasks without a stack.
     """
 
     host: str
@@ -64,7 +64,7 @@ def compute_resource_supplies(
 
 
 def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject | None:
-    """Return the swarm node to which `constraint` pins; None if it does not pin to a node."""
+    """Return the swarm node to which `constraint` pins a service; None if it does not name a node."""
     key, _, value = (part.strip() for part in constraint.partition("=="))
     pinned = {"node.id": lambda node: node["ID"] == value, "node.hostname": lambda node: node["Description"].get("Hostname") == value}
     return next((node for node in nodes if key in pinned and pinned[key](node)), None)
@@ -79,10 +79,10 @@ def add_resource_holders(engine: DockerEngine, run: str, services: list[Service]
     supplies_by_kind = {
         kind: list(compute_resource_supplies(nodes, all_services, tasks, kind, excluded_stack=run).values()) for kind in sorted(kinds)
     }
-    return [add_holders_to_reason(state, supplies_by_kind) for state in states]
+    return [append_holders_to_pending_reason(state, supplies_by_kind) for state in states]
 
 
-def add_holders_to_reason(state: TaskState, supplies_by_kind: Mapping[str, Sequence[ResourceSupply]]) -> TaskState:
+def append_holders_to_pending_reason(state: TaskState, supplies_by_kind: Mapping[str, Sequence[ResourceSupply]]) -> TaskState:
     """Return `state`. If its node waits for resources, the reason also names the stacks that hold them, taken from `supplies_by_kind`."""
     if _INSUFFICIENT_RESOURCES not in state.reason:
         return state

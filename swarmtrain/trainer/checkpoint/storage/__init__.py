@@ -1,13 +1,13 @@
-"""Storage of checkpoints: the disks and the files on them. What a checkpoint contains is decided by the modules above.
+"""Storage of checkpoints as files on disks. The modules in the parent package define the contents of a checkpoint.
 
-storage_backend     one disk that all nodes share, or one disk per node
+storage_backend     storage on one disk that all nodes share, or on one disk per node
 commit              publish a staging folder as a checkpoint by rename; list and remove checkpoints
-fence               only the newest world can commit checkpoints
+fence               fencing: only the newest world can commit checkpoints
 discovery           find the newest complete checkpoint
-tensor_storage      storage of tensor bytes for torch's distributed checkpoint (DCP)
-completion_markers  files by which ranks show each other that their parts are written
-node_groups         groups of ranks by node
-node_local_writer   writer for nodes that each have their own disk
+tensor_storage      write and read tensor bytes for torch's distributed checkpoint (DCP)
+completion_markers  files that show other ranks that a rank has written its shard
+node_groups         ranks grouped by node
+node_local_writer   checkpoint writer for nodes that each have their own disk
 peer_transfer       copy files between the nodes' disks
 sidecar_files       files next to checkpoints: metrics.jsonl and wandb-id
 """

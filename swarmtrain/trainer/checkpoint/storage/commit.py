@@ -1,6 +1,6 @@
-"""Commit of checkpoints: they are written to a staging folder and published by one atomic rename.
+"""Commit of checkpoints: a checkpoint is written to a staging folder, which is then published by one atomic rename.
 
-Also lists and removes checkpoints.
+The module also lists and removes checkpoints.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def build_checkpoint_path(save_dir: Path, step: int) -> Path:
 
 
 def build_staging_path(save_dir: Path, step: int, generation: int) -> Path:
-    """Return the path of the staging folder for the checkpoint of `step`, written by the world with this `generation`."""
+    """Return the path of the staging folder in which the world with this `generation` writes the checkpoint of `step`."""
     return save_dir / f".step-{step:08}.world-{generation}"
 
 
 def create_staging_folder(save_dir: Path, step: int, generation: int) -> Path:
     """Create and return an empty staging folder for the checkpoint of `step`.
 
-    Raises WorldError if a newer world has taken over, CheckpointError if save_dir was replaced by another folder, OSError.
+    Raises WorldError if a newer world has taken over, CheckpointError if save_dir was replaced by another folder, OSError if the
+    folder cannot be created.
     """
     fence.check_fence(save_dir, generation)
     folder = build_staging_path(save_dir, step, generation)
@@ -67,8 +68,9 @@ def discard_staging_folder(folder: Path) -> None:
 def commit_checkpoint(save_dir: Path, staging_folder: Path, content: Manifest, generation: int | None = None) -> Path:
     """Write the manifest `content` to `staging_folder`, and publish the folder as the checkpoint of its step. Return its new path.
 
-    `generation`: generation of the committing world; None: that of the manifest. They differ if another world wrote the checkpoint.
-    Raises WorldError if a newer world has taken over, CheckpointError if a file is missing, OSError.
+    `generation`: generation of the committing world; None: the generation in the manifest. The two differ if an earlier world wrote the
+    checkpoint, and this world only copies it. Raises WorldError if a newer world has taken over, CheckpointError if a file is missing,
+    OSError if the disk cannot be written.
     """
     _wait_for_manifest_files(staging_folder, content)
     with (staging_folder / manifest.MANIFEST_NAME).open("x") as file:
@@ -89,8 +91,8 @@ def commit_checkpoint(save_dir: Path, staging_folder: Path, content: Manifest, g
 def scan_checkpoints(save_dir: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
     """Yield each checkpoint folder in `save_dir` with its manifest, or with the error that makes it unusable.
 
-    Raises IncompatibleCheckpoint if a checkpoint has another format version: if it were skipped, training would start from scratch, and
-    the checkpoint would be removed in the end.
+    Raises IncompatibleCheckpoint if a checkpoint has another format version: if that checkpoint were skipped, training would start from
+    scratch, and retention would later remove it.
     """
     for folder in sorted(save_dir.glob("step-*")) if save_dir.is_dir() else []:
         try:
@@ -108,10 +110,10 @@ def list_checkpoints_newest_first(save_dir: Path) -> list[tuple[Path, Manifest]]
 
 
 def prune_checkpoints(save_dir: Path, policy: RetentionPolicy, generation: int, known_checkpoints: dict[Path, CheckpointInfo]) -> None:
-    """Remove the checkpoints that `policy` does not retain, and incomplete folders that worlds before `generation` have left.
+    """Remove the checkpoints that `policy` does not retain, and the staging folders of generations before `generation`.
 
-    `known_checkpoints` caches the metadata of the checkpoints in `save_dir`, and is updated. Without it, a run that keeps many
-    checkpoints would read all manifests each time. Raises OSError.
+    `known_checkpoints` is a cache of the metadata of the checkpoints in `save_dir`, and is updated. Without the cache, all manifests would
+    be read each time. Raises OSError if a checkpoint cannot be removed.
     """
     checkpoints: dict[Path, CheckpointInfo | None] = {}
     for folder in save_dir.glob("step-*"):
@@ -123,7 +125,7 @@ def prune_checkpoints(save_dir: Path, policy: RetentionPolicy, generation: int, 
     known_checkpoints.update({folder: info for folder, info in valid.items() if info in retained})
     for folder, info in checkpoints.items():
         if info not in retained:
-            with contextlib.suppress(FileNotFoundError):  # surviving ranks of a broken world may remove it too
+            with contextlib.suppress(FileNotFoundError):  # surviving ranks of an earlier world may remove it too
                 remove_checkpoint(folder)
     for folder in save_dir.glob(".step-*.world-*"):
         if int(folder.name.rpartition("-")[2]) < generation:
@@ -135,7 +137,7 @@ def prune_checkpoints(save_dir: Path, policy: RetentionPolicy, generation: int, 
 def _read_checkpoint_info(folder: Path) -> CheckpointInfo | None:
     """Return the metadata of the checkpoint in `folder` that retention needs; None if its manifest is corrupt.
 
-    Raises IncompatibleCheckpoint.
+    Raises IncompatibleCheckpoint if the checkpoint has another format version.
     """
     try:
         content = manifest.read_manifest(folder)
@@ -149,7 +151,7 @@ def _read_checkpoint_info(folder: Path) -> CheckpointInfo | None:
 def remove_checkpoint(folder: Path) -> None:
     """Remove the checkpoint `folder`. It is renamed first, so that a partly deleted folder is never mistaken for a checkpoint.
 
-    Raises OSError.
+    Raises OSError if the folder cannot be renamed.
     """
     removed_folder = folder.with_name(f".{folder.name}.removed-{time.time_ns()}")
     folder.rename(removed_folder)
@@ -157,7 +159,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def _wait_for_manifest_files(folder: Path, content: Manifest) -> None:
-    """Wait until `folder` contains all files of the manifest `content`: a network disk may show another node's file late.
+    """Wait until `folder` contains all files of the manifest `content`: a network file system may show files of other nodes late.
 
     Raises CheckpointError if a file does not appear within 10 s.
     """

@@ -1,7 +1,7 @@
-"""Completion markers: JSON files in a staging folder, by which ranks show that their parts of the checkpoint are written.
+"""Completion markers: JSON files in a staging folder. The marker of a rank shows that its shard of the checkpoint is written.
 
-Threads that write in the background and the surviving ranks of a broken world have no process groups to synchronize through. All ranks
-that write to a disk can read the folder.
+Background threads, and the surviving ranks after a peer has failed, have no process group through which they can synchronize. But all
+ranks that write to a disk can read the staging folder on this disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VISIBILITY_TIMEOUT_SECONDS = 10.0
 
 
 def write_completion_marker(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
-    """Write the completion marker of `rank`, which shows that its part is written, with `content` to `folder`. Raises OSError."""
+    """Write the completion marker of `rank`, with `content`, to `folder`. Raises OSError if it cannot be written."""
     write_atomically(folder / _format_marker_name(rank), json.dumps(content))
 
 
@@ -35,7 +35,7 @@ def find_missing_markers(folder: Path, ranks: Collection[int]) -> set[str]:
 
 
 def pop_completion_markers(folder: Path, ranks: Collection[int]) -> list[dict[str, Any]]:
-    """Remove the completion markers of `ranks` from `folder`, and return their contents in the order of the ranks. Raises OSError."""
+    """Remove the completion markers of `ranks` from `folder`, and return their contents in rank order. Raises OSError."""
     paths = [folder / _format_marker_name(rank) for rank in sorted(ranks)]
     contents = [json.loads(path.read_text()) for path in paths]
     for path in paths:

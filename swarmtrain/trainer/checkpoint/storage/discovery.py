@@ -1,6 +1,6 @@
-"""Find the newest complete checkpoint, in one shared folder or in the folders of all nodes.
+"""Find the newest complete checkpoint, in one folder that all nodes share or in the folders on the nodes' disks.
 
-In the latter case, it is copied to all nodes.
+If each node has its own disk, the checkpoint is copied to all nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warn
 
 
 class _CheckpointIdentity(NamedTuple):
-    """Identifies a checkpoint: equal for all nodes' copies of it."""
+    """Identity of a checkpoint: equal for the copies of the same checkpoint on different nodes."""
 
     generation: int
     step: int
@@ -54,7 +54,7 @@ class _CheckpointIdentity(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeLocalFolders:
-    """The folders `save_dir` on the disks of all `nodes`, claimed by the world with this `generation`.
+    """The folder `save_dir` on the disk of each of `nodes`, claimed by the world with this `generation`.
 
     All methods are called by all ranks together.
     """
@@ -65,7 +65,7 @@ class NodeLocalFolders:
     report_warning: WarningReporter
 
     def find_newest_checkpoint(self) -> FoundCheckpoint | None:
-        """Return the newest checkpoint whose files exist on the nodes together, after copying it to all nodes; None if there is none.
+        """Copy the newest checkpoint of which each file is valid on some node to all nodes, and return it; None if there is none.
 
         Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version.
         """
@@ -78,7 +78,7 @@ class NodeLocalFolders:
             for message in messages:
                 self.report_warning(f"{self._find_node_name(rank)} skipped {message}")
         copy_counts = Counter(copy for copies, _ in answers for copy in copies)
-        # Of two with the same generation and step, the one that most nodes have needs the fewest copies.
+        # Of checkpoints with the same generation and step, try the one that most nodes have first: it needs the fewest copies.
         for copy in sorted(copy_counts, key=lambda copy: (copy.generation, copy.step, copy_counts[copy], copy.digest), reverse=True):
             if checkpoint := self._assemble_checkpoint(copy, local_copies.get(copy)):
                 return checkpoint
@@ -87,9 +87,9 @@ class NodeLocalFolders:
         return None
 
     def _assemble_checkpoint(self, identity: _CheckpointIdentity, local_checkpoint: FoundCheckpoint | None) -> FoundCheckpoint | None:
-        """Copy the checkpoint `identity` to all nodes that do not have it completely, and return its path and manifest.
+        """Copy the checkpoint `identity` to all nodes whose copy is missing or incomplete, and return its path and manifest.
 
-        `local_checkpoint`: this node's copy, if any. None if some file is missing or corrupt on all nodes.
+        Return None if a file of the checkpoint is missing or corrupt on all nodes. `local_checkpoint`: this node's copy, if any.
         """
         names, path = (
             tuple(sorted(local_checkpoint[1].files)) if local_checkpoint else (),
@@ -118,9 +118,10 @@ class NodeLocalFolders:
     def _copy_checkpoint_to_incomplete_nodes(
         self, local_checkpoint: FoundCheckpoint | None, valid_names: set[str], source_node: int
     ) -> None:
-        """Copy the checkpoint of which `source_node` has the manifest to all nodes that lack some of its files.
+        """Copy a checkpoint to all nodes that lack some of its files. `source_node` is a node that has its manifest.
 
-        `local_checkpoint`: this node's copy, if any; `valid_names`: the valid files in it. Leaders copy; a no-op on other ranks.
+        `local_checkpoint`: this node's copy, if any; `valid_names`: names of the valid files in this copy. Leaders copy; a no-op on other
+        ranks.
         """
         if self.nodes.leader_group is None:
             return
@@ -160,7 +161,7 @@ def _identify_checkpoint(content: Manifest) -> _CheckpointIdentity:
 
 
 def _find_valid_files(path: Path, content: Manifest, names: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return which of the files `names` in `path` match the manifest, and a description of the first that does not (None if all match)."""
+    """Return those of the files `names` in `path` that match the manifest, and the first mismatch as text (None if all match)."""
     valid_names, fault = [], None
     for name in names:
         try:

@@ -1,8 +1,8 @@
 """Fencing of checkpoints: only the newest world can commit them. A world is the set of ranks of one rendezvous round.
 
-Each world that starts takes a generation (a fencing token) higher than all before it, and creates the file `fence/GENERATION` in
-save_dir. A world that was cut off by a network failure and continues to train finds the higher generation before its next commit, and
-stops.
+When a world starts, it claims a generation (a fencing token) that is higher than all earlier generations, and creates the file
+`fence/GENERATION` in save_dir. If an older world still trains, for example after a network partition, it finds the higher generation
+before its next commit, and stops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOG_AFTER_SECONDS = 2.0
 
 
 def claim_generation(save_dir: Path, above: int) -> int:
-    """Take and return the lowest free generation that is higher than `above` and higher than all taken generations.
+    """Claim and return the lowest generation that is higher than `above` and than all generations claimed so far.
 
     Raises CheckpointError if save_dir cannot be written.
     """
@@ -35,7 +35,7 @@ def claim_generation(save_dir: Path, above: int) -> int:
 
 
 def try_claim_generation(save_dir: Path, generation: int) -> bool:
-    """Take `generation` by creating its fence file. Return False if it is already taken.
+    """Claim `generation` by creating its fence file. Return whether this succeeded; False if it was already claimed.
 
     Raises CheckpointError if save_dir cannot be written.
     """
@@ -55,19 +55,19 @@ def try_claim_generation(save_dir: Path, generation: int) -> bool:
 def wait_for_fence(save_dir: Path, generation: int, timeout_seconds: float = 60.0) -> None:
     """Wait until this node sees the fence file that rank 0 has created: a network file system may show it late.
 
-    Raises CheckpointError if it does not appear within `timeout_seconds`, so save_dir is not the same folder as on rank 0, or if save_dir
-    cannot be written on this node.
+    Raises CheckpointError if save_dir cannot be written on this node, or if the file does not appear within `timeout_seconds`: save_dir is
+    then not the same folder as on rank 0.
     """
     start_time, is_logged = time.monotonic(), False
     while True:
         try:
-            # Listing the folder makes a network file system look again; looking up a name may return a cached miss.
+            # Listing the folder makes a network file system refresh its cache; looking up a single name may return a cached miss.
             if str(generation) in os.listdir(save_dir / "fence"):  # noqa: PTH208  # only names are needed
                 break
         except PermissionError as error:
             raise _build_unwritable_save_dir_error(save_dir, error) from None
         except OSError:
-            pass  # not there yet
+            pass  # the folder is not visible yet
         waited = time.monotonic() - start_time
         if waited > timeout_seconds:
             raise CheckpointError(
@@ -100,12 +100,12 @@ def _build_unwritable_save_dir_error(save_dir: Path, error: OSError) -> Checkpoi
 
 
 def _find_existing_ancestor(path: Path) -> Path | None:
-    """Return `path` or its deepest ancestor that exists; None if permissions hide all of them."""
+    """Return `path` if it exists, else its nearest existing ancestor; None if permissions hide all of them."""
     return next((candidate for candidate in (path.absolute(), *path.absolute().parents) if os.access(candidate, os.F_OK)), None)
 
 
 def find_highest_generation(save_dir: Path) -> int:
-    """Return the highest generation taken in `save_dir`; 0 if none is taken."""
+    """Return the highest generation claimed in `save_dir`; 0 if there is none."""
     folder = save_dir / "fence"
     return max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
 

@@ -1,4 +1,4 @@
-"""Groups of ranks by node. The lowest rank of each node is its leader, which manages the node's own disk."""
+"""Ranks grouped by node. The lowest rank of each node is its leader, which manages the checkpoints on the node's disk."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """The nodes of one world, as seen by the rank `rank`. Nodes are indexed in the order of their leaders' ranks."""
+    """The nodes of one world, from the perspective of the rank `rank`. Nodes are indexed in the order of their leaders' ranks."""
 
     rank: int
     node_of_rank: tuple[int, ...]
-    """Index of the node of each rank, by rank."""
+    """For each rank, the index of its node."""
     node_names: tuple[str, ...]
     """Name of each node, by node index."""
     leader_group: dist.ProcessGroup | None
-    """Process group of all leaders, in the order of their nodes; None on other ranks. Only the leaders' background threads use it."""
+    """Process group of all leaders, in node order; None on ranks that are not leaders. Only the leaders' background threads use it."""
 
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> NodeGroups:
-        """Gather the node of each rank. Called by all ranks together.
+        """Gather the node of each rank from all ranks, and return the groups. Called by all ranks together.
 
-        Several nodes may run on one machine, so torchrun's agent number (GROUP_RANK) distinguishes them.
+        Several nodes may run on one machine, so they are distinguished by the rank of their torchrun agent (GROUP_RANK).
         """
         locations = collectives.all_gather_objects((os.environ.get("GROUP_RANK", "0"), runtime.node))
         unique_nodes = list(dict.fromkeys(locations))
@@ -57,9 +57,9 @@ class NodeGroups:
         return tuple(rank for rank, node in enumerate(self.node_of_rank) if node == self.node)
 
     def run_on_leaders(self, action: Callable[[], T], save_dir: Path) -> T:
-        """Run `action` on every leader, and return this leader's result once all have run it. Called by all leaders together.
+        """Run `action` on every leader, and return this leader's result when all leaders have finished. Called by all leaders together.
 
-        Raises CheckpointError on every leader if it fails on any.
+        Raises CheckpointError on every leader if `action` fails on any leader.
         """
         return collectives.run_on_all_ranks(lambda: run_translating_os_errors(save_dir, action), self.leader_group)[self.node]
 

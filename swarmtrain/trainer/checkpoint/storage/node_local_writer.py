@@ -1,7 +1,7 @@
 """Checkpoint writer for nodes that each have their own disk.
 
-A node writes everything that its ranks hold, to minimize network traffic. Parts are the same as on a shared disk, one per rank. If ranks
-of several nodes hold the content of a part, as all ranks do with unsharded state, each of these nodes writes it.
+To minimize network traffic, a node writes everything that its ranks hold. The shards are the same as on a shared disk: one per rank. If
+ranks of several nodes hold the tensors of a shard, each of these nodes writes it. For example, all ranks hold unsharded state.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from swarmtrain.trainer.checkpoint.storage.tensor_storage import (
 
 
 class NodeLocalWriter(TensorStorageWriter):
-    """Writes the parts that are assigned to this rank.
+    """Writes the shards that are assigned to this rank.
 
-    A node writes every part that one of its ranks holds completely, even if it is the part of another node's rank. After torch's save(),
-    `stage_assigned_parts` assigns the node's parts to its ranks, and copies this rank's parts into memory.
+    A node writes every shard that one of its ranks holds completely, even if it is the shard of another node's rank. After torch's save(),
+    `stage_assigned_shards` assigns the node's shards to its ranks, and copies this rank's shards into the staging buffer.
     """
 
     def __init__(self, folder: Path, nodes: NodeGroups, staging_buffer: StagingBuffer) -> None:
@@ -50,10 +50,10 @@ class NodeLocalWriter(TensorStorageWriter):
         return super().write_data(plan, planner)
 
     def _stage_shards(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """A no-op: this rank may have to write more than its own part. `stage_assigned_parts` copies its parts instead."""
+        """A no-op: `stage_assigned_shards` stages this rank's shards instead, since there may be more than one."""
 
     def stage_assigned_shards(self) -> None:
-        """Assign the parts of each node to its ranks, and copy this rank's parts into memory.
+        """Assign the shards of each node to its ranks, and copy this rank's shards into the staging buffer.
 
         Called by all ranks together, after torch's save().
         """
@@ -68,7 +68,7 @@ class NodeLocalWriter(TensorStorageWriter):
 
 
 def group_index_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
-    """Return the entries of `tensor_index` by file name, in the order of their offsets in the file."""
+    """Return the tensor chunks in `tensor_index` by file name, in the order of their offsets in the file."""
     chunks_by_file: dict[str, list[tuple[int, MetadataIndex]]] = defaultdict(list)
     for name, entry in tensor_index.items():
         for chunk in entry["chunks"]:
@@ -77,10 +77,10 @@ def group_index_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[Metad
 
 
 def assign_shards_to_ranks(writable: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
-    """Assign each part that can be written on a node to one of the node's `ranks`.
+    """Assign each shard that any of a node's `ranks` can write to one of these ranks. Return the assigned shard names by rank.
 
-    `writable`: for each rank the parts that it can write. A rank gets its own part; any other part goes to the rank with the fewest
-    parts. Return the assigned part names by rank.
+    `writable`: for each rank of the world, the names of the shards that it can write. Each rank is assigned its own shard; any other shard
+    is assigned to the rank with the fewest shards.
     """
     assigned: dict[int, list[str]] = {rank: [] for rank in ranks}
     for name in sorted({name for rank in ranks for name in writable[rank]}):

@@ -1,8 +1,8 @@
-"""Copy files between nodes, from disk to disk, in blocks, so that all nodes have them. Used by the threads of leaders.
+"""Copy files in blocks between the disks of nodes, until all nodes have all files. Used by background threads of the nodes' leaders.
 
 In round k each node sends to the k-th node after it and receives from the k-th node before it, so that all links are busy in both
-directions and no link carries the same bytes twice. A node that cannot read or write still takes part in all rounds, so that no peer
-waits for it, and raises its error afterwards.
+directions and no link carries the same bytes twice. A node that fails to read or write still takes part in all rounds, so that no other
+node waits for it. It raises its error afterwards.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def exchange_files(folder: Path, available: FileDigests, nodes: NodeGroups, *, l
     """Copy files between the nodes until `folder` on each node has all files that any node has. Return the digests of all files.
 
     Called by all leaders together. `available`: digests of the files in `folder` on this node. If files with the same name differ, the
-    copy of the first node is sent to the others. `label` names the transfer in progress messages, which are logged if it takes long.
-    Raises CheckpointError on every leader if the transfer fails on any.
+    copy of the first node is sent to the others. `label`: name of the transfer in progress messages, which are logged if it takes long.
+    Raises CheckpointError on every leader if the transfer fails on any leader.
     """
     offers = collectives.all_gather_objects(available, nodes.leader_group)
     all_files = {name: dict(digest) for offer in reversed(offers) for name, digest in offer.items()}
@@ -67,7 +67,7 @@ def _raise_if_transfer_failed(fault: str | None, folder: Path) -> None:
 
 
 class _FileSender:
-    """Reads files and splits them into blocks, for other nodes."""
+    """Reads files and splits them into blocks, which are sent to other nodes."""
 
     def __init__(self, folder: Path, files: FileDigests) -> None:
         self._folder, self._files = folder, files
@@ -77,7 +77,7 @@ class _FileSender:
     def iterate_blocks(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Yield the bytes of the files `names` in blocks.
 
-        If a file cannot be read, wrong bytes are sent, which the receiver detects by the SHA-256.
+        If a file cannot be read, blocks with arbitrary bytes are sent in its place; the receiver detects this by the file's SHA-256.
         """
         for name in names:
             for start in range(0, self._files[name]["size"], _BLOCK_BYTES):
@@ -105,7 +105,7 @@ class _FileReceiver:
         self.fault: str | None = None
 
     def iterate_receive_buffers(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield a buffer for each block of the files `names`. The buffer's content is written when the next buffer is requested."""
+        """Yield a buffer for each block of the files `names`. Its content is written to disk when the next buffer is requested."""
         for name in names:
             yield from self._receive_file(name)
 

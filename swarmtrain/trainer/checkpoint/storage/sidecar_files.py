@@ -1,6 +1,6 @@
 """Sidecar files that rank 0 writes next to checkpoints: metrics.jsonl and wandb-id.
 
-If each node has its own disk, they are copied to the node on which rank 0 runs next.
+If each node has its own disk, these files are copied to all nodes after a restart, since rank 0 may run on another node than before.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _SIDECAR_NAMES = _METRICS_FILE, "wandb-id"
 
 
 def sync_sidecar_files(nodes: NodeGroups, save_dir: Path, step: int) -> None:
-    """Copy the sidecar files of the node with the most recorded steps up to `step` to all nodes, unless the first node has as many.
+    """Copy the sidecar files of the node that has recorded the most steps up to `step` to all nodes.
 
-    Leaders copy; a no-op on other ranks. Raises CheckpointError on every leader if it fails on any.
+    Nothing is copied if the first node has recorded as many. Leaders copy; a no-op on other ranks. Raises CheckpointError on every leader
+    if the copy fails on any leader.
     """
     if nodes.leader_group is None:
         return

@@ -1,8 +1,8 @@
-"""Storage of checkpoints: in one folder that all nodes share, or in a folder on each node.
+"""Storage backends for checkpoints: one folder that all nodes share, or a folder on each node's disk.
 
                     SharedStorage                       NodeLocalStorage
 leader              rank 0                              the lowest rank of each node
-parts               each is written once                each is written by every node that holds it, and sent to the other nodes
+shards              each is written once                each is written by every node that holds it, and sent to the other nodes
 commit              rank 0 renames the folder           each leader renames its folder, when all nodes have all files
 fence               one generation in the folder        the same generation in each folder
 newest checkpoint   found in the folder                 complete on one node, or on all nodes together; sent to the other nodes
@@ -40,17 +40,18 @@ class StorageBackend(Protocol):
     """Interface of checkpoint storage. All methods except `commit_checkpoint` are called by all ranks together."""
 
     is_leader: bool
-    """True if this rank commits checkpoints: for the shared disk, or for its node's disk."""
+    """True if this rank commits the checkpoints on the shared disk, or on its node's disk."""
 
     @property
     def nodes(self) -> NodeGroups | None:
-        """The nodes of this world, if each has its own disk; None for a shared disk."""
+        """The nodes of this world if each node has its own disk; None for a shared disk."""
         ...
 
     def claim_generation(self) -> int:
         """Claim a generation for this world, and return it. Worlds with lower generations can then no longer commit.
 
-        Raises CheckpointError if the folder cannot be written, or if trainer.save_dir_shared does not match the disks; CoordinatorError.
+        Raises CheckpointError if the folder cannot be written, or if trainer.save_dir_shared is wrong for the disks; CoordinatorError if
+        the coordinator cannot be reached.
         """
         ...
 
@@ -59,26 +60,26 @@ class StorageBackend(Protocol):
         ...
 
     def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
-        """Return the writer for this rank's part of a checkpoint in `folder`."""
+        """Return the writer for this rank's shard of the checkpoint in the staging folder `folder`."""
         ...
 
     def assign_shards(self, writer: TensorStorageWriter) -> None:
-        """Assign the parts that this rank writes to `writer`, after torch's save()."""
+        """Assign to `writer` the shards that this rank writes. Called after torch's save()."""
         ...
 
     def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
-        """Wait until `folder` has all parts, call `commit_files` with the digests of all files, and return its result.
+        """Wait until `folder` has all shards, call `commit_files` with the digests of all files, and return its result.
 
-        Called by leaders, in a thread.
+        Called by leaders, in a background thread. `all_written` is set when all ranks have written their shards.
 
-        `all_written` is set when all ranks have written their parts. Raises CheckpointError, WorldError.
+        Raises CheckpointError if a file is missing or cannot be written, WorldError if a newer world has taken over.
         """
         ...
 
     def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
-        """Return path and manifest of the newest complete checkpoint; None if there is none. `generation`: that of this world.
+        """Return path and manifest of the newest complete checkpoint; None if there is none.
 
-        Raises CheckpointError.
+        `generation`: generation of this world. Raises CheckpointError if a node cannot write its copy.
         """
         ...
 
@@ -134,7 +135,7 @@ class NodeLocalStorage:
         )
 
     def _try_claim_generation(self) -> int | None:
-        """Take the same generation on the disks of all nodes and return it; None if another world or node has taken it on one of them."""
+        """Claim the same generation on the disks of all nodes, and return it; None if it was already claimed on any of the disks."""
         highest = max(collectives.run_on_all_ranks(lambda: _find_highest_generation(self._save_dir) if self.is_leader else 0))
         generation = collectives.run_on_rank_zero(lambda: self._obtain_next_generation(highest))
         return (
@@ -179,7 +180,7 @@ class NodeLocalStorage:
     def _obtain_next_generation(self, highest: int) -> int:
         """Return a generation that is higher than `highest` and unused by any other world of this run.
 
-        The coordinator assigns it, if there is one, since other worlds may have run on other nodes.
+        If there is a coordinator, it assigns the generation, since other worlds may have run on other nodes.
         """
         return (
             CoordinatorClient(self._runtime.coordinator_address).request_generation(highest)

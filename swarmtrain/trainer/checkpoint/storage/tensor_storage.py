@@ -1,7 +1,7 @@
-"""Storage for torch's distributed checkpoint (DCP): raw tensor bytes in one file per rank, everything else as JSON.
+"""Storage for torch's distributed checkpoint (DCP): raw tensor bytes in one file per rank (its shard), everything else as JSON.
 
-torch's own file format stores metadata as pickles, which can run code when they are read. Here torch's planners shard and reshard as
-usual, but this module reads and writes the files: nothing is pickled or unpickled, and entries that are not tensors are rejected.
+torch's own storage pickles the metadata, and unpickling can execute code. Here torch's planners shard and reshard tensors as usual, but
+this module reads and writes the files: nothing is pickled or unpickled, and entries that are not tensors are rejected.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOAT
 
 
 class StagingBuffer:
-    """Host memory into which this rank's part of a checkpoint is copied.
+    """Host memory into which this rank's shard of a checkpoint is copied before it is written.
 
-    It is reused, since allocating it takes longer than filling it.
+    The memory is reused for the next checkpoint, since allocating it takes longer than filling it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class StagingBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def stage_tensors(self, tensors: Sequence[Tensor]) -> memoryview:
-        """Copy the bytes of `tensors` into the buffer, one after another, and return them."""
+        """Copy the bytes of `tensors` into the buffer, one after another, and return the filled region."""
         sources = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
         size, offset = sum(source.numel() for source in sources), 0
         if size > self._buffer.numel():
@@ -63,15 +63,15 @@ class StagingBuffer:
 
 
 def format_shard_file_name(number: int) -> str:
-    """Return the file name of the part with this `number`."""
+    """Return the file name of the shard with the index `number`."""
     return f"part-{number:05}.bin"
 
 
 class TensorStorageWriter(StorageWriter):
-    """Writes part `part_number` of a checkpoint to `folder`, in two phases.
+    """Writes the shard with index `part_number` of a checkpoint to `folder`, in two phases.
 
-    torch's save() copies the part into `staging_buffer`; `write` then writes it to the disk. After the first phase, `tensor_index` on
-    rank 0 is the index of the tensors in all parts.
+    torch's save() copies the shard into `staging_buffer`; then `write_staged_shards` writes it to disk. After the first phase,
+    `tensor_index` on rank 0 is the index of the tensors in all shards.
     """
 
     def __init__(self, folder: Path, part_number: int, staging_buffer: StagingBuffer) -> None:
@@ -93,7 +93,7 @@ class TensorStorageWriter(StorageWriter):
         return future
 
     def _stage_shards(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """Copy the tensors of each part into the staging buffer. `parts`: tensors by file name."""
+        """Copy the tensors of each shard into the staging buffer. `parts`: tensors of each shard, by file name."""
         staged, start = self._staging_buffer.stage_tensors([tensor for tensors in parts.values() for tensor in tensors]), 0
         for name, tensors in parts.items():
             end = start + sum(tensor.nbytes for tensor in tensors)
@@ -104,9 +104,9 @@ class TensorStorageWriter(StorageWriter):
         self.tensor_index = {name: _build_index_entry(name, entry, locations) for name, entry in metadata.state_dict_metadata.items()}
 
     def stage_local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Copy this rank's part of `tensors` into the staging buffer, without communication.
+        """Copy this rank's shard of `tensors` into the staging buffer, without communication.
 
-        Return the index of the tensors in this part.
+        Return the index of the tensors in this shard.
         """
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(tensors), is_coordinator=True)
@@ -126,9 +126,9 @@ class TensorStorageWriter(StorageWriter):
         return index
 
     def write_staged_shards(self) -> FileDigests:
-        """Write the staged parts to the folder, and return size and SHA-256 of each file by name; empty if this rank has no part.
+        """Write the staged shards to the folder, and return size and SHA-256 of each file by name; empty if this rank has no shard.
 
-        Raises OSError with the part's path.
+        Raises OSError with the path of the file that cannot be written.
         """
         return {name: self._write_shard_file(name, part) for name, part in self._staged_parts.items() if part}
 
@@ -161,7 +161,7 @@ class TensorStorageWriter(StorageWriter):
 
 
 class TensorStorageReader(StorageReader):
-    """Reads tensors from the parts of a checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
+    """Reads tensors from the shards of the checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
 
     def __init__(self, folder: Path, tensor_index: Mapping[str, Any]) -> None:
         """Raises CheckpointError if `tensor_index` is invalid."""
@@ -197,9 +197,9 @@ class TensorStorageReader(StorageReader):
         return future
 
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
-        """Read `item` into `target`.
+        """Read the values of `item` into `target`.
 
-        If its bytes are contiguous in the file, they are read directly into `target`, without a copy in memory.
+        If they are contiguous in the file and `target` has their dtype and layout, they are read into `target` without another copy.
         """
         name, offset, dtype, sizes = self._locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
         starts, lengths = item.storage_offsets, item.lengths
@@ -240,7 +240,7 @@ def resolve_item_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
 
 
 def describe_first_failure(error: CheckpointException) -> str:
-    """Return a description of why a torch distributed checkpoint operation failed, on the first rank on which it failed."""
+    """Return rank and message of the first failure in `error`, the exception of a failed torch DCP operation."""
     rank, (message, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {message}"
 

@@ -1,9 +1,11 @@
 """Metric sinks: metrics.jsonl, metrics.csv, TensorBoard, W&B, a Determined trial and sinks of other packages, in any combination.
 
-A sink receives metrics lines: mappings of names to numbers, with the step under `step`; or samples generated from prompts (see
-generated_samples.py). Each world opens its sinks again, and no step appears twice in a sink: the lines that an earlier world has written
-after the resumed step are discarded, and the lines of the resumed step are written again as they are in metrics.jsonl. So values that an
-earlier world could write to only one sink end up in all of them.
+A sink receives metrics lines: mappings of metric names to numbers, with the step under `step`. A line may also have samples that were
+generated from prompts (see generated_samples.py).
+
+Each world opens its sinks again, and no step appears twice in a sink: lines of steps after the resumed step, which an earlier world has
+written, are discarded, and the lines of the resumed step are written again from metrics.jsonl. So all sinks get the same values, even if
+the earlier world ended after it had written them to only one sink.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 
 class Sink(Protocol):
-    """Interface of a metric sink. Once open, it raises no errors: a failure of its destination never stops training."""
+    """Interface of a metric sink. An open sink raises no errors: a failure of its destination never stops training."""
 
     def write(self, values: dict[str, Any]) -> None:
         """Write the metrics line `values`, which has the key `step`. None represents NaN/Inf."""
@@ -35,11 +37,11 @@ class Sink(Protocol):
 
 SinkFactory = Callable[[Runtime, Path, ResumeHistory], Sink]
 _BUILT_IN_SINKS: dict[str, SinkFactory] = {"csv": CsvTable, "tensorboard": EventFile, "wandb": WandbRun}
-"""What creates each sink, by its name in logger.sinks."""
+"""Built-in sink classes, by their name in logger.sinks."""
 
 
 class Sinks:
-    """All sinks of a run, combined. There are no sinks on ranks other than rank 0."""
+    """All sinks of a run, used as one sink. Ranks other than rank 0 have no sinks."""
 
     def __init__(self, *open_sinks: Sink) -> None:
         """`open_sinks`: sinks that are already open."""
@@ -63,7 +65,7 @@ class Sinks:
             self._sinks.append(sink)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write the metrics line `values` to each sink, except values of the resumed step that are already in the history."""
+        """Write the metrics line `values` to each sink. Metrics of the resumed step that are already in the history are omitted."""
         if values["step"] == self._history.step:
             values = {name: value for name, value in values.items() if name == "step" or name not in self._history.last_step_metric_names}
         if len(values) > 1:
@@ -82,14 +84,17 @@ def get_metrics_folder(runtime: Runtime) -> Path | None:
 
 
 def _list_configured_sinks(logger: LoggerConfig) -> list[SinkFactory]:
-    """Return what creates each sink that the config selects. Raises SwarmtrainError if a sink is missing or broken."""
+    """Return the class of each sink that the config selects. Raises SwarmtrainError if a class is missing or cannot be imported."""
     is_selected_by_key = {"csv": logger.use_csv, "tensorboard": logger.use_tensorboard, "wandb": logger.use_wandb}
     names = [name for name, is_selected in is_selected_by_key.items() if is_selected] + [*logger.sinks]
     return [_BUILT_IN_SINKS.get(name) or _load_installed_sink(name) for name in dict.fromkeys(names)]
 
 
 def _load_installed_sink(name: str) -> SinkFactory:
-    """Import the sink class that another package adds as `name`. Raises SwarmtrainError if it is missing or broken."""
+    """Import the sink class that another package registers as entry point `name`, and return it.
+
+    Raises SwarmtrainError if there is no such entry point, or if it cannot be imported.
+    """
     installed = list_entry_points(METRICS_SINK_GROUP)
     if name not in installed:
         message = f"unknown sink {name}; existing sinks: {', '.join([*_BUILT_IN_SINKS, *installed])}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.trainer.metrics.sinks.append_file import AppendFile
+from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
 from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.runtime import Runtime
 
@@ -17,16 +17,16 @@ CsvRow = dict[str, str]
 
 
 class CsvTable:
-    """Table whose columns are in the order of their first appearance. A column that is added later is empty in earlier rows."""
+    """CSV table with one column per metric, in the order in which metrics first appear. A later column is empty in earlier rows."""
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
         """Create metrics.csv in `folder`, with the rows of `history`. Raises TrainingError if it cannot be written."""
         rows = _merge_lines_by_step(history.lines)
         self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
         self._last_row, earlier_rows = (rows[-1], rows[:-1]) if rows else ({}, [])
-        self._file = AppendFile(folder / "metrics.csv", self._encode_rows([_build_header_row(self._columns), *earlier_rows]))
+        self._file = RecordFile(folder / "metrics.csv", self._encode_rows([_build_header_row(self._columns), *earlier_rows]))
         self._last_row_offset = self._file.size
-        """Byte offset of the last row, which may be extended by more cells."""
+        """Byte offset of the last row, to which more cells may be added."""
         if self._last_row:
             self._file.append_bytes(self._encode_rows([self._last_row]))
 

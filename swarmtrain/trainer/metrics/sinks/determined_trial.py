@@ -1,6 +1,6 @@
-"""Integration with Determined AI: if the run is a trial, the Determined master may request preemption, and receives the metrics.
+"""Integration with Determined AI: if the run is a Determined trial, the Determined master gets its metrics, and may preempt it.
 
-It needs no setting: Determined's container includes its own package and the environment variables that identify a trial.
+No setting is needed: Determined's containers contain its Python package, and environment variables that identify a trial.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _POLL_SECONDS, _CLOSE_TIMEOUT_SECONDS = 0.2, 30.0
-"""Seconds between two checks for preemption; maximum seconds to send pending metrics when the run ends."""
+"""Seconds between two checks for a preemption request, and maximum seconds to send pending metrics when the run ends."""
 
 
 class DeterminedTrial:
@@ -30,7 +30,7 @@ class DeterminedTrial:
     def __init__(self, runtime: Runtime) -> None:
         """Connect to the Determined master, on rank 0 of a trial. Called by all ranks together.
 
-        Raises TrainingError on every rank if that fails.
+        Raises TrainingError on every rank if the connection fails.
         """
         self._log_interval, self._total_steps = runtime.config.logger.log_interval, runtime.config.trainer.train_iterations
         self._context: Any = None
@@ -43,10 +43,10 @@ class DeterminedTrial:
         return self._preemption_requested
 
     def acknowledge_preemption(self) -> int:
-        """Return the exit code of a graceful exit after everything is saved. Called by all ranks together.
+        """Return the exit code for a graceful exit. Called by all ranks together, after the last step is saved.
 
-        If the Determined master has requested preemption, it is asked to restart the trial, and the exit code is 0: the master would
-        treat any other as a failure.
+        If the Determined master has requested preemption, this method requests a restart of the trial, and the exit code is 0: the master
+        would treat any other exit code as a failure.
         """
         return (
             EXIT_PLANNED
@@ -55,9 +55,9 @@ class DeterminedTrial:
         )
 
     def write(self, values: dict[str, Any]) -> None:
-        """Report `values`, a metrics line.
+        """Report the metrics line `values` to the Determined master.
 
-        Validation losses are reported as validation metrics, other metrics at logged steps as training metrics.
+        Validation losses are reported as validation metrics. Other metrics are reported as training metrics, at logged steps.
         """
         if self._context is None or self._reporting_failed or extract_samples(values):
             return
@@ -78,14 +78,14 @@ class DeterminedTrial:
         except ImportError:
             raise TrainingError("determined is not installed", place="Determined trial", hint="pip install determined") from None
         try:
-            # The ranks agree among themselves, so Determined only needs to know one of them.
+            # The ranks agree on preemption among themselves, so only rank 0 is registered with Determined.
             self._context = core.init(
                 distributed=core.DummyDistributedContext(),
                 preempt_mode=core.PreemptMode.ChiefOnly,
                 tensorboard_mode=core.TensorboardMode.MANUAL,
             )
             self._context.start()
-        except Exception as error:  # whatever its client raises
+        except Exception as error:  # Determined's client may raise any error
             raise TrainingError(str(error), place="Determined trial", hint="make its master reachable from the container") from error
         threading.Thread(target=self._try_reporting_metrics, args=(self._poll_preemption,), daemon=True).start()
 
@@ -112,7 +112,7 @@ class DeterminedTrial:
     def _try_reporting_metrics(self, action: Callable[[], object]) -> bool:
         try:
             action()
-        except Exception as error:  # noqa: BLE001  # whatever its client raises: training continues
+        except Exception as error:  # noqa: BLE001  # the client may raise any error; training continues
             LOG.warning("Determined: metrics are no longer reported: %s", error)
             self._reporting_failed = True
             return False

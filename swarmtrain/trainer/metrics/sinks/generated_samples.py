@@ -1,4 +1,4 @@
-"""Samples that a model has generated from prompts, as part of a metrics line."""
+"""Texts that a model has generated from prompts (generated samples), as part of a metrics line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 SAMPLES_KEY = "generated"
 """Key of the list of generated samples in a metrics line."""
 GeneratedSample = dict[str, str]
-"""A generated sample: its `prompt` and its `text`."""
+"""A generated sample, with the keys `prompt` and `text`."""
 
 
 def extract_samples(values: Mapping[str, Any]) -> Sequence[GeneratedSample]:
     """Return the generated samples in the metrics line `values`.
 
-    Empty if there are none, or if a custom script uses that key for a number.
+    Empty if there are none, or if a custom script logs a number under the same key.
     """
     samples = values.get(SAMPLES_KEY)
     return samples if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples) else []

@@ -1,6 +1,6 @@
 """Metric sink `metrics.jsonl`: one JSON line per step, even if the run was interrupted.
 
-Also used for other JSON-lines files with a step.
+Also used for other JSON Lines files whose records have a step.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks.append_file import AppendFile
+from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
 from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """JSON-lines file of metrics, read by other programs, and by the run itself when it resumes."""
+    """JSON Lines file of metrics, which other programs read, and the run itself when it resumes."""
 
     def __init__(self, folder: Path, resumed_step: int, name: str = FILE_NAME) -> None:
         """Open the file `name` in `folder`, and remove lines of steps after `resumed_step`.
@@ -30,7 +30,7 @@ class MetricsFile:
             for line in _read_metrics_lines_or_raise(folder / name)
             if (values := _parse_metrics_line(line)) and values["step"] <= resumed_step
         ]
-        self._file = AppendFile(folder / name, "".join(line for line, _ in retained).encode())
+        self._file = RecordFile(folder / name, "".join(line for line, _ in retained).encode())
         self.history = ResumeHistory(resumed_step, [values for _, values in retained])
 
     def write(self, values: dict[str, Any]) -> None:
@@ -48,16 +48,16 @@ class MetricsFile:
 
 
 def read_last_step(folder: Path) -> int:
-    """Return the last step in `metrics.jsonl` in `folder`; 0 if there is none. Raises TrainingError if the file cannot be read."""
+    """Return the last step in the `metrics.jsonl` of `folder`; 0 if there is none. Raises TrainingError if the file cannot be read."""
     return max(
         (values["step"] for line in _read_metrics_lines_or_raise(folder / FILE_NAME) if (values := _parse_metrics_line(line))), default=0
     )
 
 
 def append_missing_step_metrics(folder: Path, step: int, values: dict[str, Any]) -> None:
-    """Append a line for `step` to `metrics.jsonl` in `folder`, if the file ends with the step before.
+    """Append a line for `step` to the `metrics.jsonl` of `folder`, if the file's last step is the previous step.
 
-    Used if rank 0 died before writing the line. Raises OSError.
+    Used if rank 0 died before writing this line. Raises OSError if the file cannot be read or written.
     """
     path = folder / FILE_NAME
     lines = _read_metrics_lines(path)
@@ -84,7 +84,7 @@ def _read_metrics_lines(path: Path) -> list[str]:
 
 
 def _parse_metrics_line(line: str) -> dict[str, Any] | None:
-    """Return the values of the JSON line `line`; None if it is incomplete or invalid."""
+    """Return the values in the JSON text `line`; None if it is incomplete or invalid."""
     try:
         values = json.loads(line)
         return {**values, "step": int(values["step"])} if line.endswith("\n") else None

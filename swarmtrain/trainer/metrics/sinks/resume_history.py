@@ -1,4 +1,4 @@
-"""Metrics that a run has logged before it resumed."""
+"""Metrics that a run logged before it was resumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ResumeHistory:
-    """Metrics lines up to `step`, from which the run resumes. Empty if the run has no metrics file."""
+    """Metrics lines of the steps up to `step`, the step from which the run resumes. Empty if the run has no metrics file."""
 
     step: int
     lines: Sequence[dict[str, Any]]
@@ -21,5 +21,5 @@ class ResumeHistory:
 
     @property
     def last_step_metric_names(self) -> frozenset[str]:
-        """Names of the values that were already logged for `step`."""
+        """Names of the metrics that were already logged for `step`."""
         return frozenset(name for line in self.last_step_lines for name in line)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks.append_file import AppendFile
 from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample, extract_samples
+from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
 from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.runtime import Runtime
 
 
 class EventFile:
-    """TensorBoard event file of one world. Its header makes TensorBoard discard later steps in the files of earlier worlds."""
+    """TensorBoard event file of one world. It makes TensorBoard discard later steps that earlier worlds have written to their files."""
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
         """Create the event file in `folder`. Raises TrainingError if tensorboard is not installed, or if the file cannot be written."""
@@ -36,7 +36,7 @@ class EventFile:
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         session_start = Event(wall_time=time.time(), step=history.step, session_log=SessionLog(status=SessionLog.START))
         header = self._encode_record(Event(wall_time=time.time(), file_version="brain.Event:2")) + self._encode_record(session_start)
-        self._file = AppendFile(folder / "tensorboard" / name, header)
+        self._file = RecordFile(folder / "tensorboard" / name, header)
         for line in history.last_step_lines:
             self.write(line)
 

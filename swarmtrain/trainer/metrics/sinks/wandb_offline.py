@@ -1,4 +1,4 @@
-"""Truncation of the files that the W&B client writes when offline: one per world, which `wandb sync` uploads in order."""
+"""Truncate the files that the W&B client writes in offline mode: one file per world. `wandb sync` uploads the files in order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ def truncate_offline_files(folder: Path, run: str, step: int) -> int | None:
         staging = path.with_name(f".{path.name}")
         with path.open("rb") as file:
             staging.write_bytes(file.read(end) + bytes(_compute_block_padding(end)))
-        # By rename: the process that W&B starts next to a rank may outlive it, and keep writing to an unlinked file.
+        # Replace the file by rename: the service process of W&B may outlive its rank, and then writes to an unlinked file.
         staging.replace(path)
     return last_step
 
 
 def _compute_block_padding(end: int) -> int:
-    """Return the number of zero bytes that a W&B file has after byte `end`: the rest of a block, if it is too small for a record header."""
+    """Return the number of zero bytes that pad a W&B file after byte `end`.
+
+    If the rest of the block is too small for a record header, it is padded.
+    """
     remaining = -end % _BLOCK_BYTES
     return remaining if remaining < _HEADER_BYTES else 0
 
@@ -35,7 +38,7 @@ def _compute_block_padding(end: int) -> int:
 def _find_truncation_point(path: Path, step: int) -> tuple[int, int]:
     """Return the byte offset at which to truncate the file `path`, and the last step before that offset.
 
-    It is the offset at which the file reaches `step` or a later step, becomes corrupt, or ends.
+    The file is truncated at the first record of `step` or of a later step, at the first corrupt record, or at its end.
     """
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore

@@ -31,14 +31,14 @@ _CONNECT_TIMEOUT_SECONDS, _CLOSE_TIMEOUT_SECONDS = 10, 30
 class WandbRun:
     """One W&B run, which continues across restarts.
 
-    The W&B service cannot delete history and accepts steps in ascending order only, so steps that an earlier world has logged remain
-    there. The files of an offline run are truncated instead.
+    The W&B service cannot delete history, and accepts steps only in ascending order. So steps after the resumed step that an earlier world
+    has logged remain in an online run. The files of an offline run are truncated.
     """
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
         """Start or resume the W&B run. Its files are stored in `folder`.
 
-        Raises TrainingError if wandb is not installed, if it is to run online without an API key, or if `folder` cannot be written.
+        Raises TrainingError if wandb is not installed, if there is no API key in online mode, or if `folder` cannot be written.
         """
         try:
             import wandb
@@ -70,9 +70,9 @@ class WandbRun:
             self._run = wandb.init(id=run_id, **_build_init_options(wandb, runtime, folder, "offline" if offline else "online", key))
             if last_offline_step is not None:
                 self._min_step = last_offline_step + 1
-            else:  # a run that was online before has already logged the earlier steps
+            else:  # if the run was online before, the W&B service already has the earlier steps
                 self._min_step = history.step + 1 if offline and history.step else self._run.step
-        except Exception as error:  # noqa: BLE001  # whatever its client raises: training continues
+        except Exception as error:  # noqa: BLE001  # the client may raise any error; training continues
             LOG.warning("wandb: disabled, %s", str(error).replace(key, "***") if key else error)
             _kill_service()
         # Log again the lines that the wandb process may not have sent when an earlier world was killed.
@@ -80,7 +80,7 @@ class WandbRun:
             self.write(line)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Log the metrics line `values`, unless the run already has a later step."""
+        """Log the metrics line `values`, unless the W&B run already has a later step."""
         if values["step"] >= self._min_step:
             self._min_step = values["step"]
             if samples := extract_samples(values):
@@ -93,7 +93,7 @@ class WandbRun:
         return wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
 
     def close(self) -> None:
-        """Send pending metrics, for at most 30 s. What could not be sent remains on the disk."""
+        """Send pending metrics, for at most 30 s. Metrics that could not be sent remain on disk."""
         thread = threading.Thread(target=self._call_wandb_or_disable_sink, args=("finish",), daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_SECONDS)
@@ -138,7 +138,7 @@ def _build_init_options(wandb: Any, runtime: Runtime, folder: Path, mode: str, k
 def _kill_service() -> None:
     """Kill the W&B service process that wandb has started.
 
-    It would retry for minutes, and this process waits for it when it exits.
+    Otherwise the service would retry for minutes, and this process would wait for it at exit.
     """
     for child in Path("/proc/self/task").glob("*/children"):
         for pid in child.read_text().split():
@@ -163,9 +163,9 @@ def _is_url_reachable(url: str) -> bool:
 
 
 def _load_or_create_run_id(config: Config, run_name: str, folder: Path) -> str:
-    """Return the id of the W&B run, which is created when the run first starts and stored next to its checkpoints.
+    """Return the id of the W&B run. It is created when the run first starts, and stored next to the checkpoints.
 
-    Raises TrainingError.
+    Raises TrainingError if the id cannot be read or written.
     """
     path = (config.trainer.save_dir or folder) / "wandb-id"
     try:

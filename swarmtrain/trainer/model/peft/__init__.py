@@ -14,7 +14,7 @@ _PROJECTION_HEAD_PREFIX = "head.projections."
 
 
 def zero_second_half_of_batch(values: Tensor) -> Tensor:
-    """Return `values` (samples, …), with the second half of the samples replaced by zeros."""
+    """Return `values` (samples, …) with zeros in the second half of the samples."""
     half = len(values) // 2
     return torch.cat((values[:half], torch.zeros_like(values[half:])))
 

@@ -1,6 +1,6 @@
 """Adapters (Houlsby et al. 2019, arXiv 1902.00751): bottleneck layers after attention and after the feed-forward block.
 
-An adapter computes x + W GELU(N x + n) + w from the layer's output x, before it is added to the residual stream.
+From the layer's output x, an adapter computes x + W GELU(N x + n) + w, which is added to the residual stream instead of x.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): adds a low-rank product to a linear layer, W x + alpha / rank B A x."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): adds a low-rank product to a linear layer: W x + (alpha / rank) B A x."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from swarmtrain.trainer.model.peft import zero_second_half_of_batch
 
 
 class Lora(nn.Module):
-    """The low-rank product alpha / rank B A x of one linear layer.
+    """The low-rank product (alpha / rank) B A x of one linear layer.
 
     B is initialized with zeros, so that LoRA initially does not change the model's output.
     """
 
     def __init__(self, inputs: int, outputs: int, config: LoraConfig, layer_name: str) -> None:
-        """`layer_name` identifies the layer: it selects the elements that Dropout drops."""
+        """`layer_name` identifies the layer: dropout is seeded by it."""
         super().__init__()
         self.dropout = Dropout(config.dropout, layer_name)
         self.a = nn.Linear(inputs, config.rank, bias=False)
@@ -35,10 +35,10 @@ class Lora(nn.Module):
 
 
 class LoraAdapters(nn.ModuleDict):
-    """The LoRA products of one module's linear layers, by layer name."""
+    """The LoRA matrices of one module's linear layers, by layer name."""
 
     def __init__(self, architecture: TransformerArchitectureConfig, module_name: str, layers: Iterable[tuple[str, nn.Linear]]) -> None:
-        """`module_name` identifies the module: it selects the elements that Dropout drops."""
+        """`module_name` identifies the module: dropout is seeded by it."""
         config = architecture.lora_config
         lora_layers = {name: layer for name, layer in layers if config and name in config.layers}
         self.first_half_only = False
@@ -64,6 +64,6 @@ class LoraAdapters(nn.ModuleDict):
 
 
 def merge_lora_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, config: LoraConfig) -> Tensor:
-    """Return `weight` + alpha / rank B A: a layer's weight (outputs, inputs) with LoRA merged into it, in the dtype of `weight`."""
+    """Return `weight` + (alpha / rank) B A: a layer's weight (outputs, inputs) with LoRA merged into it, in the dtype of `weight`."""
     dtype = torch.float64
     return (weight.to(dtype) + lora_b.to(dtype) @ lora_a.to(dtype) * (config.alpha / config.rank)).to(weight.dtype)
