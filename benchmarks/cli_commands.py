@@ -93,8 +93,9 @@ def measure_generate_1000() -> Iterator[BenchmarkRow]:
     pairs = zip(samples[1000].values, samples[250].values, strict=True)
     ratios = Sample.from_values([large / 1000 / (small / 250) for large, small in pairs])
     growth_text = ", ".join(format_growth({size: sample.median for size, sample in samples.items()}))
-    description = "CPU time for each of 1,000 nodes, in terms of that for each of 250: 1 is linear"
-    yield BenchmarkRow("generate-1000/growth", description, "times", ratios, limit=1.3, note=f"a node costs, with {growth_text}")
+    description = "CPU time per node for 1,000 nodes, relative to that for 250 nodes: 1 is linear"
+    note = f"CPU time per node, by number of nodes: {growth_text}"
+    yield BenchmarkRow("generate-1000/growth", description, "times", ratios, limit=1.3, note=note)
 
 
 def _measure_cpu_milliseconds(argv: list[str], *, foreign: bool = False) -> float:

@@ -43,24 +43,24 @@ def measure_data_loading() -> Iterator[BenchmarkRow]:
         "load/packed": TokenDataset(prefixes, _SHAPE, 0, blend_config=blend_config, packing=Packing.documents),
     }
     descriptions = {
-        "load": f"{_BATCH_SIZE} windows of 2,048 tokens a batch",
-        "load/short": f"{_BATCH_SIZE} windows of 256 tokens a batch",
+        "load": f"{_BATCH_SIZE} windows of 2,048 tokens per batch",
+        "load/short": f"{_BATCH_SIZE} windows of 256 tokens per batch",
         "load/blended": "two files blended by weight",
-        "load/packed": "two files blended, whole documents packed, 1,000 tokens long on average",
+        "load/packed": "two files blended, packed documents of 1,000 tokens on average",
     }
     rates = measure_in_turns(_REPEATS, *(partial(_measure_nanoseconds_per_token, data) for data in sample_sets.values()))
     for (name, data), sample in zip(sample_sets.items(), rates, strict=True):
         rate = f"{1e3 / sample.median:.0f} M tokens/s; {len(data):,} samples"
         yield BenchmarkRow(
             f"data/{name}",
-            f"a token out of warm files: {descriptions[name]}",
+            f"reading one token from files in the page cache: {descriptions[name]}",
             "ns of CPU",
             sample,
             limit=50 if name == "load" else None,
             note=rate,
         )
     [open_times] = measure_in_turns(_REPEATS, partial(_measure_open_milliseconds, _create_large_file(_FOLDER / "large")))
-    yield BenchmarkRow("data/open", "a file of 100 GB opened, 50 M documents", "ms", open_times, limit=50)
+    yield BenchmarkRow("data/open", "opening a file of 100 GB with 50 M documents", "ms", open_times, limit=50)
     shutil.rmtree(_FOLDER)
 
 

@@ -44,8 +44,8 @@ def measure_lab_up() -> Iterator[BenchmarkRow]:
         return _measure_start(lab, lambda: _bring_up_by_hand(lab))
 
     result, baseline = measure_in_turns(_REPEATS, measure_swarmtrain, measure_by_hand)
-    baseline_description = "the same engines bare, then `docker swarm init` and three times `docker swarm join` by hand"
-    description = "`swarmtrain lab up --nodes 4`: four engines up and joined, and a registry"
+    baseline_description = "bare engines, one `docker swarm init` and three `docker swarm join`"
+    description = "`swarmtrain lab up --nodes 4`: four engines in a swarm, and a registry"
     yield BenchmarkRow("lab-up-4", description, "s", result, baseline, baseline_description, limit=5)
 
 

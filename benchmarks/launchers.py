@@ -114,12 +114,12 @@ def measure_first_steps() -> Iterator[BenchmarkRow]:
             )
             print_progress(f"{runner_type}: ours {result.median:.1f} s, by hand {baseline.median:.1f} s")
             description = (
-                f"`swarmtrain deploy`, `runner_type: {runner_type}`, to the first optimizer step of 3 nodes; at most 1 s more is wished for"
+                f"`swarmtrain deploy`, `runner_type: {runner_type}`, until the first optimizer step of 3 nodes; goal: at most 1 s longer"
             )
             baseline_description = (
-                f"`{_BASELINE_TOOLS[runner_type]}`, `torchrun` and the same script by hand"
+                f"`{_BASELINE_TOOLS[runner_type]}`, `torchrun` and the same script"
                 if runner_type in _BASELINE_TOOLS
-                else "three times `torchrun` by hand"
+                else "three `torchrun` commands"
             )
             yield BenchmarkRow(f"launchers/{runner_type}", description, "s", result, baseline, baseline_description)
 
@@ -136,10 +136,10 @@ def measure_interrupted_starts() -> Iterator[BenchmarkRow]:
                 for leftover in leftovers:
                     print_progress(f"{runner_type}: left is {leftover}")
             description = (
-                f"{starts} deploys, `runner_type: {runner_type}`, interrupted within {_INTERRUPT_WINDOW_SECONDS:g} s: remaining objects "
-                f"of them"
+                f"{starts} deploys, `runner_type: {runner_type}`, interrupted within {_INTERRUPT_WINDOW_SECONDS:g} s: objects and "
+                f"processes that remain afterwards"
             )
-            yield BenchmarkRow(f"interrupted/{runner_type}", description, "things", Sample.from_values([float(leftover_count)]), limit=0)
+            yield BenchmarkRow(f"interrupted/{runner_type}", description, "leftovers", Sample.from_values([float(leftover_count)]), limit=0)
 
 
 @contextmanager

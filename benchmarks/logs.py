@@ -44,13 +44,13 @@ def measure_log_streams() -> Iterator[BenchmarkRow]:
         print_progress(f"{cores_used:.2f} cores, {wrong_lines} lines lost or twice")
         cores.append(cores_used)
         wrong_line_counts.append(float(wrong_lines))
-    description = f"`swarmtrain logs --follow` of {_STREAM_COUNT} services, {_STREAM_COUNT * _LINES_PER_SECOND:,} lines a second in all"
-    yield BenchmarkRow("logs-100", f"{description}: CPU time a second", "cores", Sample.from_values(cores), limit=1)
+    description = f"`swarmtrain logs --follow` of {_STREAM_COUNT} services, {_STREAM_COUNT * _LINES_PER_SECOND:,} lines per second in total"
+    yield BenchmarkRow("logs-100", f"{description}: CPU time per second", "cores", Sample.from_values(cores), limit=1)
     total = _STREAM_COUNT * _LINES_PER_SECOND * _SECONDS
     note = f"all connections are killed {len(_KILL_TIMES_SECONDS)} times; each time the last minute is read again"
     yield BenchmarkRow(
         "logs-100/wrong",
-        f"of {total:,} such lines, those that are lost or come twice",
+        f"of {total:,} such lines, the number that is lost or duplicated",
         "lines",
         Sample.from_values(wrong_line_counts),
         limit=0,

@@ -62,16 +62,16 @@ def measure_prepare() -> Iterator[BenchmarkRow]:
     description = f"`swarmtrain data tokenize` of {_TEXT_MEGABYTES} MB of text, a BPE of {_VOCABULARY_SIZE:,} tokens, {workers} processes"
     result, baseline = (Sample.from_values([_TEXT_MEGABYTES / seconds for seconds in sample.values]) for sample in (result, baseline))
     yield BenchmarkRow(
-        "prepare", description, "MB/s", result, baseline, f"`tokenizers` alone, {workers} threads: lines read, encoded, counted", goal=0.9
+        "prepare", description, "MB/s", result, baseline, f"`tokenizers` alone, {workers} threads: read, encode and count lines", goal=0.9
     )
     peaks = [_measure_peak_megabytes(sample, tokenizer) for sample in (full_text, tenth_of_text)]
     yield BenchmarkRow(
         "prepare/memory",
-        f"peak memory of a process of it, {_TEXT_MEGABYTES} MB of text",
+        f"peak memory of a tokenizing process, for {_TEXT_MEGABYTES} MB of text",
         "MB",
         Sample.from_values([peaks[0]]),
         Sample.from_values([peaks[1]]),
-        "a tenth of the text",
+        "a tenth of this text",
         limit=_MAX_MEMORY_RATIO * peaks[1],
     )
     shutil.rmtree(_FOLDER)
@@ -121,7 +121,7 @@ def measure_export() -> Iterator[BenchmarkRow]:
         "GB",
         Sample.from_values([peak]),
         Sample.from_values([largest]),
-        "the largest of its files",
+        "the size of the largest exported file",
         limit=_MAX_MEMORY_RATIO * largest,
     )
     shutil.rmtree(_FOLDER)

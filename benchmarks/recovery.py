@@ -52,10 +52,10 @@ def measure_recovery() -> Iterator[BenchmarkRow]:
                 return _measure_recovery_seconds(lab)
 
         result, baseline = measure_in_turns(_REPEATS, measure_swarmtrain, measure_torchrun, warm_up=False)
-    description = (
-        f"a container of {_NODE_COUNT} is killed, to the first step that had not been made before; steps of 0.1 s, a checkpoint every 50"
+    description = f"one of {_NODE_COUNT} containers is killed, until the first new step; steps of 0.1 s, a checkpoint every 50 steps"
+    baseline_description = (
+        f"`torchrun --nnodes={_NODE_COUNT}` in the same containers with the same trainer, resumed from its newest checkpoint"
     )
-    baseline_description = f"`torchrun --nnodes={_NODE_COUNT}` in the same containers, of the same trainer, from its newest checkpoint"
     yield BenchmarkRow("recovery", description, "s", result, baseline, baseline_description, limit=15)
 
 
@@ -75,10 +75,10 @@ def measure_scale() -> Iterator[BenchmarkRow]:
 
         [result] = measure_in_turns(_SCALE_REPEATS, measure_swarmtrain, warm_up=False)
     description = (
-        f"`swarmtrain scale --nodes {_NODE_COUNT}` of a run of 2 nodes, to the first step of {_NODE_COUNT} ranks; no step is made twice"
+        f"`swarmtrain scale --nodes {_NODE_COUNT}` of a run of 2 nodes, until the first step of {_NODE_COUNT} ranks; no step is recomputed"
     )
     yield BenchmarkRow(
-        "scale", description, "s", result, note="12 s are wished for: two containers import torch while two ranks keep both cores busy"
+        "scale", description, "s", result, note="goal: 12 s; two containers import torch while two ranks keep both cores busy"
     )
 
 

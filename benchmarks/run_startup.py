@@ -46,13 +46,14 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
             [*SWARMTRAIN_ARGV, "generate", "examples/quickstart.yml", *DEPLOY_OPTIONS, "--name", RUN_NAME, "--output", str(_STACK_FILE)],
             env=environment,
         )
-        phases: dict[str, list[dict[str, float]]] = {"ours": [], "docker's": []}
+        phases: dict[str, list[dict[str, float]]] = {"swarmtrain": [], "docker": []}
 
         def measure_swarmtrain() -> float:
-            return measure_command("ours", [*SWARMTRAIN_ARGV, "deploy", "examples/quickstart.yml", "--name", RUN_NAME, *DEPLOY_OPTIONS])
+            argv = [*SWARMTRAIN_ARGV, "deploy", "examples/quickstart.yml", "--name", RUN_NAME, *DEPLOY_OPTIONS]
+            return measure_command("swarmtrain", argv)
 
         def measure_docker() -> float:
-            return measure_command("docker's", ["docker", "stack", "deploy", "-c", str(_STACK_FILE), RUN_NAME])
+            return measure_command("docker", ["docker", "stack", "deploy", "-c", str(_STACK_FILE), RUN_NAME])
 
         def measure_command(label: str, argv: list[str]) -> float:
             started_at = time.time()
@@ -67,7 +68,7 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
 
         result, baseline = measure_in_turns(_REPEATS, measure_swarmtrain, measure_docker)
     note = "; ".join(f"{label}, seconds after the command: {_format_phases(durations[1:])}" for label, durations in phases.items())
-    description = "`swarmtrain deploy examples/quickstart.yml` to the first optimizer step: 3 nodes on one machine, image there"
+    description = "`swarmtrain deploy examples/quickstart.yml` until the first optimizer step: 3 nodes on one machine, image present"
     yield BenchmarkRow(
         "first-step", description, "s", result, baseline, "`docker stack deploy` of the file that `generate` writes", limit=25, note=note
     )
@@ -79,7 +80,7 @@ def measure_doctor() -> Iterator[BenchmarkRow]:
         provide_image(lab)
         argv = [*SWARMTRAIN_ARGV, "doctor", "examples/quickstart.yml", "-o", "runner.nodes=4", *DEPLOY_OPTIONS]
         [result] = measure_in_turns(_REPEATS, lambda: measure_wall_seconds(argv, env=lab.build_client_environment()))
-    description = "`swarmtrain doctor examples/quickstart.yml`: a probe of 4 nodes on one machine and all their links, image there"
+    description = "`swarmtrain doctor examples/quickstart.yml`: a probe of 4 nodes on one machine and all their links, image present"
     yield BenchmarkRow("doctor-4", description, "s", result, limit=20)
 
 
@@ -120,7 +121,7 @@ def _measure_phases(launcher: SwarmLauncher, engine: DockerEngine, started_at: f
     services_created_at = max(_parse_timestamp(service["CreatedAt"]) for service in engine.list_objects("/services", label=label))
     containers_running_at = max(_parse_timestamp(task["Status"]["Timestamp"]) for task in engine.list_objects("/tasks", label=label))
     moments = {
-        "services made": services_created_at,
+        "services created": services_created_at,
         "containers running": containers_running_at,
         "coordinator up": _find_event_time(events, protocol.EVENT_COORDINATOR_STARTED, min),
         "nodes joined": _find_event_time(events, protocol.EVENT_NODE_JOINED, max),

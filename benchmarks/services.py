@@ -100,7 +100,7 @@ def measure_status_and_plan() -> Iterator[BenchmarkRow]:
         SwarmLauncher(engine.address).tear_down_run(_RUN_NAME, lambda line: None)
     subject = f"of a run of {_SERVICE_COUNT} services"
     yield BenchmarkRow("status-100", f"`swarmtrain status` {subject}", "s", status_times, limit=1)
-    note = "all but the reading of the config: no config makes so many nodes of four machines"
+    note = "without reading the config, since no config can place 100 nodes on 4 machines"
     yield BenchmarkRow(
         "status-100/plan", f"`swarmtrain plan` {subject}, with what a deploy would change", "s", plan_times, limit=1, note=note
     )
@@ -108,9 +108,9 @@ def measure_status_and_plan() -> Iterator[BenchmarkRow]:
 
 def _build_rows(results: list[ServiceTimes], baselines: list[ServiceTimes]) -> Iterator[BenchmarkRow]:
     descriptions = {
-        "created": ("until 100 services are made", "`docker stack deploy`"),
+        "created": ("until 100 services are created", "`docker stack deploy`"),
         "running": ("until the containers of 100 services run", "`docker stack deploy`"),
-        "removed": ("until nothing is left of 100 services", "`docker stack rm`, and waiting until nothing is left"),
+        "removed": ("until all objects of 100 services are removed", "`docker stack rm` and waiting until all are removed"),
     }
     for name, (description, baseline_description) in descriptions.items():
         result, baseline = (Sample.from_values([getattr(times, name) for times in measured]) for measured in (results, baselines))

@@ -13,16 +13,18 @@ _MACHINES_PATTERN = re.compile(r"^Measured on: (.+)\.$", re.MULTILINE)
 
 _HEADER = """# Speed
 
-Made by `make bench DOCS=1`, which runs every benchmark and writes this page. `make bench ONLY=help` runs one of them; there are
+`make bench DOCS=1` runs every benchmark and generates this page. `make bench ONLY=help` runs only the benchmark `help`. The
+benchmarks are
 {names}.
-Figures are medians; in brackets, the smallest and the largest. Ours and the other were measured in turns, so that both saw the
-same machine. A ratio with brackets is the median of the pairs'; it lies within them with a chance of 95 %. A limit is the
-most that ours may be: `make check` fails when a figure on this page is over it. A goal is the ratio that there should be.
-Results that are not measured again stay on the page.
+Each value is a median; the parentheses contain the smallest and the largest measurement. swarmtrain and the other tool are
+measured in turns, so that both are measured under the same load of the machine. A ratio with parentheses is the median of the
+ratios of pairs of measurements, with its 95 % confidence interval. A limit is the highest value that is allowed for swarmtrain:
+`make check` fails if a value on this page exceeds its limit. A goal is the ratio that swarmtrain should reach. A result that is
+not measured again stays on the page.
 
 Measured on: {machine}.
 
-| benchmark | ours | the other | limit | ours / the other |
+| benchmark | swarmtrain | other tool | limit | swarmtrain / other tool |
 | --- | ---: | ---: | ---: | ---: |
 """
 

@@ -54,7 +54,7 @@ class SteppedLoop:
             rank.request_steps(steps)
         answers = [rank.read_answer() for rank in self._ranks]
         if "" in answers:
-            log_lines = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            log_lines = self._log.read_text(errors="replace").strip().splitlines() or ["it no output"]
             raise BenchmarkUnavailableError(f"{self._log.stem} ended: {log_lines[-1]}", hint=f"less {self._log}")
         return sum(float(answer) for answer in answers) / steps
 

@@ -19,7 +19,7 @@ from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, measure_in
 from benchmarks.stepped_loops import LoopProgram, SteppedLoop
 from swarmtrain import process
 
-_PLAIN_PYTORCH_TEXT = "the same model in a loop by hand"
+_PLAIN_PYTORCH_TEXT = "the same model in a handwritten loop"
 _THROUGHPUT_UNIT = "tokens/s of CPU"
 _SECONDS = 60.0
 _BATCH_SIZE, _SEQUENCE_LENGTH = 8, 256
@@ -62,7 +62,7 @@ def measure_plain_ddp() -> Iterator[BenchmarkRow]:
     for precision in ("float32", "bfloat16"):
         config = _build_config(_LLAMA_SHAPE, precision, micro_batch_size=_BATCH_SIZE // 2)
         row = _build_row(
-            "train-ddp", precision, "the same model under DistributedDataParallel, by hand", 0.98, setup="two processes over gloo"
+            "train-ddp", precision, "the same model under handwritten DistributedDataParallel", 0.98, setup="two processes over gloo"
         )
         yield _compare_loops(row, LoopProgram("swarmtrain_trainer", config, 2), LoopProgram("plain_pytorch", config, 2))
 
@@ -70,7 +70,7 @@ def measure_plain_ddp() -> Iterator[BenchmarkRow]:
 def measure_hugging_face() -> Iterator[BenchmarkRow]:
     """Against Hugging Face's Trainer on transformers' Llama."""
     python = str(third_party_tools.install_beside_torch(third_party_tools.TRANSFORMERS, third_party_tools.ACCELERATE))
-    baseline_description = f"Hugging Face's Trainer, {third_party_tools.TRANSFORMERS.replace('==', ' ')}, the same shape"
+    baseline_description = f"Hugging Face's Trainer, {third_party_tools.TRANSFORMERS.replace('==', ' ')}, a model of the same shape"
     for precision, goal, compiled_goal in (("float32", 1.0, None), ("bfloat16", 1.1, 1.2)):
         baseline = LoopProgram(
             "hugging_face", _build_config(_LLAMA_SHAPE, precision), python=python, environment=third_party_tools.build_environment()
@@ -103,7 +103,7 @@ def measure_full_run() -> Iterator[BenchmarkRow]:
     full_run_sample, step_sample = (
         Sample.from_values([_BATCH_SIZE * _SEQUENCE_LENGTH / float(seconds)]) for seconds in output_line.split()
     )
-    row = _build_row("train-whole", "float32", "its median step", 0.97)
+    row = _build_row("train-whole", "float32", "the median step of this run", 0.97)
     yield replace(
         row, description=f"{row.description}: {_FULL_RUN_STEPS} steps and a checkpoint", result=full_run_sample, baseline=step_sample
     )
@@ -122,12 +122,12 @@ def measure_background_checkpoint() -> Iterator[BenchmarkRow]:
     model_text = "of a model of 9M parameters, one process"
     yield BenchmarkRow(
         "checkpoint/stall",
-        f"training stalls for a checkpoint {model_text}",
+        f"time for which training stalls during a checkpoint {model_text}",
         "ms",
         Sample.from_values([1e3 * stalled_seconds for stalled_seconds, _ in timings]),
     )
     share = Sample.from_values([100 * cpu / save_interval.compute_auto_interval(stalled_seconds, cpu) for stalled_seconds, cpu in timings])
-    description = f"CPU time of a checkpoint in the background {model_text}, of that between two by `save_interval: auto`"
+    description = f"CPU time of a background save {model_text}, as a fraction of that between two saves of `save_interval: auto`"
     yield BenchmarkRow("checkpoint", description, "%", share, limit=1)
 
 
@@ -142,11 +142,11 @@ def measure_logging() -> Iterator[BenchmarkRow]:
     spans = [logged_times[first : first + _LOG_INTERVAL] for first in range(0, len(logged_times) - _LOG_INTERVAL + 1, _LOG_INTERVAL)]
     share = Sample.from_values([100 * sum(logged for logged, _ in span) / sum(step for _, step in span) for span in spans])
     logging_times = Sample.from_values([1e3 * logged for logged, _ in logged_times])
-    description = "of the time of a step of a model of 9M parameters, one process: telling of it, on disk, in the log and to sinks"
+    description = "fraction of a step's time for logging to disk, the log and sinks; a model of 9M parameters, one process"
     yield BenchmarkRow(
         "logging", description, "%", share, limit=0.5, note=f"a line is logged every {_LOG_INTERVAL} steps, metrics are written at each"
     )
-    yield BenchmarkRow("logging/step", "the same, after one step", "ms", logging_times)
+    yield BenchmarkRow("logging/step", "logging time per step", "ms", logging_times)
 
 
 def _build_row(

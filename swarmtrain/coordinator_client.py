@@ -1,4 +1,4 @@
-"""Client of the coordinator: one JSON line out, one JSON line back, per connection.
+"""Client of the coordinator. Each connection carries one request and one response, each as a line of JSON.
 
 Supervisors send heartbeats, and ranks post events. Each call opens a new connection, so that a coordinator may restart under a new address.
 Standard library only, so that a node whose image lacks torch can still report this.
@@ -34,7 +34,7 @@ class CoordinatorClient:
         """Post `event` to the coordinator and return its response. Raises CoordinatorError if the coordinator cannot be reached."""
         return EventResponse(**self._send_request("post", kind=event.kind, data=event.data))
 
-    def try_post(self, event: Event) -> EventResponse:
+    def try_post_event(self, event: Event) -> EventResponse:
         """Post `event` and return the coordinator's response. If it cannot be reached, log that to stderr and return an empty response."""
         try:
             return self.post_event(event)
@@ -54,7 +54,7 @@ class CoordinatorClient:
         """Send a heartbeat of `node` and return the response. Raises CoordinatorError if the coordinator cannot be reached."""
         return self._send_supervisor_request("beat", node=node)
 
-    def close_round(self, node: str, round: str) -> SupervisorResponse:
+    def report_round_closed(self, node: str, round: str) -> SupervisorResponse:
         """Report that the rendezvous round `round` ("" before the first) is closed for `node`. Return the response, with the next round.
 
         Raises CoordinatorError if the coordinator cannot be reached.
@@ -80,7 +80,7 @@ class CoordinatorClient:
     def report_rescue_finished(self, world: str, attempt: int, rank: int) -> None:
         """Report that writer `rank` has finished attempt `attempt` of a just-in-time checkpoint, successfully or not.
 
-        `rank` is the first of the writers that share a disk. Raises CoordinatorError if the coordinator cannot be reached.
+        `rank` is the first of the writers that share a file system. Raises CoordinatorError if the coordinator cannot be reached.
         """
         self._send_request("rescue_finished", world=world, attempt=attempt, rank=rank)
 
@@ -161,7 +161,8 @@ class CoordinatorClient:
             raise CoordinatorError(str(error), place=f"coordinator {self.address}") from None
         if response.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION:
             raise ProtocolMismatch(
-                f"uses protocol {response['protocol']}, but swarmtrain {__version__} here uses protocol {PROTOCOL_VERSION}",
+                f"uses protocol version {response['protocol']}, but swarmtrain {__version__} on this machine uses "
+                f"version {PROTOCOL_VERSION}",
                 place=f"coordinator {self.address}",
                 hint="deploy the run again, so that all nodes have the same version of swarmtrain",
             )

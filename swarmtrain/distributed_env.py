@@ -1,4 +1,4 @@
-"""Detection of the world of a process from its environment: torch's agent, Slurm, MPI, a Determined trial, or none, in this order.
+"""Detect the rank and world size of a process from its environment: torchrun, Slurm, MPI, a Determined trial, or none, in this order.
 
     detect_torchrun_env(os.environ) → RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun would set them
 
@@ -58,7 +58,7 @@ def _read_master_address(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _detect_slurm_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's environment variables for a task of srun.
+    """Return torchrun's environment variables for a task of srun; empty if this process is not one.
 
     The shell of sbatch or salloc belongs to a job but to no job step, so a program that it starts directly is a single process.
     """
@@ -103,7 +103,10 @@ def is_determined_trial(environ: Mapping[str, str]) -> bool:
 
 
 def _detect_determined_env(environ: Mapping[str, str], info_folder: Path) -> dict[str, str]:
-    """Return torchrun's environment variables for the entrypoint of a Determined trial, which runs once per container (no launch layer)."""
+    """Return torchrun's environment variables for the entrypoint of a Determined trial that runs once per container (no launch layer).
+
+    Empty outside a trial, or if the trial has one container. Raises ValueError if a container has several slots, which need a launch layer.
+    """
     path = info_folder / "rendezvous.json"
     if not is_determined_trial(environ) or not path.exists():
         return {}

@@ -2,20 +2,20 @@
 
     SwarmtrainError             shown to the user: a message, a place, a hint; exit code 1
     ├── ConfigError             the YAML file or an override is wrong; carries every problem at once
-    ├── PlanError               the config is fine, but these nodes cannot hold it
+    ├── PlanError               the config is valid, but the nodes cannot run what it requires
     ├── ProcessError            a program we started failed; carries its command and its output
     ├── EngineError             a Docker engine cannot be reached, or refused a request
     ├── HostError               a host cannot be reached over SSH, or could not do what was requested
     ├── ImageError              an image cannot be built, pushed, or found in its registry
     ├── StackError              a stack cannot be brought up or taken down
-    ├── RunNotFound             no such run, or several and none was named
+    ├── RunNotFound             no such run; or no name was given, and there is not exactly one run
     ├── StateDirectoryError     the folder of the runs on this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── CoordinatorError        the coordinator cannot be reached, or its answer is invalid
     │   └── ProtocolMismatch    it uses another version of the protocol
     ├── TrainingError           the trainer cannot continue (e.g. invalid data, model or topology)
     │   ├── DataError           the data contain tokens that the model does not have
-    │   ├── WorldError          this world cannot continue, another may: it is cut off, or its ranks do not form complete replicas
+    │   ├── WorldError          this world cannot continue, but another may: it is fenced off, or its ranks do not form complete replicas
     │   └── CheckpointError     a checkpoint is corrupt, or cannot be written
     │       └── IncompatibleCheckpoint   it belongs to another model, other data or another format
     └── JobFailed               the job itself failed; exit code 3
@@ -67,7 +67,7 @@ class SwarmtrainError(Exception):
 
     @property
     def messages_with_hints(self) -> tuple[tuple[str, str | None], ...]:
-        """Messages to show, each with its hint."""
+        """Messages to show, each with its hint (None: no hint)."""
         return ((escape_control_characters(str(self)), escape_control_characters(self.hint) if self.hint else None),)
 
     @property

@@ -338,7 +338,7 @@ def _plan_node(config: Config, index: int, host: HostEntry, machine: Machine) ->
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
     rank_interface = host.address if config.runner.is_on_host_network else ""
     cause = (
-        f"place {index + 1} in hosts{' (by id)' if by_id else ''}; "
+        f"entry {index + 1} of hosts{' (by id)' if by_id else ''}; "
         f"{slots_reason}{f'; ranks communicate via {rank_interface}' if rank_interface else ''}"
     )
     return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus, rank_interface or machine.address, rank_interface)

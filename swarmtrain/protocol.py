@@ -23,7 +23,7 @@ misread a message.
 """
 ENV_PREFIX = "SWARMTRAIN_"
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
-"""Set for ranks if a user's terminal is attached to one of them: the user may pause this rank for any time (debugger)."""
+"""Variable that is set for all ranks if a user's terminal is attached to one of them, which the user may pause for any time (debugger)."""
 
 # Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: stop requested, state saved, run again.
 EXIT_PLANNED = 75
@@ -64,7 +64,10 @@ class _EnvironmentMessage:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
-        """Return the message in the variables `environ`. Raises ValueError with the name of a variable that is missing or malformed."""
+        """Return the message in the variables `environ`.
+
+        Raises ValueError if a variable is missing or malformed, or if the launcher uses another version of the protocol.
+        """
         _check_protocol_version(environ)
         hints = get_type_hints(cls)
         values = {}
@@ -80,11 +83,11 @@ class _EnvironmentMessage:
 
 
 def _check_protocol_version(environ: Mapping[str, str]) -> None:
-    """Raise ValueError if the launcher that set the variables `environ` uses another protocol."""
+    """Raise ValueError if the launcher that set the variables `environ` uses another version of the protocol."""
     launcher_version = environ.get(f"{ENV_PREFIX}PROTOCOL", "")
     if launcher_version not in ("", str(PROTOCOL_VERSION)):
-        own_version = f"swarmtrain {__version__} on this node uses protocol {PROTOCOL_VERSION}"
-        raise ValueError(f"the launcher uses protocol {launcher_version}, but {own_version}: build the image again")
+        own_version = f"swarmtrain {__version__} on this node uses version {PROTOCOL_VERSION}"
+        raise ValueError(f"the launcher uses protocol version {launcher_version}, but {own_version}: build the image again")
 
 
 def _encode_env_value(value: Any) -> str:
@@ -156,7 +159,7 @@ class ProbeEnv(_EnvironmentMessage):
 
 @dataclass(frozen=True)
 class CoordinatorEnv(_EnvironmentMessage):
-    """Environment of the rendezvous role."""
+    """Environment of the rendezvous service, which runs the coordinator and the rendezvous store."""
 
     run: str
     """Name of the run."""
@@ -191,9 +194,9 @@ class SurvivorState:
     world_size: int
     """Number of ranks of the world."""
     disk: int = 0
-    """Index of the disk to which the rank would save: the disk of its node, or the shared disk."""
+    """Index of the file system to which the rank would save: the local one of its node, or the shared one."""
     disks: int = 1
-    """Total number of disks."""
+    """Total number of file systems to which the ranks would save."""
 
 
 # Event kinds. The comment above each lists its fields.
@@ -327,9 +330,9 @@ class RescueAssignment:
 
     step: int = 0
     writers: tuple[int, ...] = ()
-    """Ranks that write, one for each shard and disk; empty until the coordinator has decided.
+    """Ranks that write, one for each shard and file system; empty until the coordinator has decided.
 
-    The first writer of a disk assembles the checkpoint from the shards.
+    On each file system, the first writer assembles the checkpoint from the shards.
     """
     attempt: int = 0
     """Number of the current attempt: incremented when a writer is lost and new writers are chosen."""
@@ -339,7 +342,7 @@ class RescueAssignment:
 
 @dataclass(frozen=True)
 class SupervisorResponse:
-    """The coordinator's response to a supervisor. Stop if there is an outcome, else train in the rendezvous round `round`."""
+    """The coordinator's response to a supervisor. It stops if there is an outcome, else it joins the rendezvous round `round`."""
 
     round: str
     """Run id (of torch's rendezvous) of the round. Each round has a new id, since a closed rendezvous accepts no further nodes."""

@@ -24,9 +24,9 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
 
 
 def read_texts(arguments: Sequence[str], file: Path | None) -> list[str]:
-    """Return the texts in `arguments` and `file` (one per line), or the lines of standard input if there are none. Raises SwarmtrainError.
+    """Return the texts in `arguments` and in `file` (one per line). With neither, each line of standard input is a text.
 
-    An empty line is an error: the output has one row per text.
+    Raises SwarmtrainError if there is no text, `file` cannot be read, or a line is empty (the output has one row per text).
     """
     lines = _read_file_lines(file, "--texts", "text")
     if not arguments and not file and not sys.stdin.isatty():
@@ -43,4 +43,4 @@ def _read_file_lines(file: Path | None, option: str, item: str) -> list[str]:
         return file.read_text(encoding="utf-8").splitlines() if file else []
     except (OSError, UnicodeDecodeError) as error:
         message = describe_os_error(error) if isinstance(error, OSError) else "is not text"
-        raise SwarmtrainError(message, place=str(file), hint=f"{option} needs a text file with a {item} a line") from None
+        raise SwarmtrainError(message, place=str(file), hint=f"{option} needs a text file with one {item} per line") from None

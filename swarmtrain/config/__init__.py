@@ -21,7 +21,7 @@ from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
 from swarmtrain.config.schema.profiler import ProfilerConfig
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import DEPLOYED_CONTEXT
-from swarmtrain.config.schema.section import Section, build_field_error, check_multiple, format_duplicates
+from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple, format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.config.schema.trainer import TrainerConfig
 from swarmtrain.config.schema.training_groups import TrainingGroupConfig
@@ -60,17 +60,20 @@ class Config(Section):
             ("attention_num_kv_heads", architecture.kv_heads),
             ("vocab_size", architecture.vocab_size),
         ):
-            check_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
+            check_is_multiple(f"transformer_architecture.{name}", size, "topology.model_parallel_size", tensor)
         if self.topology.sequence_parallel:
-            check_multiple("transformer_architecture.sequence_length", architecture.sequence_length, "topology.model_parallel_size", tensor)
+            check_is_multiple(
+                "transformer_architecture.sequence_length", architecture.sequence_length, "topology.model_parallel_size", tensor
+            )
         if self.topology.context_parallel_size > 1:
             name, sequence_chunks = "2 x topology.context_parallel_size", 2 * self.topology.context_parallel_size
             if self.topology.sequence_parallel:
                 name, sequence_chunks = f"{name} x model_parallel_size", sequence_chunks * tensor
-            check_multiple("transformer_architecture.sequence_length", architecture.sequence_length, f"{name} =", sequence_chunks)
+            check_is_multiple("transformer_architecture.sequence_length", architecture.sequence_length, f"{name} =", sequence_chunks)
         if architecture.mlp_width % tensor:
             raise build_field_error(
-                "transformer_architecture.mlp_factor", f"gives a width that is not a multiple of topology.model_parallel_size {tensor}"
+                "transformer_architecture.mlp_factor",
+                f"gives an MLP width of {architecture.mlp_width}, which is not a multiple of topology.model_parallel_size {tensor}",
             )
         for name, size in (("model_parallel_size", tensor), ("context_parallel_size", self.topology.context_parallel_size)):
             if self.trainer.compile and size > 1:
@@ -116,7 +119,7 @@ class Config(Section):
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """Return the config that `to_json` has serialized as `text`. The package that provides its launcher may be missing, as on a node.
+        """Return the config that `to_json` has serialized as `text`. The package of its launcher need not be installed: nodes may lack it.
 
         Raises pydantic.ValidationError if it is invalid.
         """
@@ -191,7 +194,7 @@ def _check_float8_layer_sizes(architecture: TransformerArchitectureConfig, topol
     """
     width_multiple = _describe_float8_multiple("model_parallel_size", topology.tensor_parallel_size)
     for field in architecture.float8_layers:
-        check_multiple("transformer_architecture.hidden_size", architecture.hidden_size, *width_multiple)
+        check_is_multiple("transformer_architecture.hidden_size", architecture.hidden_size, *width_multiple)
         name, width = "", architecture.hidden_size
         if field == "fp8_config_attention":
             name, width = "attention_num_kv_heads", architecture.kv_heads * architecture.head_size
@@ -204,19 +207,19 @@ def _check_float8_layer_sizes(architecture: TransformerArchitectureConfig, topol
             raise build_field_error(f"transformer_architecture.{name}", reason, f"leave {field} out, or change the width")
     if architecture.float8_layers:
         token_multiple = _describe_float8_multiple("context_parallel_size", topology.context_parallel_size)
-        check_multiple("transformer_architecture.sequence_length", architecture.sequence_length, *token_multiple)
+        check_is_multiple("transformer_architecture.sequence_length", architecture.sequence_length, *token_multiple)
 
 
 def _describe_float8_multiple(name: str, degree: int) -> tuple[str, int]:
     return (
-        ("float8's", _FLOAT8_ALIGNMENT)
+        ("the float8 alignment", _FLOAT8_ALIGNMENT)
         if degree == 1
-        else (f"float8's {_FLOAT8_ALIGNMENT} x topology.{name} =", _FLOAT8_ALIGNMENT * degree)
+        else (f"the float8 alignment {_FLOAT8_ALIGNMENT} x topology.{name} =", _FLOAT8_ALIGNMENT * degree)
     )
 
 
 def _check_umup_optimizer(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
-    """Check that the optimizer settings fit u-muP.
+    """Check that the optimizer settings are compatible with u-muP.
 
     u-muP's learning rates are for AdamW. Each gradient value has unit scale, so the global gradient norm grows with the model, and a fixed
     clipping threshold does not fit.

@@ -17,7 +17,7 @@ from swarmtrain.config.yaml_document import describe_value
 from swarmtrain.errors import Problem
 
 
-def explain_validation_error(
+def convert_validation_error(
     error: ValidationError, model: type[BaseModel], lines: Mapping[str, int], overridden: Collection[str] = (), *, prefix: str = ""
 ) -> list[Problem]:
     """Return the problems in values that failed validation by the pydantic class `model`, with key paths prefixed by `prefix`.

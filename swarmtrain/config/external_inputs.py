@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.config.explanations import convert_validation_error
 from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import ConfigError, Problem
@@ -47,7 +47,7 @@ def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, 
     try:
         runner = RunnerConfig.model_validate_json(json.dumps({**runner.model_dump(mode="json"), **update}))
     except ValidationError as error:
-        raise ConfigError(tuple(explain_validation_error(error, RunnerConfig, {}, prefix="runner."))) from None
+        raise ConfigError(tuple(convert_validation_error(error, RunnerConfig, {}, prefix="runner."))) from None
     return config.model_copy(update={"runner": runner})
 
 

@@ -50,7 +50,8 @@ def read_file_with_limit(path: Path, max_bytes: int) -> bytes:
 def write_files_atomically(files: Mapping[Path, tuple[bytes, int]]) -> None:
     """Write all `files` or none: a mapping of path to content and mode, written in this order.
 
-    The contents are first written to staging files, because a full disk shows up there, and are renamed into place when all are complete.
+    The contents are first written to staging files, so that a full disk is detected before any file changes. When all are complete, they
+    are renamed to their final paths.
     Each file is created with its final mode. Raises OSError if one cannot be written; then no file has changed.
     """
     for path in files:

@@ -282,7 +282,10 @@ def build_config_json(architecture: TransformerArchitectureConfig, dtype: str) -
 
 
 def read_model_family(values: ConfigJson, location: str) -> ModelFamily:
-    """Return the family of a config.json. Raises SwarmtrainError if it is not supported."""
+    """Return the model family of the config.json `values`.
+
+    Raises SwarmtrainError, with the file name `location`, if it is not supported.
+    """
     name = values.get("model_type")
     model_family = next((candidate for candidate in FAMILIES if candidate.model_type == name), None)
     if model_family is None:
@@ -292,9 +295,9 @@ def read_model_family(values: ConfigJson, location: str) -> ModelFamily:
 
 
 def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any]:
-    """Return the fields of `transformer_architecture` in a config.json, by path.
+    """Return the fields of `transformer_architecture` that the config.json `values` describes, by dotted path.
 
-    Raises SwarmtrainError with the values that are invalid or not supported.
+    Raises SwarmtrainError, with the file name `location`, if values are invalid or not supported.
     """
     model_family, values = read_model_family(values, location), flatten_rope_parameters(values)
     try:
@@ -315,7 +318,10 @@ def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any
 
 
 def read_architecture(values: ConfigJson, location: str) -> TransformerArchitectureConfig:
-    """Return the architecture in a config.json. Raises SwarmtrainError if values are invalid or not supported."""
+    """Return the architecture that the config.json `values` describes.
+
+    Raises SwarmtrainError, with the file name `location`, if values are invalid or not supported.
+    """
     nested: dict[str, Any] = {}
     for path, value in read_architecture_values(values, location).items():
         section, _, name = path.rpartition(".")

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.config.explanations import convert_validation_error
 from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.overrides import apply_overrides
 from swarmtrain.config.yaml_document import YamlSyntaxError, describe_value, read_yaml
@@ -53,7 +53,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None
     except ValidationError as error:
         reported_paths = {problem.path for problem in problems}
         problems += [
-            problem for problem in explain_validation_error(error, Config, document.lines, overridden) if problem.path not in reported_paths
+            problem for problem in convert_validation_error(error, Config, document.lines, overridden) if problem.path not in reported_paths
         ]
     except ValueError as error:
         problems.append(Problem("", f"contains an invalid value: {error}"))

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: partition layers into stages, and micro batches onto the schedule. Pure functions."""
+"""Pipeline parallelism: partition the layers into stages, count scheduled micro batches, compute the bubble. Pure functions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _partition_layers_by_cost(costs: Sequence[int], stages: int) -> list[int]:
         else:
             high = middle
     first_layers = _fill_stages_up_to_cost(costs, stages, low)
-    assert first_layers is not None  # noqa: S101  # a stage of all layers fits the sum, and the search ends at a limit that fits
+    assert first_layers is not None  # noqa: S101  # feasible: the search ends at the lowest feasible limit, and sum(costs) is always feasible
     return first_layers
 
 

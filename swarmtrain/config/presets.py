@@ -9,14 +9,14 @@ from swarmtrain.config.schema.transformer_architecture import Precision, Transfo
 from swarmtrain.errors import SwarmtrainError
 
 
-def _build_gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _build_gpt2_config_json(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     # GPT-2's dropout is disabled, since it is no longer usual.
     dropouts = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024, "vocab_size": 50257}
     return {"model_type": "gpt2", **sizes, **dropouts}
 
 
-def _build_pythia(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _build_pythia_config_json(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "model_type": "gpt_neox",
         "vocab_size": 50304,
@@ -28,7 +28,7 @@ def _build_pythia(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _build_llama_like(
+def _build_llama_like_config_json(
     model_type: str, sizes: tuple[int, int, int, int, int], vocab_size: int, rope_base: float, **extra_values: Any
 ) -> dict[str, Any]:
     hidden, width, layers, heads, kv_heads = sizes
@@ -48,7 +48,7 @@ def _build_llama_like(
     }
 
 
-def _build_llama3(hidden: int, width: int, layers: int, heads: int, *, factor: float, tied: bool = False) -> dict[str, Any]:
+def _build_llama3_config_json(hidden: int, width: int, layers: int, heads: int, *, factor: float, tied: bool = False) -> dict[str, Any]:
     scaling = {
         "rope_type": "llama3",
         "factor": factor,
@@ -56,32 +56,34 @@ def _build_llama3(hidden: int, width: int, layers: int, heads: int, *, factor: f
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    return _build_llama_like("llama", (hidden, width, layers, heads, 8), 128256, 500000.0, rope_scaling=scaling, tie_word_embeddings=tied)
+    return _build_llama_like_config_json(
+        "llama", (hidden, width, layers, heads, 8), 128256, 500000.0, rope_scaling=scaling, tie_word_embeddings=tied
+    )
 
 
 _TIED_EMBEDDINGS = {"tie_word_embeddings": True}
 _PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2": _build_gpt2(768, 12, 12),
-    "gpt2-medium": _build_gpt2(1024, 24, 16),
-    "gpt2-large": _build_gpt2(1280, 36, 20),
-    "gpt2-xl": _build_gpt2(1600, 48, 25),
-    "pythia-70m": _build_pythia(512, 6, 8),
-    "pythia-160m": _build_pythia(768, 12, 12),
-    "pythia-410m": _build_pythia(1024, 24, 16),
-    "pythia-1b": _build_pythia(2048, 16, 8),
-    "pythia-1.4b": _build_pythia(2048, 24, 16),
-    "llama-3.2-1b": _build_llama3(2048, 8192, 16, 32, factor=32.0, tied=True),
-    "llama-3.2-3b": _build_llama3(3072, 8192, 28, 24, factor=32.0, tied=True),
-    "llama-3.1-8b": _build_llama3(4096, 14336, 32, 32, factor=8.0),
-    "llama-3.1-70b": _build_llama3(8192, 28672, 80, 64, factor=8.0),
-    "mistral-7b-v0.3": _build_llama_like("mistral", (4096, 14336, 32, 32, 8), 32768, 1e6),
-    "qwen2.5-0.5b": _build_llama_like("qwen2", (896, 4864, 24, 14, 2), 151936, 1e6, **_TIED_EMBEDDINGS),
-    "qwen2.5-1.5b": _build_llama_like("qwen2", (1536, 8960, 28, 12, 2), 151936, 1e6, **_TIED_EMBEDDINGS),
-    "qwen2.5-7b": _build_llama_like("qwen2", (3584, 18944, 28, 28, 4), 152064, 1e6),
-    "qwen3-0.6b": _build_llama_like("qwen3", (1024, 3072, 28, 16, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
-    "qwen3-1.7b": _build_llama_like("qwen3", (2048, 6144, 28, 16, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
-    "qwen3-4b": _build_llama_like("qwen3", (2560, 9728, 36, 32, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
-    "qwen3-8b": _build_llama_like("qwen3", (4096, 12288, 36, 32, 8), 151936, 1e6),
+    "gpt2": _build_gpt2_config_json(768, 12, 12),
+    "gpt2-medium": _build_gpt2_config_json(1024, 24, 16),
+    "gpt2-large": _build_gpt2_config_json(1280, 36, 20),
+    "gpt2-xl": _build_gpt2_config_json(1600, 48, 25),
+    "pythia-70m": _build_pythia_config_json(512, 6, 8),
+    "pythia-160m": _build_pythia_config_json(768, 12, 12),
+    "pythia-410m": _build_pythia_config_json(1024, 24, 16),
+    "pythia-1b": _build_pythia_config_json(2048, 16, 8),
+    "pythia-1.4b": _build_pythia_config_json(2048, 24, 16),
+    "llama-3.2-1b": _build_llama3_config_json(2048, 8192, 16, 32, factor=32.0, tied=True),
+    "llama-3.2-3b": _build_llama3_config_json(3072, 8192, 28, 24, factor=32.0, tied=True),
+    "llama-3.1-8b": _build_llama3_config_json(4096, 14336, 32, 32, factor=8.0),
+    "llama-3.1-70b": _build_llama3_config_json(8192, 28672, 80, 64, factor=8.0),
+    "mistral-7b-v0.3": _build_llama_like_config_json("mistral", (4096, 14336, 32, 32, 8), 32768, 1e6),
+    "qwen2.5-0.5b": _build_llama_like_config_json("qwen2", (896, 4864, 24, 14, 2), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen2.5-1.5b": _build_llama_like_config_json("qwen2", (1536, 8960, 28, 12, 2), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen2.5-7b": _build_llama_like_config_json("qwen2", (3584, 18944, 28, 28, 4), 152064, 1e6),
+    "qwen3-0.6b": _build_llama_like_config_json("qwen3", (1024, 3072, 28, 16, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen3-1.7b": _build_llama_like_config_json("qwen3", (2048, 6144, 28, 16, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen3-4b": _build_llama_like_config_json("qwen3", (2560, 9728, 36, 32, 8), 151936, 1e6, **_TIED_EMBEDDINGS),
+    "qwen3-8b": _build_llama_like_config_json("qwen3", (4096, 12288, 36, 32, 8), 151936, 1e6),
 }
 PRESET_NAMES = tuple(_PRESETS)
 

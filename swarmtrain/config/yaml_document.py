@@ -1,7 +1,7 @@
 """Parse YAML into JSON-compatible values, with the line of every key path and all errors in the YAML text.
 
 For any input, the result can be written as JSON and validated quickly: the nesting depth is limited, aliases cannot expand a few values to
-millions, and each place has its own copy of a value.
+millions, and each alias gets a separate copy of the value that it refers to.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _DocumentReader:
         if isinstance(value, str):
             reason = "contains a NUL character, which environment variables and paths cannot contain" if "\0" in value else None
         elif key and (value is None or isinstance(value, bool)):
-            reason, hint = "is not a string in YAML", "quote it"
+            reason, hint = "is null or a boolean in YAML, but a key must be a string", "quote it"
         elif isinstance(value, int) and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
             reason = "is too large a number"
         elif isinstance(value, float) and not math.isfinite(value):

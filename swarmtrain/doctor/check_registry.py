@@ -25,7 +25,7 @@ class Check(Generic[EvidenceT]):
 
 
 class CheckRegistry(Generic[EvidenceT]):
-    """The checks on one kind of evidence, in report order."""
+    """The checks on one type of evidence, in report order."""
 
     def __init__(self) -> None:
         self.checks: list[Check[EvidenceT]] = []

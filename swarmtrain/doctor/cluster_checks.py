@@ -72,7 +72,7 @@ class ClusterSnapshot:
             pins.append(f"node.hostname=={get_host_name(node)}")
         return next((planned for planned in (self.plan.nodes if self.plan else ()) if planned.constraint in pins), None)
 
-    def can_run_use_node(self, node: ApiObject) -> bool:
+    def is_node_usable_by_run(self, node: ApiObject) -> bool:
         """Return whether a run may use the swarm node `node`: it is in the plan, or a manager, or there is no plan."""
         return self.plan is None or self.find_planned_node(node) is not None or node in self.managers
 
@@ -176,7 +176,9 @@ def _check_engine_versions(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         if version and version < _MIN_ENGINE_VERSION:
             why = "older engines silently ignore settings that the run's services need"
             hint = "install a newer Docker on it: https://docs.docker.com/engine/install"
-            yield Finding(f"node {get_host_name(node)}", f"engine {text} is older than 20.10", hint, snapshot.can_run_use_node(node), why)
+            yield Finding(
+                f"node {get_host_name(node)}", f"engine {text} is older than 20.10", hint, snapshot.is_node_usable_by_run(node), why
+            )
     if len(hosts_by_version) > 1:
         versions = "; ".join(
             f"{'.'.join(map(str, version))} on {', '.join(hosts_by_version[version])}" for version in sorted(hosts_by_version)
@@ -239,9 +241,9 @@ def _check_advertised_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         why = "nodes reach each other's containers through this address, but on each node it refers to a different machine or to none"
         yield Finding(
             f"node {get_host_name(node)}",
-            f"has the address {address} in the swarm",
+            f"advertises {address}, an address that other nodes cannot reach",
             hint,
-            not alone and snapshot.can_run_use_node(node),
+            not alone and snapshot.is_node_usable_by_run(node),
             why,
         )
 

@@ -27,7 +27,7 @@ def _check_name_resolution(results: ProbeResults) -> Iterator[Finding]:
             lookup_times = ", ".join(f"{peer} after {seconds:.1f} s" for peer, seconds in slow_lookups.items())
             why = "each rendezvous round resolves these names many times"
             yield Finding(
-                results.describe_node(name), f"finds {lookup_times}", "run systemctl restart docker on that node", fatal=False, why=why
+                results.describe_node(name), f"slow DNS: {lookup_times}", "run systemctl restart docker on that node", fatal=False, why=why
             )
 
 
@@ -91,7 +91,7 @@ def _check_latency(results: ProbeResults) -> Iterator[Finding]:
     typical_round_trip = statistics.median([link["round_trip"] for link in results.working_links] or [0.0])
     for link in results.working_links:
         if link["round_trip"] > max(_SLOW_LATENCY_FACTOR * typical_round_trip, _MIN_NOTICED_LATENCY_SECONDS):
-            message = f"answers after {link['round_trip'] * 1e3:.1f} ms, but the median is {typical_round_trip * 1e3:.2f} ms"
+            message = f"has a round-trip time of {link['round_trip'] * 1e3:.1f} ms, but the median is {typical_round_trip * 1e3:.2f} ms"
             hint = "run mtr between the two machines to see the route of the packets"
             yield Finding(
                 _describe_link(results, link),

@@ -17,7 +17,7 @@ _MIN_SHM_BYTES = 1 << 30
 _MIN_MEMORY_PER_RANK_BYTES = 1 << 29
 _MIN_SCRATCH_BYTES = 1 << 30
 _MIN_SAVE_DIR_BYTES = 5 << 30
-_SHARED_DISK_HINT = "mount a shared disk on all nodes with runner.docker_config.docker_mounts, or set trainer.save_dir_shared: false"
+_SHARED_DISK_HINT = "mount a shared file system on all nodes with runner.docker_config.docker_mounts, or set trainer.save_dir_shared: false"
 _OWN_DISK_HINT = "set runner.docker_config.docker_mounts: [[checkpoints, /workspace/runs]] to use a volume on each node"
 _PULLING_PATTERN = re.compile("^preparing|no such image|pull", re.IGNORECASE)
 
@@ -78,7 +78,7 @@ def _check_clocks(results: ProbeResults) -> Iterator[Finding]:
             skew = f"{abs(facts['clock']):.1f} s {'ahead of' if facts['clock'] > 0 else 'behind'}"
             why = "log lines and events of several nodes are ordered by timestamp, and certificates are checked against the clock"
             yield Finding(
-                results.describe_node(name), f"its clock is {skew} the manager's", "timedatectl set-ntp true", fatal=False, why=why
+                results.describe_node(name), f"its clock is {skew} the manager's", "run timedatectl set-ntp true", fatal=False, why=why
             )
 
 
@@ -86,9 +86,9 @@ def _check_clocks(results: ProbeResults) -> Iterator[Finding]:
 def _check_shm_size(results: ProbeResults) -> Iterator[Finding]:
     for name, facts in results.nodes.items():
         if facts["shm"] < _MIN_SHM_BYTES and facts["slots"] > 1:
-            message = f"/dev/shm has {facts['shm'] >> 20} MiB for {facts['slots']} ranks"  # noqa: S108
+            message = f"/dev/shm has only {facts['shm'] >> 20} MiB for {facts['slots']} ranks"  # noqa: S108
             why = "data loaders and NCCL pass data through it, and are killed by SIGBUS when it is full"
-            yield Finding(results.describe_node(name), message, "runner.docker_config.shm_size: 2147483648", fatal=False, why=why)
+            yield Finding(results.describe_node(name), message, "set runner.docker_config.shm_size: 2147483648", fatal=False, why=why)
 
 
 @CHECKS("limits", "processes can open enough files, and lock memory where RDMA needs it")
@@ -98,7 +98,7 @@ def _check_ulimits(results: ProbeResults) -> Iterator[Finding]:
         if 0 <= limits["nofile"] < _MIN_OPEN_FILES:
             hint = 'add to its /etc/docker/daemon.json: "default-ulimits": {"nofile": {"Name": "nofile", "Soft": 1048576, "Hard": 1048576}}'
             why = "each peer and each data loader worker needs several open files"
-            yield Finding(results.describe_node(name), f"processes may open {limits['nofile']} files", hint, fatal=False, why=why)
+            yield Finding(results.describe_node(name), f"processes may open only {limits['nofile']} files", hint, fatal=False, why=why)
         if facts["infiniband"] and limits["memlock"] != -1:
             hint = 'add to its /etc/docker/daemon.json: "default-ulimits": {"memlock": {"Name": "memlock", "Soft": -1, "Hard": -1}}'
             message = f"has {', '.join(facts['infiniband'])}, but processes can lock only {limits['memlock'] >> 10} KiB"
@@ -135,7 +135,7 @@ def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
                 yield Finding(results.describe_node(name), message, hint, fatal=False, why="checkpoints are written there")
 
 
-@CHECKS("shared", "save_dir is on a disk that can hold the checkpoints of all nodes")
+@CHECKS("shared", "save_dir is on a shared file system, or on a separate disk per node, as configured")
 def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
     target = _get_save_mount_target(results.plan)
     if len(results.plan.nodes) < 2 or results.plan.config.trainer.save_dir is None:
@@ -174,7 +174,7 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
         yield Finding(
             "config trainer.save_dir",
             message,
-            "trainer.save_dir_shared: true",
+            "set trainer.save_dir_shared: true",
             why="each node writes a complete checkpoint to its own disk",
         )
 
@@ -205,7 +205,7 @@ def _check_data_mounts(results: ProbeResults) -> Iterator[Finding]:
         for name, content in contents.items():
             if content != common_content:
                 message = f"{target} has different content on this node: {content[1]} entries, but the others have {common_content[1]}"
-                hint = "copy the data again, or mount the same disk on all nodes"
+                hint = "copy the data again, or mount the same file system on all nodes"
                 yield Finding(
                     results.describe_node(name), message, hint, why="ranks that read different data train on inconsistent batches, or fail"
                 )

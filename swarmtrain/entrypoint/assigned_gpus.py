@@ -22,9 +22,9 @@ def read_assigned_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def build_gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that restricts the ranks to the GPUs that Swarm assigned, unless `environ` already restricts them.
+    """Return the environment variables that restrict the ranks to the GPUs that Swarm assigned.
 
-    Local rank 0 gets the first GPU.
+    Empty if Swarm assigned none, or if `environ` already sets CUDA_VISIBLE_DEVICES. Local rank 0 gets the first GPU.
     """
     ids = read_assigned_gpus(environ)
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids and "CUDA_VISIBLE_DEVICES" not in environ else {}

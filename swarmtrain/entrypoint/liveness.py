@@ -21,7 +21,7 @@ _MAX_MISSED_HEARTBEATS = 12
 _HEARTBEAT_BYTE = b"."
 
 
-def start_liveness_guard(*, interval: float = _HEARTBEAT_SECONDS, max_missed: int = _MAX_MISSED_HEARTBEATS) -> None:
+def start_heartbeat_watchdog(*, interval: float = _HEARTBEAT_SECONDS, max_missed: int = _MAX_MISSED_HEARTBEATS) -> None:
     """Send a heartbeat every `interval` s to a child process, which kills this process after `max_missed` missing heartbeats in a row.
 
     The heartbeat is sent from a signal handler, which Python runs in the main thread: it stops if the main thread hangs, whatever the

@@ -33,9 +33,9 @@ class Route:
         return self.address.startswith("127.") or self.address == "::1"
 
     def build_interface_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables that make NCCL, gloo and TensorPipe use the interface of the rank network.
+        """Return the environment variables that make NCCL, gloo and TensorPipe use the interface of this route.
 
-        Variables that `environ` already sets are left out.
+        Variables that `environ` already sets are left out. Empty if the interface is unknown.
         """
         if not self.interface:
             return {}
@@ -88,8 +88,8 @@ def find_route_by_interface(interface: str) -> Route:
     raise OSError(f"no interface {interface} has an address on this node; this node has {available}")
 
 
-def choose_published_address(route: Route) -> str | None:
-    """Return the address under which peers find this node's ranks; None for the host name.
+def choose_advertised_address(route: Route) -> str | None:
+    """Return the address under which peers find this node's ranks; None if they find them by the host name.
 
     In a container the host name is used: it is the container id, which is unique and resolvable by the peers. An address may be reused by
     a restarted container, which torch then mistakes for the dead one. A configured interface has no host name, so its address is used.

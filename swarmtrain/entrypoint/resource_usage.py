@@ -74,7 +74,7 @@ class Cgroup:
         limit = _read_integer_file(self._root / "memory" / "memory.limit_in_bytes" if self._is_v1 else self._root / "memory.max")
         return limit if limit is not None and limit < read_machine_memory() else None
 
-    def read_oom_kills(self) -> int:
+    def read_oom_kill_count(self) -> int:
         """Return how many processes of the cgroup the OOM killer has killed."""
         file = self._root / "memory" / "memory.oom_control" if self._is_v1 else self._root / "memory.events"
         return _read_counter_file(file).get("oom_kill", 0)
@@ -133,15 +133,15 @@ class UsageReporter(threading.Thread):
 
     def run(self) -> None:
         """Measure and post the usage until the process ends."""
-        meter = UsageMeter(find_own_cgroup())
+        meter = UsageMeter(find_container_cgroup())
         while True:
             time.sleep(self._interval)
             with contextlib.suppress(CoordinatorError):
                 self._coordinator.post_event(Event(EVENT_USAGE, {"node": self._node, **meter.read_usage()}))
 
 
-def find_own_cgroup() -> Cgroup | None:
-    """Return this container's own cgroup, or None outside a container."""
+def find_container_cgroup() -> Cgroup | None:
+    """Return the cgroup of this container; None outside a container."""
     return Cgroup() if 1 in (os.getpid(), os.getppid()) or _is_in_container() else None
 
 

@@ -28,7 +28,7 @@ def add_code_layer(
     """Build the image `tag`: `base_image` plus one layer for each folder in `folders_of_code`, copied to the folder of the run's script.
 
     Each folder keeps its path relative to `working_folder`; a folder outside of `working_folder` is copied under its own name. The layer
-    is reproducible: equal files give an equal layer. Raises ImageError.
+    is reproducible: equal files give an equal layer. Raises ImageError if a folder is missing or empty, or the build fails.
     """
     image = pull_image_if_missing(client, base_image, report_progress)
     config = image["Config"]

@@ -29,11 +29,11 @@ class ImageContents:
 
     def copy_with_added_folder(self, name: str, entries: list[folders.ArchiveEntry], *, base_image: str) -> ImageContents:
         """Return the contents of the image that results from adding the folder `name` in a layer on top of `base_image`."""
-        top_level_files = {entry: _digest_file(path) for entry, path in entries if name == WORKING_FOLDER and "/" not in entry}
+        top_level_files = {entry: _compute_file_digest(path) for entry, path in entries if name == WORKING_FOLDER and "/" not in entry}
         return replace(
             self,
             built_digests={**self.built_digests, **top_level_files},
-            added_digests={**self.added_digests, name: _digest_added_folder(name, entries)},
+            added_digests={**self.added_digests, name: _compute_added_folder_digest(name, entries)},
             base_image=base_image,
         )
 
@@ -51,7 +51,10 @@ def compute_contents(project: Project) -> ImageContents:
     candidates = (project.dockerfile, project.pins, project.lock, project.requirements, *project.code)
     project_files = [path for path in candidates if path and path.is_relative_to(project.folder)]
     return ImageContents(
-        {_SWARMTRAIN: compute_swarmtrain_digest(), **{str(path.relative_to(project.folder)): _digest_file(path) for path in project_files}}
+        {
+            _SWARMTRAIN: compute_swarmtrain_digest(),
+            **{str(path.relative_to(project.folder)): _compute_file_digest(path) for path in project_files},
+        }
     )
 
 
@@ -80,7 +83,7 @@ def find_changed_files_and_folders(
     ]
     existing_folders = [(name, digest) for name, digest in image_contents.added_digests.items() if (working_folder / name).is_dir()]
     changed_folders = [
-        name for name, digest in existing_folders if _digest_added_folder(name, folders.list_files(working_folder / name)) != digest
+        name for name, digest in existing_folders if _compute_added_folder_digest(name, folders.list_files(working_folder / name)) != digest
     ]
     return sorted(changed_files), sorted(changed_folders)
 
@@ -102,7 +105,7 @@ def build_rebuild_command(image: str, image_contents: ImageContents, changed_fil
 def compute_swarmtrain_digest() -> str:
     """Return the digest of the running swarmtrain package, including the Dockerfile and the requirements that it ships."""
     package_folder = Path(swarmtrain.__file__).parent
-    return folders.digest_entries(
+    return folders.compute_entries_digest(
         (name, path.resolve()) for name, path in folders.list_files(package_folder) if not path.name.startswith(".")
     )
 
@@ -110,16 +113,16 @@ def compute_swarmtrain_digest() -> str:
 def _compute_current_digest(name: str, working_folder: Path) -> str | None:
     if name == _SWARMTRAIN:
         return compute_swarmtrain_digest()
-    return _digest_file(working_folder / name) if (working_folder / name).is_file() else None
+    return _compute_file_digest(working_folder / name) if (working_folder / name).is_file() else None
 
 
-def _digest_added_folder(name: str, entries: list[folders.ArchiveEntry]) -> str:
+def _compute_added_folder_digest(name: str, entries: list[folders.ArchiveEntry]) -> str:
     """Return the digest of a folder added to an image.
 
     Files at the top level of WORKING_FOLDER have their own digests, since some of them are sent with each run.
     """
-    return folders.digest_entries(entry for entry in entries if name != WORKING_FOLDER or "/" in entry[0])
+    return folders.compute_entries_digest(entry for entry in entries if name != WORKING_FOLDER or "/" in entry[0])
 
 
-def _digest_file(path: Path) -> str:
-    return folders.digest_entries([(path.name, path.resolve())])
+def _compute_file_digest(path: Path) -> str:
+    return folders.compute_entries_digest([(path.name, path.resolve())])

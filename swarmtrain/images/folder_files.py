@@ -28,7 +28,7 @@ def list_files(folder: Path, *, recursive: bool = True) -> list[ArchiveEntry]:
     return sorted(_iterate_files(folder, "", dockerignore, recursive))
 
 
-def digest_entries(entries: Iterable[ArchiveEntry]) -> str:
+def compute_entries_digest(entries: Iterable[ArchiveEntry]) -> str:
     """Return a digest of `entries`, 12 hexadecimal digits, which changes with their names, contents or permissions."""
     sha256 = hashlib.sha256()
     for name, path in entries:

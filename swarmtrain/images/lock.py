@@ -25,7 +25,7 @@ _PIN_PATTERN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 
 
 def write_lock_file(folder: Path, *, report_progress: ProgressReporter) -> Path:
-    """Write the lock file of the pins in `folder` and return its path. Raises ImageError."""
+    """Write the lock file of the pins in `folder` and return its path. Raises ImageError if there are no pins, or pip fails."""
     pins = folder / PINS
     if not pins.is_file():
         hint = "nothing to do: a folder without this file uses swarmtrain's own pins, which are already locked"
@@ -50,7 +50,7 @@ def write_lock_file(folder: Path, *, report_progress: ProgressReporter) -> Path:
 
 
 def check_lock_file(pins: Path, lock: Path) -> None:
-    """Check that the lock file text `lock` matches the current pins `pins`. Raises ImageError if it does not."""
+    """Check that the lock file `lock` contains the pins of the file `pins`. Raises ImageError if it does not."""
     if changed := sorted(_parse_pins_without_hashes(pins.read_text()) ^ set(_parse_pins(lock.read_text()))):
         raise ImageError(
             f"differs from {pins.name} in {', '.join(changed)}", place=str(lock), hint=f"swarmtrain image lock {pins.parents[1]}"

@@ -23,7 +23,7 @@ class ManagerEngine(Protocol):
     def inspect_distribution(self, image: str) -> Any: ...
 
 
-def get_own_node_id(engine: ManagerEngine) -> str:
+def get_engine_node_id(engine: ManagerEngine) -> str:
     """Return the swarm node id of the engine itself; "" if the engine is not in a swarm."""
     return str(engine.get("/info")["Swarm"]["NodeID"])
 
@@ -42,6 +42,6 @@ def get_node_address(node: Mapping[str, Any]) -> str:
 
 def list_other_engines(engine: ManagerEngine) -> dict[str, str]:
     """Return the engines of all other nodes (name → ssh:// address). The SSH user is the one in this engine's own address."""
-    own_node_id, user = get_own_node_id(engine), urlsplit(engine.address).username if engine.address.startswith("ssh://") else None
+    own_node_id, user = get_engine_node_id(engine), urlsplit(engine.address).username if engine.address.startswith("ssh://") else None
     nodes = sorted((node for node in engine.list_objects("/nodes") if node["ID"] != own_node_id), key=get_host_name)
     return {get_host_name(node): f"ssh://{user}@{get_node_address(node)}" if user else f"ssh://{get_node_address(node)}" for node in nodes}

@@ -14,7 +14,7 @@ from typing import Any
 from swarmtrain.errors import EngineError, ImageError
 from swarmtrain.images.image_client import ProgressReporter
 from swarmtrain.images.pinning import pin_image
-from swarmtrain.images.swarm_nodes import ManagerEngine, get_host_name, get_own_node_id
+from swarmtrain.images.swarm_nodes import ManagerEngine, get_engine_node_id, get_host_name
 from swarmtrain.images.swarm_nodes import get_node_address as address_of
 
 SERVICE_NAME = "swarmtrain-registry"
@@ -80,7 +80,7 @@ def start_registry(
 ) -> RegistryStatus:
     """Start the registry on `node` (default: the engine's own node) and wait until it runs. If the registry already runs, it is kept.
 
-    Returns its status. Raises ImageError with the reason if it cannot run, EngineError if the engine refuses.
+    Returns its status. Raises ImageError if it runs with other settings or cannot run, EngineError if the engine rejects a request.
     """
     manager_node = _find_node(engine, node)
     desired_spec = _build_service_spec(manager_node["ID"], port, image)
@@ -107,11 +107,12 @@ def start_registry(
 def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: ProgressReporter) -> None:
     """Remove the registry and wait until its container is gone; with `volume`, also remove its images.
 
-    Raises ImageError if there is no registry, or if `volume` is set and the volume is on another node; EngineError if the engine refuses.
+    Raises ImageError if there is no registry, or if `volume` is set and the volume is on another node; EngineError if the engine rejects
+    a request.
     """
     service = _get_service(engine)
     node = _get_placement_constraints(service["Spec"])[0].partition("==")[2]
-    if volume and node != get_own_node_id(engine):
+    if volume and node != get_engine_node_id(engine):
         node_host = get_host_name(engine.get(f"/nodes/{node}"))
         raise ImageError(
             f"its images are on {node_host}, which is another node's engine",
@@ -128,7 +129,7 @@ def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: Pro
 
 
 def get_registry_status(engine: ManagerEngine) -> RegistryStatus:
-    """Return the status of the registry. Raises ImageError if there is none, EngineError if the engine refuses."""
+    """Return the status of the registry. Raises ImageError if there is none, EngineError if the engine rejects a request."""
     service = _get_service(engine)
     labels = service["Spec"]["Labels"]
     node = engine.get(f"/nodes/{_get_placement_constraints(service['Spec'])[0].partition('==')[2]}")
@@ -249,7 +250,7 @@ def _list_tasks(engine: ManagerEngine) -> list[dict[str, Any]]:
 
 def _find_node(engine: ManagerEngine, name: str | None) -> dict[str, Any]:
     nodes = engine.list_objects("/nodes")
-    node_name = name or get_own_node_id(engine)
+    node_name = name or get_engine_node_id(engine)
     for node in nodes:
         if node_name in (node["ID"], get_host_name(node)):
             return node

@@ -27,7 +27,8 @@ _MANYLINUX_VERSIONS = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
 def download_pinned_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
     """Download the wheels of the project's pins into the project's wheel folder, for the engine's `architecture`.
 
-    Every file except torch's is checked against the lock. Nothing is downloaded while the pins are unchanged. Raises ImageError.
+    Every file except torch's is checked against the lock. Nothing is downloaded while the pins are unchanged. Raises ImageError if pip
+    fails.
     """
     lock_bytes = project.lock.read_bytes() if project.lock else b""
     machine = MACHINES.get(architecture, architecture)
@@ -45,7 +46,7 @@ def download_pinned_wheels(project: Project, architecture: str, *, report_progre
     report_progress("downloading torch")
     # Include the dependencies of the index's torch build: a CUDA build depends on NVIDIA's libraries.
     download_wheels(project.wheel_folder, machine, f"--find-links={project.wheel_folder}", f"--constraint={project.pins}", "torch")
-    _get_stamp_path(project.wheel_folder).write_text(stamp)
+    _get_stamp_file_path(project.wheel_folder).write_text(stamp)
 
 
 def download_extra_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
@@ -67,11 +68,11 @@ def download_extra_wheels(project: Project, architecture: str, *, report_progres
     for wheel in project.extra_wheel_folder.glob("*.whl"):
         if (project.wheel_folder / wheel.name).exists():
             wheel.unlink()
-    _get_stamp_path(project.extra_wheel_folder).write_text(stamp)
+    _get_stamp_file_path(project.extra_wheel_folder).write_text(stamp)
 
 
 def build_swarmtrain_wheel(folder: Path, *, report_progress: ProgressReporter) -> None:
-    """Write swarmtrain's own wheel into `folder`, and remove everything else from it. Raises ImageError.
+    """Write swarmtrain's own wheel into `folder`, and remove everything else from it. Raises ImageError if pip fails.
 
     The wheel is built from the running checkout or from the installed files, so the nodes get the same version as this machine.
     """
@@ -122,10 +123,10 @@ def _compute_inputs_digest(*inputs: bytes | str) -> str:
 
 
 def _is_wheel_folder_complete(folder: Path, stamp: str) -> bool:
-    return _get_stamp_path(folder).exists() and _get_stamp_path(folder).read_text() == stamp
+    return _get_stamp_file_path(folder).exists() and _get_stamp_file_path(folder).read_text() == stamp
 
 
-def _get_stamp_path(folder: Path) -> Path:
+def _get_stamp_file_path(folder: Path) -> Path:
     return folder / ".complete"
 
 

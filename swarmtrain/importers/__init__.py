@@ -110,7 +110,7 @@ class ImportedConfig:
 def import_config_file(path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None) -> ImportedConfig:
     """Import the file at `path`, for a run on the hosts in `hostsfile`. `source_format` overrides detection by content.
 
-    Raises ConfigError, which lists the invalid places of the file, or SwarmtrainError if the file cannot be read or has an unknown format.
+    Raises ConfigError with all problems of the file, or SwarmtrainError if the file cannot be read or has an unknown format.
     """
     text = _read_source_text(path)
     hosts = deepspeed.parse_hostfile(_read_source_text(hostsfile), str(hostsfile)) if hostsfile else ()
@@ -130,7 +130,7 @@ def import_config_text(
 ) -> ImportedConfig:
     """Import the content `text` of the file `source`; `model_folder` is the file's folder if it also contains the model's weights.
 
-    Raises SwarmtrainError and ConfigError as `import_file` does.
+    Raises SwarmtrainError and ConfigError as `import_config_file` does.
     """
     if not text.strip():
         raise SwarmtrainError("is empty", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}")
@@ -246,7 +246,7 @@ def _read_source_text(path: Path) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that writes pairs in flow style, one per line."""
+    """YAML dumper that writes pairs (tuples) in flow style: [a, b]."""
 
 
 # The config's parser reads 3e-4 as a number, unlike YAML 1.1. So the dumper must quote a string of this form.

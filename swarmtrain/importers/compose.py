@@ -139,7 +139,7 @@ def _map_service(report: MigrationReport, name: str, launch: LaunchCommand) -> t
     variables = _parse_environment(report.get_source_value((*service_key, "environment")))
     for variable, value in variables.items():
         _map_environment_variable(report, (*service_key, "environment", variable), variable, value)
-    report.mark_keys_used(
+    report.mark_keys_handled(
         *([(*service_key, "environment")] if isinstance(report.get_source_value((*service_key, "environment")), list) else [])
     )
     _map_deploy_section(report, (*service_key, "deploy"))
@@ -157,7 +157,7 @@ def _map_service_field(report: MigrationReport, service_key: KeyPath, field: str
     if field in ("environment", "deploy", "volumes", "networks"):
         return
     if field in ("command", "secrets") or (field == "entrypoint" and not report.has_source_key((*service_key, "command"))):
-        report.mark_keys_used(key)
+        report.mark_keys_handled(key)
     elif field == "image":
         _map_image(report, key, str(value))
     elif field == "shm_size":
@@ -176,7 +176,7 @@ def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value:
         report.map_key(key, "runner.swarm.network", "host")
     elif field == "runtime" and value == "nvidia":
         report.make_gpus_visible()
-        report.mark_keys_used(key)
+        report.mark_keys_handled(key)
     elif field in ("cap_add", "devices", "ulimits") and re.search(r"IPC_LOCK|infiniband|memlock", str(value)):
         report.map_key(key, "runner.swarm.rdma", True)
     else:
@@ -201,7 +201,7 @@ def _map_environment_variable(report: MigrationReport, key: KeyPath, name: str, 
         if re.fullmatch(r"[\w-]+(,[\w-]+)*", gpu_ids) and gpu_ids not in ("all", "none", "void"):
             report.set_config_value("runner.swarm.gpu_ids", gpu_ids.split(","))
     elif value is None or value == "":
-        report.add_unmapped_key(key, UnmappedReason.unknown, f"it came from the deploying shell: set runner.env.{name}")
+        report.add_unmapped_key(key, UnmappedReason.unknown, f"Docker takes its value from the shell that deploys: set runner.env.{name}")
     else:
         map_environment_variable(report, key, name, value)
 
@@ -231,7 +231,7 @@ def _map_deploy_section(report: MigrationReport, key: KeyPath) -> None:
         report.set_config_value("runner.swarm.generic_resource", resource_spec.get("kind", "NVIDIA-GPU"))
         if type(resource_spec.get("value")) is int:
             report.set_config_value("runner.default_gpu_count", resource_spec["value"])
-        report.mark_keys_used(source_key)
+        report.mark_keys_handled(source_key)
     if report.has_source_key((*key, "resources", "reservations", "devices")):
         report.make_gpus_visible()
         report.add_unmapped_key(
@@ -242,9 +242,9 @@ def _map_deploy_section(report: MigrationReport, key: KeyPath) -> None:
     for index, text in enumerate(report.get_source_list((*key, "placement", "constraints"))):
         _map_placement_constraint(report, (*key, "placement", "constraints", str(index)), str(text))
     if report.get_source_value((*key, "mode")) in ("replicated", "global"):
-        report.mark_keys_used((*key, "mode"))
+        report.mark_keys_handled((*key, "mode"))
     if isinstance(report.get_source_value((*key, "replicas")), int):
-        report.mark_keys_used((*key, "replicas"))
+        report.mark_keys_handled((*key, "replicas"))
     for name, unmapped in _UNMAPPED_KEYS.items():
         source_key = (*key[:-1], *name.split("."))
         if name.startswith("deploy.") and report.has_source_key(source_key):
@@ -254,7 +254,7 @@ def _map_deploy_section(report: MigrationReport, key: KeyPath) -> None:
 def _map_placement_constraint(report: MigrationReport, key: KeyPath, text: str) -> None:
     match = _CONSTRAINT_PATTERN.fullmatch(text)
     if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in text:
-        report.mark_keys_used(key)
+        report.mark_keys_handled(key)
     elif match and match["label"] and _find_pinned_host(report, key[1]):
         report.add_unmapped_key(key, UnmappedReason.done_differently, "the host is listed in runner.hosts", value=text)
     elif match and match["sign"] == "==" and match["label"]:
@@ -285,7 +285,7 @@ def _compare_with_first_service(report: MigrationReport, first: str, name: str, 
             continue
         is_pinned = field_path[:3] == ("deploy", "placement", "constraints") and _find_pinned_host(report, name) and len(value) == 1
         if is_pinned or field_path[:2] == ("deploy", "replicas") or report.get_source_value((*first_key, *field_path)) == value:
-            report.mark_keys_used(key)
+            report.mark_keys_handled(key)
         else:
             report.add_unmapped_key(
                 key, *_UNMAPPED_KEYS.get(field_path[0], (UnmappedReason.no_counterpart, f"all nodes are configured as {first} is"))
@@ -307,7 +307,9 @@ def _compare_command(report: MigrationReport, service_key: KeyPath, first_launch
         for flag, value in launch.flags.items()
         if flag not in ("node_rank", "nproc_per_node")
     }
-    report.mark_keys_used(*((*service_key, field) for field in ("command", "entrypoint") if report.has_source_key((*service_key, field))))
+    report.mark_keys_handled(
+        *((*service_key, field) for field in ("command", "entrypoint") if report.has_source_key((*service_key, field)))
+    )
     for name, (value, first_value) in command_parts.items():
         if value != first_value:
             report.add_unmapped_key((*service_key, "command", name), *unmapped, value=value)
@@ -327,7 +329,7 @@ def _compare_environment(report: MigrationReport, service_key: KeyPath, first_ke
                 "all nodes use the environment of the first service",
                 value=value,
             )
-    report.mark_keys_used((*service_key, "environment"))
+    report.mark_keys_handled((*service_key, "environment"))
 
 
 def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: int | None) -> None:
@@ -380,7 +382,7 @@ def _map_networks(report: MigrationReport, services: Sequence[str]) -> None:
 def _collect_joined_networks(report: MigrationReport, key: KeyPath) -> set[str]:
     networks = report.get_source_value(key)
     names = {str(name) for name in networks} if isinstance(networks, list | dict) else set()
-    report.mark_keys_used(key)
+    report.mark_keys_handled(key)
     for name, body in report.get_source_mapping(key).items():
         if body:
             report.add_unmapped_key((*key, name), UnmappedReason.done_differently, "nodes are named node0, node1 and so on")
@@ -394,7 +396,7 @@ def _map_network(report: MigrationReport, key: KeyPath, name: str) -> None:
     if external := body.get("external"):
         network_name = body.get("name") or (external.get("name") if isinstance(external, dict) else None) or name
         report.map_key((*key, "external"), "runner.swarm.network", network_name)
-        report.mark_keys_used(key)
+        report.mark_keys_handled(key)
         return
     options = report.get_source_mapping((*key, "driver_opts"))
     mtu, encrypted = str(options.get("com.docker.network.driver.mtu", "")), options.get("encrypted")
@@ -437,7 +439,7 @@ def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
             )
         else:
             mounts.append((source, target))
-            report.mark_keys_used(source_key)
+            report.mark_keys_handled(source_key)
             if read_only:
                 report.add_unmapped_key(
                     (*source_key, "read_only"), UnmappedReason.no_counterpart, "mounts are always writable", value=f"{source}:{target}:ro"
@@ -445,7 +447,7 @@ def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
     if mounts:
         report.set_config_value("runner.docker_config.docker_mounts", mounts)
     if report.has_source_key(key):
-        report.mark_keys_used(key)
+        report.mark_keys_handled(key)
 
 
 def _map_volumes(report: MigrationReport, first: str) -> None:
@@ -462,7 +464,7 @@ def _map_volumes(report: MigrationReport, first: str) -> None:
             report.add_unmapped_key(("volumes", name), UnmappedReason.no_counterpart, "no training node mounts it")
         elif options:
             volume_options[name] = options
-            report.mark_keys_used(("volumes", name, "driver_opts"), ("volumes", name, "driver"))
+            report.mark_keys_handled(("volumes", name, "driver_opts"), ("volumes", name, "driver"))
         else:
             report.add_unmapped_key(("volumes", name), UnmappedReason.is_default, "each node has its own volume")
     if volume_options:

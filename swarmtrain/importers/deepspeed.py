@@ -40,12 +40,12 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "tensorboard": (UnmappedReason.done_differently, "logger.use_tensorboard, in logger.log_dir"),
     "csv_monitor": (UnmappedReason.done_differently, "logger.use_csv, in logger.log_dir"),
     "elasticity": (UnmappedReason.done_differently, "runner.min_nodes and max_nodes; the global batch stays the same"),
-    "autotuning": (UnmappedReason.done_differently, "swarmtrain memory says which micro_batch_size fits"),
+    "autotuning": (UnmappedReason.done_differently, "swarmtrain memory estimates whether a micro_batch_size fits"),
     "comms_logger": (UnmappedReason.done_differently, "runner.nccl.debug"),
     "checkpoint": (UnmappedReason.done_differently, "checkpoints can be loaded with any topology"),
     "zero_allow_untested_optimizer": (UnmappedReason.no_counterpart, ""),
     "data_types": (UnmappedReason.no_counterpart, "gradients and optimizer state are float32; see optimizer.state_precision"),
-    "amp": (UnmappedReason.no_counterpart, "bf16 or fp16"),
+    "amp": (UnmappedReason.no_counterpart, "transformer_architecture.precision: bfloat16 or float16"),
     "activation_checkpointing": (UnmappedReason.done_differently, "topology.activation_checkpointing_type"),
 }
 
@@ -78,7 +78,10 @@ def parse_hostfile(text: str, source: str) -> tuple[str, ...]:
 
 
 def map_hosts(report: MigrationReport, hosts: tuple[str, ...], key: KeyPath) -> None:
-    """Set runner.hosts to `hosts`."""
+    """Set runner.hosts to `hosts`, which the source specifies at `key`.
+
+    Also set the runner type to ssh if none is set yet, and make GPUs visible in containers.
+    """
     report.map_key(key, "runner.hosts", list(hosts))
     if report.get_config_value("runner.runner_type") is None:
         report.set_runner_type("ssh")
@@ -92,7 +95,7 @@ def count_slots(hosts: tuple[str, ...]) -> int | None:
 
 
 def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map the DeepSpeed config in `report` for a run on `hosts` (an empty list if the hosts are unknown)."""
+    """Map the DeepSpeed config in `report` for a run on `hosts` (empty if the hosts are unknown)."""
     _report_auto_values(report)
     _map_batch_sizes(report, count_slots(hosts))
     map_zero_section(report, ("zero_optimization",))
@@ -304,7 +307,7 @@ def _map_learning_rate_schedule(report: MigrationReport) -> None:
     min_ratio, learning_rate = report.get_source_value(f"{_SCHEDULER_PARAMS}.cos_min_ratio", 1e-4), report.get_config_value(_LEARNING_RATE)
     if style == "cosine" and isinstance(min_ratio, int | float) and isinstance(learning_rate, int | float):
         report.set_config_value(f"{_LEARNING_RATE}_minimum", min_ratio * learning_rate)
-        report.mark_keys_used(f"{_SCHEDULER_PARAMS}.cos_min_ratio")
+        report.mark_keys_handled(f"{_SCHEDULER_PARAMS}.cos_min_ratio")
         report.add_note(f"learning_rate_minimum is cos_min_ratio x learning_rate: {min_ratio:g} x {learning_rate:g}")
 
 

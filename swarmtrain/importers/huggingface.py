@@ -14,7 +14,7 @@ _UNMAPPED_KEYS = {
     "use_cache": (UnmappedReason.no_counterpart, "the KV cache is for generation, not for training"),
     "bos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize sets the token that begins a document"),
     "eos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize sets the token that ends a document"),
-    "pad_token_id": (UnmappedReason.no_counterpart, "samples are full"),
+    "pad_token_id": (UnmappedReason.no_counterpart, "not needed: padded positions are masked in the loss"),
     "transformers_version": (UnmappedReason.no_counterpart, ""),
 }
 
@@ -40,12 +40,14 @@ def map_huggingface_config(report: MigrationReport, source: str, model_folder: s
     for key, unmapped in _UNMAPPED_KEYS.items():
         if report.has_source_key(key):
             report.add_unmapped_key(key, *unmapped)
-    report.mark_keys_used(*(key for key in model_family.required_values if report.has_source_key(key)))
+    report.mark_keys_handled(*(key for key in model_family.required_values if report.has_source_key(key)))
     if model_folder:
         report.set_config_value("trainer.init_from", model_folder)
         report.add_note("trainer.init_from is the model folder on this machine: it must exist at this path on every node")
     else:
-        report.add_note("there are no weights next to it: set trainer.init_from to the model folder, or train from random initialization")
+        report.add_note(
+            "there are no weights next to config.json: set trainer.init_from to the model folder, or train from random initialization"
+        )
     report.add_note("transformer_architecture.sequence_length is the maximum that the model supports: shorter samples cost less")
 
 

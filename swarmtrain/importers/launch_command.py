@@ -156,7 +156,7 @@ def _split_commands(text: str) -> list[tuple[str, list[str]]]:
 
 def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> tuple[int | None, int | None]:
     """Map a launch command to the config. Return the number of nodes and of ranks per node, each None if not given as a number."""
-    report.mark_keys_used(key)
+    report.mark_keys_handled(key)
     nodes, slots = None, None
     for flag, value in launch.flags.items():
         flag_key = (*key, f"{launch.program} --{flag}")
@@ -167,10 +167,10 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
             report.map_key(flag_key, "runner.max_nodes", high)
         elif flag == "nnodes" and value.isdigit():
             nodes = int(value)
-            report.mark_keys_used(flag_key)
+            report.mark_keys_handled(flag_key)
         elif flag == "nproc_per_node" and value.isdigit():
             slots = int(value)
-            report.mark_keys_used(flag_key)
+            report.mark_keys_handled(flag_key)
         elif flag == "nproc_per_node" and value in ("gpu", "auto"):
             report.add_unmapped_key(flag_key, UnmappedReason.is_default, "one rank per GPU that the cluster reports", value=value)
         elif flag == "master_port" and value.isdigit() and int(value) < _MAX_PORT:
@@ -236,7 +236,7 @@ def is_training_script(text: str) -> bool:
 def add_shell_variable_note(report: MigrationReport, path: str, text: str) -> None:
     """Add a note if `text`, the config value at `path`, contains shell syntax that only the imported file's shell would have expanded."""
     if _SHELL_VARIABLE_PATTERN.search(text):
-        report.add_note(f"{path} holds {text}, which only the original shell can expand: replace it with its value")
+        report.add_note(f"{path} contains {text}, which only the original shell can expand: replace it with its value")
 
 
 def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> None:

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.config.explanations import convert_validation_error
 from swarmtrain.config.loading import sort_and_limit_problems
 from swarmtrain.errors import ConfigError, Problem
 
@@ -151,7 +151,10 @@ class MigrationReport:
         return self._values.get(_parse_key(path))
 
     def add_unmapped_key(self, key: str | KeyPath, reason: UnmappedReason, replacement: str = "", *, value: Any = _ABSENT) -> None:
-        """Report `key` as unmapped. `replacement` says what to do instead, or why nothing can be done."""
+        """Report `key` as unmapped. `replacement`: what to use instead, or why there is no replacement.
+
+        `value`: value to show in the report, if not the source's value at `key`.
+        """
         source_key = _parse_key(key)
         self._handled.add(source_key)
         shown_value = self.get_source_value(source_key) if value is _ABSENT else value
@@ -167,7 +170,7 @@ class MigrationReport:
             )
         )
 
-    def mark_keys_used(self, *keys: str | KeyPath) -> None:
+    def mark_keys_handled(self, *keys: str | KeyPath) -> None:
         """Mark `keys` of the source as handled, because their values were used in the mapping of other keys."""
         self._handled.update(_parse_key(key) for key in keys)
 
@@ -244,7 +247,7 @@ class MigrationReport:
         try:
             return Config.model_validate_json(json.dumps(_build_nested_dict(self._values)))
         except ValidationError as error:
-            problems = [self._locate_problem(problem) for problem in explain_validation_error(error, Config, {})]
+            problems = [self._locate_problem(problem) for problem in convert_validation_error(error, Config, {})]
             raise ConfigError(sort_and_limit_problems(problems), source=source) from None
 
     def _locate_problem(self, problem: Problem) -> Problem:
@@ -253,7 +256,7 @@ class MigrationReport:
         if not near:
             return problem
         key = self._origins[max(near, key=lambda at: len([None for one, other in zip(at, path, strict=False) if one == other]))]
-        return Problem(f"{'.'.join(key)}, here {problem.path}", problem.message, self.find_line_number(key), problem.hint)
+        return Problem(f"{'.'.join(key)} (imported as {problem.path})", problem.message, self.find_line_number(key), problem.hint)
 
     def _list_unhandled_keys(self) -> list[KeyPath]:
         """Return the outermost keys of the source that were not handled and have no handled key above or below them."""
@@ -300,7 +303,7 @@ def get_field_types(path: str | KeyPath) -> tuple[Any, ...]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a variable or field with this name contains a secret."""
+    """Return whether a variable or field probably contains a secret, because its name ends in KEY, TOKEN, PASSWORD or similar."""
     return name.upper().endswith(_SECRET_SUFFIXES)
 
 
@@ -327,7 +330,7 @@ def _iterate_leaves(key: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _get_union_members(annotation: Any) -> tuple[Any, ...]:
-    """Return the member types of `annotation` if it is an optional type, else `annotation` itself."""
+    """Return the member types of `annotation` if it is an optional type, else a tuple of `annotation` alone."""
     inner = get_args(annotation)
     return inner if type(None) in inner else (annotation,)
 

@@ -131,7 +131,7 @@ class _ScriptState:
 
 
 def parse_sbatch_script(text: str, source: str) -> MigrationReport:
-    """Return the migration report of an sbatch script. Raises ConfigError if no known training launch is found."""
+    """Return the migration report of an sbatch script. Raises ConfigError if no line of the script starts training."""
     lines, job = list(_iterate_logical_lines(text)), _ScriptState()
     report = MigrationReport(*_assign_line_keys(lines), show_last_part_only=True)
     is_queued = re.search(r"#SBATCH|\bsrun\b|\bSLURM_", text) is not None
@@ -208,7 +208,7 @@ def _parse_sbatch_options(report: MigrationReport, job: _ScriptState, lines: lis
     for key, (_, line) in zip(list(report.source), lines, strict=True):
         if not line.startswith("#SBATCH"):
             continue
-        report.mark_keys_used((key,))
+        report.mark_keys_handled((key,))
         words = line.removeprefix("#SBATCH").partition(" #")[0].split()
         while words:
             word = words.pop(0)
@@ -250,7 +250,7 @@ def _map_variable_assignment(report: MigrationReport, job: _ScriptState, key: Ke
     array_match = re.fullmatch(r"(\w+)=\((.*)\)", assignment, re.DOTALL)
     if array_match:
         job.variables[array_match[1]] = " ".join(_expand_shell_variables(job, array_match[2]).split())
-        report.mark_keys_used(key)
+        report.mark_keys_handled(key)
         return
     if re.fullmatch(r"\w+=\"?(\$\(.*\)|`[^`]*`)\"?", assignment, re.DOTALL):
         name = assignment.partition("=")[0]
@@ -271,7 +271,7 @@ def _map_variable_assignment(report: MigrationReport, job: _ScriptState, key: Ke
     if launch is not None:
         job.launches.append((key, launch))
         return
-    report.mark_keys_used(key)
+    report.mark_keys_handled(key)
     for word in words:
         name, has_value, value = word.partition("=")
         if has_value and name.isidentifier():
@@ -339,7 +339,7 @@ def _map_job_launch(report: MigrationReport, job: _ScriptState) -> None:
     _map_node_counts(report, job, launch, nodes, slots)
     for name, (source_key, value) in {**job.exported, **wrapper_variables}.items():
         if name in job.used_variables and " " in value:  # a part of the command line
-            report.mark_keys_used(source_key)
+            report.mark_keys_handled(source_key)
             continue
         map_environment_variable(report, source_key, name, value, on_host_network=report.get_config_value("runner.runner_type") == "slurm")
     for name, (source_key, value) in job.options.items():
@@ -378,7 +378,7 @@ def _map_node_counts(report: MigrationReport, job: _ScriptState, launch: LaunchC
         if name in job.options and not _has_slurm_setting(report, "options"):
             gpu_key, value = job.options[name]
             is_consistent = name in _GPU_OPTIONS[:3] and _count_gpus_per_node(job) == ranks is not None
-            report.mark_keys_used(gpu_key) if is_consistent else report.add_unmapped_key(
+            report.mark_keys_handled(gpu_key) if is_consistent else report.add_unmapped_key(
                 gpu_key, UnmappedReason.done_differently, "runner.default_gpu_count", value=value
             )
         elif name == "gpus" and name in job.options and _count_gpus_per_node(job):

@@ -158,7 +158,7 @@ def _map_runner_type(report: MigrationReport, hosts_argument: tuple[str, ...]) -
         and not all("slots=" in str(host) for host in hosts)
     ):
         report.set_config_value("runner.default_gpu_count", 8)
-        report.add_note("a host without slots has 8 in Scaling: runner.default_gpu_count is 8")
+        report.add_note("Scaling gives a host without slots= 8 slots: runner.default_gpu_count is 8")
 
 
 def _map_hostsfile(report: MigrationReport, key: KeyPath) -> None:
@@ -316,7 +316,7 @@ def _fill_scaling_defaults(report: MigrationReport) -> None:
 
 
 def _iterate_scaling_defaults(report: MigrationReport) -> Iterator[tuple[str, Any]]:
-    """Yield Scaling's defaults for the sections that the config has."""
+    """Yield the path and value of each default of Scaling that differs from swarmtrain's, for the sections that the source has."""
     for section, defaults in _SCALING_DEFAULTS.items():
         if isinstance(report.get_source_value(section), dict):
             yield from ((f"{section}.{name}", value) for name, value in defaults.items())

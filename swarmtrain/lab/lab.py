@@ -20,8 +20,9 @@ ProgressReporter = Callable[[str], None]
 class NodeStatus:
     """Status of one lab node, shown as one line of `lab status`.
 
-    `state` is up, dead or cut; `role` is manager or worker, "" without a swarm; `link` is up, cut, or the rate limit; `services` lists
-    which of sshd, slurmctld and slurmd are listening; `pid` is the process id of the machine's init.
+    `state` is up, dead or cut; `role` is manager or worker, "" without a swarm; `link` is up, cut, or the rate limit; `engine` is the
+    version of the Docker engine; `services` lists which of sshd, slurmctld and slurmd are listening; `pid` is the process id of the
+    machine's init.
     """
 
     node: str
@@ -82,8 +83,8 @@ class Lab:
         `engine` is a directory with a different dockerd and containerd; `shared` is the directory that all nodes share. Each engine
         declares `gpus` simulated GPUs, so that their assignment to runs can be tested.
 
-        If anything fails, everything that was created is removed. A lab of this name whose machines are all dead is removed first; a
-        running one with the same settings is left unchanged.
+        If anything fails, everything that was created is removed. A lab of this name whose machines are all dead is removed first. A
+        running one is left unchanged; if its settings differ, LabError is raised.
         """
         state.check_components(components)
         self.check_prerequisites(engine, components)

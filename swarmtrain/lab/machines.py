@@ -27,7 +27,7 @@ def get_node_disk(directory: Path, node: str) -> Path:
 
 
 def create_node_files(directory: Path, description: LabDescription, node: str) -> None:
-    """Create the disk of a new node, and its hosts file."""
+    """Create the files of a new node: its disk, its hosts file, and the folder of its service scripts."""
     node_folder = directory / node
     (node_folder / "services").mkdir(parents=True)
     get_node_disk(directory, node).mkdir()

@@ -30,7 +30,7 @@ def get_sshd_config_path(directory: Path, node: str) -> Path:
 
 
 def write_ssh_files(directory: Path, description: LabDescription) -> None:
-    """Create the lab's keys and the client's configuration."""
+    """Create the lab's SSH keys, its known_hosts file, and the SSH client configuration."""
     folder = get_client_config_path(directory).parent
     folder.mkdir()
     for name in ("host", "user"):

@@ -72,7 +72,7 @@ class LabDescription:
 
 
 def get_base_directory() -> Path:
-    """Return the directory that holds all labs of this machine."""
+    """Return the directory that contains all labs of this machine."""
     return Path(os.environ.get("SWARMTRAIN_LAB_DIR") or _DEFAULT_BASE).absolute()
 
 
@@ -150,7 +150,7 @@ def list_labs(base: Path) -> list[LabDescription]:
 
 
 def read_lab_description(directory: Path) -> LabDescription | None:
-    """Return the description of the lab in `directory`; None if there is none."""
+    """Return the description of the lab in `directory`; None if there is none. Raises LabError if its lab.json is invalid."""
     try:
         fields = json.loads((directory / "lab.json").read_text())
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
@@ -195,9 +195,9 @@ class LabDaemon:
         return pid if current and current[2] == start_time and current[1] not in "ZX" else None
 
     def spawn(self, argv: list[str], *, enter_command: list[str], log: Path) -> None:
-        """Start `argv` in the background behind the prefix `enter_command`, append its output to `log`, and wait until it is recorded.
+        """Start `argv` with the command prefix `enter_command` in the background, and wait until it is recorded.
 
-        Raises LabError with the end of the log if the process is not recorded within 5 s.
+        The output of `argv` is appended to `log`. Raises LabError with the end of the log if the process is not recorded within 5 s.
         """
         self.record_path.unlink(missing_ok=True)
         recorder = ["sh", str(Path(__file__).with_name("daemon.sh")), str(self.record_path)]

@@ -22,9 +22,9 @@ ProgressReporter = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Finding:
-    """Problem found by a check: its place, its message, and the command or change that fixes it.
+    """Problem found by a check: the component or setting that has it (`place`), a message, and a `hint`.
 
-    A `fatal` problem prevents a run from working.
+    The hint is the command or change that fixes the problem. A `fatal` problem prevents a run from working.
     """
 
     place: str
@@ -49,7 +49,7 @@ class LogLine:
 class TaskState:
     """State of one service of a run: a node or the rendezvous.
 
-    `state` is in Swarm's terms, `reason` is the message of the component that reported it.
+    `state` is a Swarm task state (pending, running, failed, …); `reason` is the message of the component that reported the state.
     """
 
     node: str
@@ -65,7 +65,7 @@ RunUpdate = Event | LogLine | TaskState
 
 
 class Change(Protocol):
-    """A change that `deploy` would make to a run. str() returns a description of the change and its cause."""
+    """A change that `deploy_run` would make to a run. str() returns a description of the change and its cause."""
 
     @property
     def interrupts(self) -> bool:
@@ -97,15 +97,19 @@ class Launcher(Protocol):
 
     @staticmethod
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write the file that starts `plan` without swarmtrain to `output`, for `swarmtrain generate`. Return text for the user.
+        """Write a file to `output` with which `plan` can be started without swarmtrain, for `swarmtrain generate`.
 
-        Needs no connection to the engine, cluster or hosts on which the run would be deployed.
+        Return text for the user: the path of the file, and the command that starts the run. Needs no connection
+        to the engine, cluster or hosts on which the run would be deployed.
         """
         ...
 
     @property
     def location(self) -> str:
-        """The place that the launcher changes (for example the engine or the hosts), shown to the user before a change."""
+        """Description of the backend on which the launcher makes changes, for example the engine and its address.
+
+        Shown to the user before a change.
+        """
         ...
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
@@ -117,16 +121,16 @@ class Launcher(Protocol):
         ...
 
     def plan_changes(self, plan: Plan) -> Sequence[Change]:
-        """Return the changes that `deploy` would make, in order. Empty if the run matches the plan."""
+        """Return the changes that `deploy_run` would make, in order. Empty if the run matches the plan."""
         ...
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Make the run match `plan`: create, change and remove what differs, and leave the rest unchanged.
+        """Make the run match `plan`: create, change and remove the objects that differ, and leave the others unchanged.
 
-        A first deploy that fails or is interrupted removes what it created, except what another command has changed since. `deploy`,
-        `stop` and `tear_down` of one run are serialized by a lock, on whichever machines they are called: a second command waits, and
-        reports who holds the lock. The lock is held during changes only, not while containers start: a deploy that waits for containers
-        fails if another command changes the run.
+        A first deploy that fails or is interrupted removes the objects that it created, except those that another command has changed
+        since. `deploy_run`, `stop_run` and `tear_down_run` of one run are serialized by a lock, on whichever machines they are called: a
+        second command waits, and reports who holds the lock. The lock is held during changes only, not while
+        containers start: a deploy that waits for containers fails if another command changes the run.
         """
         ...
 
@@ -145,7 +149,7 @@ class Launcher(Protocol):
     def list_terminating_runs(self) -> list[str]:
         """Return the names of runs whose removal is incomplete: a part of the run is still stopping, or the removal was interrupted.
 
-        `tear_down` completes the removal.
+        `tear_down_run` completes the removal.
         """
         ...
 
@@ -192,5 +196,5 @@ class Launcher(Protocol):
         ...
 
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Remove the run and wait until nothing of it is left. Raises RunNotFound if there is no such run."""
+        """Remove the run and wait until the removal is complete. Raises RunNotFound if there is no such run."""
         ...

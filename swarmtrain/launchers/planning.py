@@ -19,7 +19,10 @@ from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inv
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config that no longer refers to files or environment variables of this machine, the files that are shipped with it, and notes."""
+    """A config that no longer refers to files or environment variables of this machine, its files, and notes for the user.
+
+    `cargo` contains the files that are shipped with the config.
+    """
 
     config: Config
     cargo: Cargo
@@ -31,7 +34,7 @@ class ResolvedConfig:
 
 
 def resolve_config(config: Config, folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
-    """Resolve the values that `config` takes from this machine: files, variables, the owner of save_dir.
+    """Return `config` with resolved values, where it takes them from this machine: files, environment variables, the owner of save_dir.
 
     Paths are relative to `folder`. Raises SwarmtrainError if a file cannot be read. `load_running_config` returns the config of the run as
     it is deployed, or None.
@@ -45,14 +48,14 @@ def resolve_config(config: Config, folder: Path, load_running_config: Callable[[
 def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
     """Return the plan for `run` with `config`; files that `config` names are read from `folder`.
 
-    Raises SwarmtrainError if a file cannot be read, or the machines cannot hold the run.
+    Raises SwarmtrainError if a file cannot be read, or if the run does not fit on the machines.
     """
     resolved = resolve_config(config, folder, lambda: _load_running_config(config, run))
     return resolved.make_plan(read_inventory(resolved.config), run)
 
 
 def plan_run_offline(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan for `run`. If the config lists `hosts`, they are the machines, and no cluster is queried."""
+    """Return the plan for `run` on the `hosts` that the config lists, without querying a cluster. If it lists none, use the inventory."""
     resolved = resolve_config(config, folder, lambda: None)
     return resolved.make_plan(_read_offline_inventory(resolved.config), run)
 
@@ -86,7 +89,7 @@ def plan_scaled_run(launcher: Launcher, run: str, nodes: int) -> Plan:
 def read_inventory(config: Config, launcher: Launcher | None = None) -> Inventory:
     """Return the inventory of machines that `config` may use, from `launcher` or a new launcher of its type.
 
-    If the launcher takes `runner.hosts` as written, they are only names, and no machine is queried.
+    If the launcher uses `runner.hosts` as written, the inventory has only these host names, and no machine is queried.
     """
     runner = config.runner
     if runner.hosts and runner.capabilities.hosts is HostSource.as_written:

@@ -14,13 +14,13 @@ from swarmtrain.plan import Cargo
 
 
 def create_launcher(runner_type: str) -> Launcher:
-    """Return the launcher of `runner_type`. Raises SwarmtrainError if it does not work on this machine, or its package is broken."""
+    """Return the launcher of `runner_type`. Raises SwarmtrainError if it cannot be used on this machine, or its package is broken."""
     launcher_class: Callable[[], Launcher] = load_launcher_class(runner_type)
     return launcher_class()
 
 
 def load_launcher_class(runner_type: str) -> type[Launcher]:
-    """Import the launcher class of `runner_type`. Raises SwarmtrainError if it is in another package that is missing or broken."""
+    """Import and return the launcher class of `runner_type`. Raises SwarmtrainError if it is in a package that is missing or broken."""
     built_in = BUILT_IN_LAUNCHERS.get(runner_type)
     if built_in is None:
         return _load_installed_class(runner_type)
@@ -33,7 +33,9 @@ def _load_installed_class(runner_type: str) -> type[Launcher]:
     launcher_class: type[Launcher] = load_installed_launcher(runner_type)
     required = [name for name, _ in inspect.getmembers(Launcher) if not name.startswith("_")]
     if missing := [name for name in required if not hasattr(launcher_class, name)]:
-        raise SwarmtrainError(f"lacks {', '.join(missing)} of swarmtrain.launchers.base.Launcher", place=f"launcher {runner_type}")
+        raise SwarmtrainError(
+            f"does not implement {', '.join(missing)} of swarmtrain.launchers.base.Launcher", place=f"launcher {runner_type}"
+        )
     return launcher_class
 
 
@@ -84,7 +86,10 @@ def discover_runs() -> tuple[dict[str, Launcher], list[tuple[Launcher, str]], li
 
 
 def _convert_listing_error(runner_type: str, error: Exception) -> SwarmtrainError:
-    """Return the error that prevented a launcher from listing its runs. Raises `error` again if it is a bug of a built-in launcher."""
+    """Return `error`, which a launcher raised while it listed its runs, as a SwarmtrainError.
+
+    Raises `error` again if it is a bug of a built-in launcher.
+    """
     if runner_type in BUILT_IN_LAUNCHERS:
         if isinstance(error, EngineError | StateDirectoryError):
             return error

@@ -1,4 +1,4 @@
-"""Deploy, follow and scale a run, with output for the user: the launcher makes the changes, and this module prints what happens."""
+"""Deploy, follow, scale, stop and remove a run. The launcher makes the changes; this module prints the progress for the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _WORLD_TIMEOUT_SECONDS = 180.0
 
 
 def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
-    """Print the plan and, if the run is up, the changes that deploying it again would make."""
+    """Print the plan and, if the run is up, the changes that deploying it again would make.
+
+    Raises StackError if the run's current state does not allow these changes.
+    """
     if not as_json:
         print_result(plan, as_json=False)
     is_up = plan.run in launcher.list_runs()
@@ -121,7 +124,7 @@ def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
             hint="add --yes to confirm",
         )
     if not confirmed:
-        raise StackError("was left unchanged", place=f"run {plan.run}")
+        raise StackError("was left unchanged: the restart was not confirmed", place=f"run {plan.run}")
 
 
 def _describe_remaining_run(launcher: Launcher, run: str) -> str:
@@ -135,7 +138,10 @@ def _describe_remaining_run(launcher: Launcher, run: str) -> str:
 
 
 def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
-    """Print the output and events of `run` until its outcome, and return the exit code for the outcome."""
+    """Print the output and events of `run` until it ends, or the user detaches with Ctrl-C. Return the exit code for the command line.
+
+    It is EXIT_OK if the run succeeded, EXIT_INTERRUPTED if the user detached, else EXIT_JOB_FAILED (failed, stopped or removed).
+    """
     try:
         print_message(f"following {run}; Ctrl-C detaches, the job continues")
         outcome = follow_updates(launcher.watch_run(run))
@@ -226,7 +232,7 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_count: int, report_prog
 
 
 def stop_run(launcher: Launcher, run: str) -> None:
-    """Request the ranks to save and exit, and wait until they have exited."""
+    """Request the ranks of `run` to save a checkpoint and exit, and wait until they have exited."""
     with show_progress(
         f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for the remaining ranks"
     ) as report_progress:

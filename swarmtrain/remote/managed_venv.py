@@ -28,7 +28,7 @@ _IDENTITY_TIMEOUT_SECONDS = 60.0
 
 
 class ManagedVenv:
-    """The managed venv at one path. To change it, the caller must hold the lock file `lock`."""
+    """The managed venv at one path. To change it, the caller must hold the lock on the open file `lock`."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
@@ -77,11 +77,11 @@ class ManagedVenv:
         pip = [str(venv / "bin" / "python3"), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
         index_options = [] if use_index else ["--no-index", "--find-links=."]
         steps = {
-            f"{python} cannot make a venv": [python, "-I", "-m", "venv", str(venv)],
+            f"{python} cannot create a venv": [python, "-I", "-m", "venv", str(venv)],
             # Before Python 3.12 each venv contains setuptools; only the requirements should determine whether it is installed.
             "pip cannot remove setuptools": [*pip, "uninstall", "--yes", "setuptools"],
-            "pip cannot install the list": [*pip, "install", "--no-deps", *index_options, "--requirement=list.txt"],
-            "the list is incomplete": [*pip, "check"],
+            "pip cannot install the requirements": [*pip, "install", "--no-deps", *index_options, "--requirement=list.txt"],
+            "the requirements lack a dependency (pip check)": [*pip, "check"],
         }
         try:
             for error, argv in steps.items():

@@ -128,7 +128,7 @@ class RemoteAgent:
         }
 
     def write_files(self, run: str, files: dict[str, tuple[str, int]]) -> None:
-        """Write `files` into the run's folder in this order: by name, the content in base64 and the file mode."""
+        """Write `files` (name → content in base64, file mode) into the run's folder, in this order."""
         folder = self._get_run_folder(run).path
         for name, mode in ((".", 0o700), ("code", 0o755), ("logs", 0o755), ("secrets", 0o700)):
             (folder / name).mkdir(mode=mode, parents=True, exist_ok=True)

@@ -18,7 +18,10 @@ from swarmtrain.render.stack_document import NETWORK_NAME, Stack
 
 
 def render_compose(plan: Plan) -> Stack:
-    """Return the Compose file of `plan`: a container for each node, and one for the rendezvous. Raises StackError for an empty file."""
+    """Return the Compose file of `plan`: a container for each node, and one for the rendezvous.
+
+    Raises StackError if a code file of the run is empty, or a file exceeds Swarm's size limit.
+    """
     stack = stack_document.render_stack(plan)
     nodes = {node.name: node for node in plan.nodes}
     secrets = json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True)
@@ -60,7 +63,11 @@ def _convert_service_to_compose(plan: Plan, name: str, service: dict[str, Any], 
 
 
 def _select_gpus(plan: Plan, node: PlannedNode) -> Any:
-    """Return the GPUs of a node: those listed for it in the config; else its share if several nodes use the machine; else all."""
+    """Return the value of the Compose key `gpus` for `node`; empty if the run uses no GPUs.
+
+    It selects the GPUs that the config lists for the node; if there are none, as many GPUs as slots if GPUs are reserved or several nodes
+    use the machine; else all GPUs.
+    """
     if plan.config.runner.swarm.gpu is GpuMode.none:
         return ""
     device_ids = list(node.gpus)

@@ -30,7 +30,7 @@ def build_mounts(docker: DockerConfig) -> list[dict[str, Any]]:
 def build_volumes(docker: DockerConfig) -> Mapping[str, dict[str, Any]]:
     """Return the named volumes that the config mounts, each with its options."""
     names = sorted({source for source, _ in docker.docker_mounts if not source.startswith("/")})
-    return {_build_volume_name(docker, name): _build_volume(docker, name) for name in names}
+    return {_build_volume_name(docker, name): _build_volume_definition(docker, name) for name in names}
 
 
 def find_save_dir_mount(config: Config) -> tuple[str, str] | None:
@@ -68,7 +68,7 @@ def _resolve_save_dir_path(config: Config) -> PurePosixPath | None:
     return None if save_dir is None else WORKSPACE / PurePosixPath(save_dir)
 
 
-def _build_volume(docker: DockerConfig, name: str) -> dict[str, Any]:
+def _build_volume_definition(docker: DockerConfig, name: str) -> dict[str, Any]:
     return {"driver": "local", "driver_opts": docker.volumes[name]} if name in docker.volumes else {}
 
 

@@ -25,13 +25,13 @@ GRACEFUL_EXIT_SIGNAL = "URG"
 """Signal that requests the ranks to save and exit. Slurm sends it to all processes of the job; programs ignore SIGURG by default."""
 TERMINATED_FILE = "terminated.state"
 """Marker file in the run's folder: it exists if Slurm itself has sent SIGTERM to the ranks since the job began."""
-# A placeholder for what only a node of the job knows, and fills in.
+# Stands for the coordinator's host, which only the nodes of the job know. The variables that contain it are left out of the script.
 _PLACEHOLDER_HOST = "here"
 
 
 @dataclass(frozen=True)
 class JobLayout:
-    """Layout of a Slurm job: its paths as seen from the nodes, on a disk that all of them share."""
+    """Layout of a Slurm job: its paths as seen from the nodes, on a file system that all of them share."""
 
     run_folder: PurePath
     cwd: str
@@ -62,9 +62,9 @@ def render_sbatch_script(plan: Plan, job_layout: JobLayout) -> str:
     variables = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(_build_job_environment(plan, job_layout).items()))
     prelude = "\n".join(slurm.prelude) or ":"
     terminated_file = shlex.quote(str(job_layout.run_folder / TERMINATED_FILE))
-    # A job that exits within the grace time of its preemption has ended for Slurm; only the ranks are notified of a preemption. A
-    # cancelled job receives SIGTERM too, but is no longer running. To requeue a job, Slurm ends it: the script waits for that, and
-    # receives SIGTERM again.
+    # Slurm does not requeue a preempted job that exits within its grace time, so the script does. It recognizes a preemption by the marker
+    # file, since Slurm notifies only the ranks of a preemption. A cancelled job receives SIGTERM too, but is no longer in state RUNNING. To
+    # requeue a job, Slurm ends it: the script waits for that, and receives SIGTERM again.
     requeue_commands = (
         f"""[ -e {terminated_file} ] && [ -n "$(squeue --noheader --states=RUNNING --jobs="$SLURM_JOB_ID" --format=%i)" ] && again=1
 [ "$code" = {EXIT_PLANNED} ] && [ -n "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exec sleep 600"""
@@ -75,7 +75,7 @@ def render_sbatch_script(plan: Plan, job_layout: JobLayout) -> str:
 {chr(10).join(f"#SBATCH {option}" for option in _build_sbatch_options(plan, job_layout))}
 
 # Run {plan.run} of swarmtrain; `swarmtrain status {plan.run}` shows its status. Secrets are in files, not here.
-# What lies where: {job_layout.run_folder}
+# Files of the run: {job_layout.run_folder}
 cd {shlex.quote(job_layout.cwd)} || exit
 {prelude}
 {variables}
@@ -83,11 +83,11 @@ cd {shlex.quote(job_layout.cwd)} || exit
 again=
 rm -f {terminated_file}
 trap 'again=1; scancel --signal={GRACEFUL_EXIT_SIGNAL} "$SLURM_JOB_ID"' USR1  # near the time limit: the ranks save and exit
-trap ':' TERM  # preempted or cancelled: Slurm signals the ranks too, and what they save is waited for
+trap ':' TERM  # preempted or cancelled: Slurm signals the ranks too; wait until they have saved
 {_build_srun_command(plan, job_layout)} &
 srun=$!
 while kill -0 "$srun" 2>/dev/null; do wait "$srun"; code=$?; done
-wait "$srun" 2>/dev/null; last=$?; [ "$last" = 127 ] || code=$last  # the wait before may have ended by a signal of ours
+wait "$srun" 2>/dev/null; last=$?; [ "$last" = 127 ] || code=$last  # a trapped signal may have interrupted the wait in the loop
 {requeue_commands}
 exit "$code"
 """

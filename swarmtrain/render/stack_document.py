@@ -1,6 +1,6 @@
 """Convert a plan to a stack document: the input of `docker stack deploy`, from which the Swarm launcher also makes service specs.
 
-Only keys that `docker stack deploy` honours are used, so that both ways give the same services. The same plan gives the same bytes.
+Only keys that `docker stack deploy` supports are used, so that both give the same services. The same plan gives the same bytes.
 Nothing in the services depends on the *current* number of nodes: scaling does not change the other nodes.
 """
 
@@ -44,8 +44,8 @@ _MAX_NAME_LENGTH = 64
 _MAX_NODES_IN_SLASH_24 = 100
 _LARGE_SUBNET = "10.128.0.0/16"
 _IPV4_PATTERN = re.compile(r"[0-9.]+")
-# On the host network, a restarted container has the same name and process id as its predecessor. Until the agents have dropped the
-# predecessor (6 s), they would mistake the new container for it.
+# On the host network, a restarted container has the same name and process id as its predecessor. Until torch's elastic agents have dropped
+# the predecessor (6 s), they would mistake the new container for it.
 _RESTART_DELAY, _RESTART_DELAY_ON_HOST_NETWORK = "2s", "8s"
 _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 

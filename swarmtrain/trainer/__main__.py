@@ -23,7 +23,7 @@ from swarmtrain.trainer.cli_exit import handle_cli_errors
 
 
 def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the memory in bytes that the config in `request` needs on each kind of rank.
+    """Return the estimated memory in bytes of each simulated rank (one per pipeline rank), for the config in `request`.
 
     If the highest peak exceeds the request's `available_bytes`, the response also lists config changes that save memory, each with the
     resulting peak.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         return int(importlib.import_module(_COMMAND_MODULES[verb_name]).main(json.load(sys.stdin)))
     if verb_name not in REQUEST_HANDLERS or arguments:
         sys.stderr.write(
-            f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join((*REQUEST_HANDLERS, *_COMMAND_MODULES))} < question.json\n"
+            f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join((*REQUEST_HANDLERS, *_COMMAND_MODULES))} < request.json\n"
         )
         return EXIT_USAGE
     try:

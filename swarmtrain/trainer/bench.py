@@ -182,5 +182,5 @@ def _format_milliseconds(seconds: float) -> str:
 
 def _parse_positive_int(text: str) -> int:
     if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError("is at least 1")
+        raise argparse.ArgumentTypeError("must be at least 1")
     return count

@@ -65,7 +65,7 @@ class CheckpointScheduler:
             self._save_interval.record_write(saved.save_seconds)
 
     def save_and_exit(self, progress: Progress) -> NoReturn:
-        """Save a checkpoint of `progress`, then exit this rank gracefully by raising SystemExit."""
+        """Save a checkpoint of `progress` if at least one step is complete, then exit this rank gracefully by raising SystemExit."""
         if progress.step:
             self.save_and_wait(progress)
         with self._collective_timeout.use_initial_timeout():

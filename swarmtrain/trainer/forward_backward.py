@@ -40,7 +40,7 @@ def run_forward_backward(
     """Run the forward and backward passes of this rank's micro batches in step `number`, and accumulate the gradients of the loss.
 
     The loss is scaled by `scale_loss` before the backward pass. Return the unscaled loss summed over the micro batches, in nats, and the
-    number of loss units that were correct (0 if the objective does not count them).
+    number of correct loss units (see Objective.pop_correct_count; 0 if the objective does not count them).
     """
     forward = partial(_prepare_forward, runtime, number, timer)
     vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, forward)
@@ -72,7 +72,7 @@ def run_forward_backward(
 
 
 def _get_loss_and_correct_count(model: ParallelModel, vector_loss: VectorLoss | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, and the number of loss units that were correct.
+    """Return the summed loss, and the number of correct loss units (0 if the objective does not count them).
 
     `loss_sum`: sum of the model's outputs, which is the loss unless the objective compares vectors.
     """
@@ -89,9 +89,10 @@ def _compute_vector_loss(
     micro_batches: MicroBatches,
     forward: Callable[..., AbstractContextManager[object]],
 ) -> VectorLoss | None:
-    """Compute the vectors of this replica's samples without gradients, and compare them with all vectors of the global batch.
+    """Return the vector loss of this replica's samples (see VectorObjective).
 
-    Return None if the objective does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage).
+    The samples' vectors are computed without gradients, and compared with all vectors of the global batch. Return None if the objective
+    does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage).
     `forward` takes the index of the micro batch in the global batch, and with pipeline parallelism also the index of the stage. It returns
     the context manager for that forward pass.
     """
@@ -126,6 +127,10 @@ def _compute_vector_loss(
 def run_validation_forward(
     runtime: Runtime, model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches
 ) -> tuple[Tensor, Tensor]:
+    """Run the forward passes of this rank's micro batches for the validation loss.
+
+    Return the loss summed over the micro batches, in nats, and the number of correct loss units (0 if the objective does not count them).
+    """
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
     if isinstance(model.local_model.objective, VectorObjective):
         vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, lambda *_: build_autocast_context(runtime))

@@ -80,7 +80,11 @@ class StepInstruments:
 
     @contextmanager
     def instrument_step(self, number: int) -> Iterator[None]:
-        """Context manager that instruments step `number`, which runs in the body. Called by all ranks together."""
+        """Context manager for step `number`, which runs in the body. Called by all ranks together.
+
+        It times the step, detects a hang, and explains out-of-memory and NaN errors. It runs garbage collection, the profiler and tensor
+        statistics if they are due.
+        """
         self._profiler.start_trace_if_due()
         self._tensor_stats.start_recording_if_due(number)
         start_time, place = time.monotonic(), f"step {number} on rank {self._runtime.rank}"

@@ -171,5 +171,5 @@ def _check_same_data_on_all_ranks(runtime: Runtime, data: TokenDataset, validati
             raise TrainingError(
                 f"rank {rank} on {node} has different data than rank 0 on {fingerprints[0][-1]}",
                 place="config data",
-                hint="prepare it from the same source on every node",
+                hint="prepare the token files from the same source on every node",
             )

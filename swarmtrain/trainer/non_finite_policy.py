@@ -29,14 +29,14 @@ class NonFinitePolicy:
     """Applies the configured policy for non-finite steps. All methods are called by all ranks together."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Read which batches to skip. Raises CheckpointError if the record in save_dir cannot be read."""
+        """Read the positions of the batches to skip from save_dir. Raises CheckpointError if their file cannot be read."""
         self._runtime, self._config = runtime, runtime.config.trainer
         self._consecutive_count = 0
         # Read on all ranks: if each node has its own save_dir, the rank that wrote the record may have run on another node.
         self._skipped_positions: set[int] = set().union(*collectives.run_on_all_ranks(self._read_skipped_positions))
 
     def skip_excluded_batches(self, progress: Progress) -> Progress:
-        """Return `progress`, advanced past the batches at its position that are recorded as to be skipped."""
+        """Return `progress`, advanced past the next batches as long as they are recorded as batches to skip."""
         while progress.consumed_samples in self._skipped_positions:
             progress = replace(progress, consumed_samples=progress.consumed_samples + self._runtime.config.topology.samples_per_step)
         return progress
@@ -54,7 +54,9 @@ class NonFinitePolicy:
             case NonFiniteAction.roll_back:
                 record_note = collectives.run_on_rank_zero(lambda: self._record_non_finite_batch(result, samples, skip_position=position))
                 error = TrainingError(
-                    f"{result.non_finite_reason}; rolls back and skips this batch", place=f"step {result.number}", hint=record_note
+                    f"{result.non_finite_reason}; the run rolls back to its newest checkpoint and skips this batch",
+                    place=f"step {result.number}",
+                    hint=record_note,
                 )
                 error.is_permanent = False
                 raise error
@@ -77,7 +79,7 @@ class NonFinitePolicy:
             raise CheckpointError(message, place=str(file), hint="remove the file; then no batch is skipped") from None
 
     def _record_non_finite_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
-        """Record the sample ids of a non-finite step in save_dir; if `skip_position` is given, also that the batch at it is to be skipped.
+        """Record the sample ids of a non-finite step in save_dir; if `skip_position` is given, also the batch there as a batch to skip.
 
         Return a note that names the file; empty if nothing was recorded. Raises CheckpointError if a batch to skip cannot be recorded.
         """

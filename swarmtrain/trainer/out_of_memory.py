@@ -26,7 +26,8 @@ def explain_out_of_memory_error(
 ) -> Iterator[None]:
     """Context manager that re-raises an out-of-memory error of the body as TrainingError with an explanation.
 
-    `place`: place that the error shows. `get_allocated_tensors` returns known tensors by purpose; the error reports their total sizes.
+    `place`: start of the error message, such as "step 5 on rank 3". `get_allocated_tensors` returns known tensors by purpose; the error
+    reports their total sizes.
     """
     try:
         yield

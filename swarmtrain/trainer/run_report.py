@@ -57,7 +57,10 @@ class RankPlacement:
 
 
 def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -> ReportFields:
-    """Gather the placement of all ranks, and return the report of the world with this `generation`. Called by all ranks together."""
+    """Gather the placement of all ranks, and return the run report. Called by all ranks together.
+
+    `generation`: generation of the current world (rendezvous round).
+    """
     placements = collectives.all_gather_objects(_collect_rank_placement(runtime, model))
     config = runtime.config.model_dump(mode="json")
     config["runner"]["env"] = dict.fromkeys(config["runner"].get("env") or {}, "…")

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 
 from swarmtrain import distributed_env
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.config.explanations import convert_validation_error
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.config.loading import load_config
 from swarmtrain.config.schema.trainer import DeterminismMode
@@ -41,7 +41,7 @@ OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Runtime:
-    """The environment of one rank: config, coordinates in the world, device, run name, coordinator and secrets."""
+    """The environment of one rank: config, rank, world size, device, run name, node, coordinator address and secrets."""
 
     config: Config
     rank: int
@@ -104,7 +104,7 @@ def read_config(argv: Sequence[str]) -> Config:
         return Config.from_json(Path(path).read_text())
     if not argv:
         script = Path(sys.argv[0]).name
-        raise SwarmtrainError("needs a config", place=script, hint=f"python {script} examples/quickstart.yml")
+        raise SwarmtrainError("needs a config", place=script, hint=f"pass a config file: python {script} examples/quickstart.yml")
     return load_config(argv[0], [argument for argument in argv[1:] if argument != "-o"])
 
 
@@ -116,7 +116,7 @@ def read_options(options_class: type[OptionsT], config: Config) -> OptionsT:
     try:
         return options_class.model_validate(config.script)
     except ValidationError as error:
-        raise ConfigError(tuple(explain_validation_error(error, options_class, {}, prefix="script."))) from None
+        raise ConfigError(tuple(convert_validation_error(error, options_class, {}, prefix="script."))) from None
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
     except SystemExit:
         _destroy_process_group(already_initialized)
         raise
-    # After any other exception the process dies with its sockets: an orderly shutdown of the group could wait for a dead peer.
+    # After any other exception the process group is not destroyed, since this could wait for a dead peer; its sockets close at exit.
     _destroy_process_group(already_initialized)
 
 
@@ -235,7 +235,7 @@ def _select_device(local_rank: int) -> torch.device:
         raise TrainingError(
             f"has no GPU for its local rank {local_rank}: the number of visible GPUs is {torch.cuda.device_count()}",
             place=f"node {os.environ.get('SWARMTRAIN_NODE', 'here')}",
-            hint="set its slots in runner.hosts to its number of GPUs",
+            hint="set the slots of this node in runner.hosts to its number of GPUs",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -184,7 +184,7 @@ def _describe_non_finite_values(loss: float, update: OptimizerUpdate) -> str:
 
 def _reduce_values_over_ranks(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
     """Return the sums of `values` over replicas, and for each of `flags` whether it is set on any rank."""
-    has_loss = model.mesh.has_loss  # tensor-parallel ranks have the same loss, and only the last pipeline stage has one
+    has_loss = model.mesh.is_loss_rank  # tensor-parallel ranks have the same loss, and only the last pipeline stage has one
     sums = collectives.all_reduce_sum([*(value * has_loss for value in values), *flags])
     return sums[: len(values)], [flag > 0 for flag in sums[len(values) :]]
 

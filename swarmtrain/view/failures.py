@@ -20,7 +20,7 @@ class FailureEvidence:
 
     data: Mapping[str, Any]
     output: str = ""
-    """The task's reason in Swarm's terms, and the last output lines of the rank."""
+    """The last output lines of the failed rank, and the reason that the launcher reports for the state of the node's task."""
 
     @property
     def error(self) -> str:
@@ -45,7 +45,7 @@ class FailureEvidence:
 
 @dataclass(frozen=True)
 class FailureSignature:
-    """Known failure mode. It matches if all of its conditions hold: the signal, whether memory ran out, and the text pattern."""
+    """Known failure mode. It matches if all of its conditions are met: the signal, whether memory ran out, and the text pattern."""
 
     name: str
     meaning: str
@@ -254,13 +254,13 @@ FAILURE_SIGNATURES = (
     FailureSignature(
         "mount",
         "a folder to be mounted does not exist on the node",
-        "create it on every node, or mount a shared disk there",
+        "create it on every node, or mount a shared file system there",
         pattern=r"bind source path does not exist|source path not found",
     ),
     FailureSignature(
         "aborted",
         "native code aborted: its last output is above",
-        "TORCH_SHOW_CPP_STACKTRACES: '1' in runner.env to see where; run swarmtrain logs --rank R to see all output of that rank",
+        "set TORCH_SHOW_CPP_STACKTRACES: '1' in runner.env to see where; run swarmtrain logs --rank R to see all output of that rank",
         signal="SIGABRT",
     ),
     FailureSignature(
@@ -278,7 +278,7 @@ FAILURE_SIGNATURES = (
     FailureSignature(
         "node lost",
         "the machine or its engine is down, or the network to it is unavailable",
-        "docker node ls; " + _RESUME_TEXT + " when the node is back, or on other nodes",
+        "run docker node ls; " + _RESUME_TEXT + " when the node is back, or on other nodes",
         pattern=r"was lost|fell silent",
     ),
     FailureSignature(

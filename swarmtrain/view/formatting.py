@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def format_count(number: Any, noun: str) -> str:
-    """Return `3 nodes`, or `1 node`."""
+    """Return `number` and `noun` as text, with the noun in the singular or plural: `1 node`, `3 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -46,7 +46,10 @@ class RunHistory:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """An existing or past run. `state` is a state of RunStatus, or `down`; times are in seconds since the epoch."""
+    """Summary of an existing or past run. `state` is a state of RunStatus, or `down`; `seconds` is the duration of the run.
+
+    `started`, and `last` (the time of the last event), are in seconds since the epoch.
+    """
 
     run: str
     state: str

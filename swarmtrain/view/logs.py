@@ -32,7 +32,7 @@ class LogFilter:
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """Return the compiled regular expression. Raises SwarmtrainError if it is invalid."""
+    """Return the compiled regular expression `text`; None if `text` is None. Raises SwarmtrainError if it is invalid."""
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
@@ -42,9 +42,10 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def print_logs(run: str | None, log_filter: LogFilter, *, follow: bool) -> None:
-    """Print the lines that `log_filter` selects; with `follow`, continue until the run ends. Raises SwarmtrainError.
+    """Print the lines that `log_filter` selects; with `follow`, continue until the run ends.
 
-    For a run that is down, the output stored on this machine is printed.
+    For a run that is down, the output stored on this machine is printed. Raises SwarmtrainError if the run or the node is unknown, or the
+    output cannot be read.
     """
     for line in _read_log_lines(run, log_filter, follow=follow):
         if line in log_filter:

@@ -19,7 +19,10 @@ _USABLE_FRACTION = 0.9
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory estimate in bytes: the memory that each kind of rank needs, the device's memory, and alternatives that need less."""
+    """Memory estimate in bytes, for a world of `world_size` ranks, and the memory of a device (None: unknown).
+
+    `ranks` has one estimate for each group of ranks with the same pipeline stages, `alternatives` one for each change of the config.
+    """
 
     world_size: int
     ranks: Sequence[Mapping[str, Any]]

@@ -18,7 +18,10 @@ _BAR_WIDTH = 40
 
 
 def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bool = False) -> RenderableType | None:
-    """Return the progress bar for a progress event's data; None if the data have no steps. With `loss`, include the step and metrics."""
+    """Return the progress bar for a progress event's data; None if the data have no steps.
+
+    With `training`, include the time left; with `loss`, the step and metrics.
+    """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -38,7 +41,7 @@ def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bo
 
 @contextmanager
 def show_progress_bar() -> Iterator[Callable[[Event], None]]:
-    """Show a progress bar of the newest progress event below the body's output, on a terminal; elsewhere do nothing.
+    """Show a progress bar of the newest progress event below the output of the `with` block, on a terminal; elsewhere do nothing.
 
     Yields the function that takes the progress events.
     """

@@ -22,10 +22,10 @@ _TAIL_LINES = 2000
 
 def load_status(launcher: Launcher, run: str) -> RunStatus:
     """Return the status of the run `run`. Raises RunNotFound if there is no such run."""
-    return build_status(run, load_live_events(launcher, run), launcher.list_tasks(run), time.time())
+    return build_status(run, load_live_run_events(launcher, run), launcher.list_tasks(run), time.time())
 
 
-def load_live_events(launcher: Launcher, run: str) -> list[Event]:
+def load_live_run_events(launcher: Launcher, run: str) -> list[Event]:
     """Return all events of an existing run; events that its coordinator no longer has are read from this machine's store.
 
     Raises RunNotFound if there is no such run.
@@ -53,7 +53,7 @@ class RunStatusPoller:
     def poll_status(self) -> RunStatus:
         """Return the current status of the run. Raises RunNotFound if there is no such run."""
         since = self._events[-1].time - self._OVERLAP_SECONDS if self._events else None
-        new_events = load_live_events(self._launcher, self._run) if since is None else self._launcher.read_events(self._run, since)
+        new_events = load_live_run_events(self._launcher, self._run) if since is None else self._launcher.read_events(self._run, since)
         self._events = history_store.merge_events(self._events, new_events)
         return build_status(self._run, self._events, self._launcher.list_tasks(self._run), time.time())
 
@@ -103,7 +103,7 @@ def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
 
     Raises RunNotFound if there is no such run.
     """
-    events = load_live_events(launcher, run)
+    events = load_live_run_events(launcher, run)
     first = find_first_failure(events)
     since = first.time - LINES_BEFORE_SECONDS if first else None
     lines = launcher.stream_logs(run, follow=False, tail=_TAIL_LINES, since=since)
@@ -125,7 +125,7 @@ def list_known_runs() -> list[history.RunSummary]:
         if not any(event.kind == EVENT_NODE_PROBE for event in events)
     ]
     for run, launcher in live_runs.items():
-        events = load_live_events(launcher, run)
+        events = load_live_run_events(launcher, run)
         state = build_status(run, events, launcher.list_tasks(run), now).state
         summaries.append(history.summarize_run(run, events, state, now))
     return summaries

@@ -42,11 +42,11 @@ class RunStatus:
     """Data of the straggler, the rank for which the other ranks of this world wait; empty if there is no straggler."""
     failures: int = 0
     restarts: dict[str, NodeRestarts] = field(default_factory=dict)
-    """Restarts of each node, by node name."""
+    """Rank restarts that each node caused, by node name."""
     quarantined: dict[str, QuarantinedNode] = field(default_factory=dict)
     """Nodes that are quarantined because they failed repeatedly, by node name."""
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Resource usage by node name: cpu of cpus, memory of memory_limit, gpus."""
+    """Resource usage by node name, with the keys of UsageMeter.read_usage; empty if outdated, or if the run has its outcome."""
     tasks: tuple[TaskState, ...] = ()
 
     @property

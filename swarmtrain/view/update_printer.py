@@ -74,7 +74,7 @@ def _format_finished_event(data: dict[str, Any]) -> str:
 
 
 _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    protocol.EVENT_NODE_JOINED: lambda data: f"{data.get('node')} joined, at {data.get('address')} by {data.get('interface')}",
+    protocol.EVENT_NODE_JOINED: lambda data: f"{data.get('node')} joined, at {data.get('address')} on interface {data.get('interface')}",
     protocol.EVENT_WORLD_FORMED: lambda data: (
         f"a world of {format_count(data.get('world_size'), 'rank')} on {format_count(data.get('nodes'), 'node')} has formed"
     ),

@@ -217,7 +217,7 @@ def _collect_peer_nodes(
 
 
 def _format_peer_node(peer: PeerNode) -> str:
-    return f"{peer.node} ({peer.state}): {'; '.join(part for part in (peer.last, peer.failure) if part) or 'said nothing'}"
+    return f"{peer.node} ({peer.state}): {'; '.join(part for part in (peer.last, peer.failure) if part) or 'no output'}"
 
 
 def _drop_traceback_lines(lines: Sequence[str], traceback: str) -> list[str]:

@@ -23,7 +23,7 @@ class WorldInfo:
 
 @dataclass(frozen=True)
 class NodeRestarts:
-    """Restarts of the ranks of one node: their number, and the time and reason of the last one."""
+    """Rank restarts that one node caused: their number, and the time and reason of the last one."""
 
     count: int
     time: float
@@ -62,7 +62,7 @@ def explain_new_world(events_between: Sequence[Event]) -> str:
 
 
 def describe_restart_cause(event: Event) -> str:
-    """Return the reason for restarting ranks that an event gives; empty if it gives none."""
+    """Return the reason that `event` gives for a restart of the ranks, as text; empty if it gives none."""
     node = str(event.data.get("node", "a node"))
     if event.kind == protocol.EVENT_FAILURE:
         return format_failure(event.data)
@@ -74,7 +74,7 @@ def describe_restart_cause(event: Event) -> str:
         return f"{node} exited with exit code {event.data['exit_code']}"
     if event.kind == protocol.EVENT_COORDINATOR_STARTED:
         return "the coordinator was restarted"
-    return f"{node} came" if event.kind in (protocol.EVENT_NODE_JOINED, protocol.EVENT_NODE_RELEASED) else ""
+    return f"{node} joined" if event.kind in (protocol.EVENT_NODE_JOINED, protocol.EVENT_NODE_RELEASED) else ""
 
 
 def format_failure(data: Mapping[str, Any]) -> str:
@@ -121,7 +121,7 @@ def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode
 def _describe_new_nodes(previous_members: set[str], members: set[str]) -> str:
     """Return a text that names the new nodes of a world. They may have joined before the previous world formed, but too late for it."""
     new = ", ".join(sorted(members - previous_members)) if previous_members else ""
-    return f"{new} came" if new else ""
+    return f"{new} joined" if new else ""
 
 
 _CAUSE_KINDS = {

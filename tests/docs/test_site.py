@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -53,7 +54,9 @@ class Page(HTMLParser):
 def build_site(tree: Path) -> subprocess.CompletedProcess[str]:
     """Build the site of `tree`/docs into `tree`/site, as `make site` does, but without network; pages of an earlier build are kept."""
     options = ["--fail-on-warning", "--quiet", "--doctree-dir", tree / "cache", tree / "docs", tree / "site"]
-    return subprocess.run([sys.executable, "-c", _BUILD_OFFLINE, *options], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", _BUILD_OFFLINE, *options], capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"}
+    )
 
 
 def find_broken_links(pages: dict[Path, Page]) -> list[str]:

@@ -62,7 +62,7 @@ class CoordinatorHarness:
 
     def advance_time(self, seconds: float) -> None:
         self.time += seconds
-        self.coordinator.advance_timers()
+        self.coordinator.process_timeouts()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from swarmtrain import coordinator_client, process
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.network_interface import (
     Route,
-    choose_published_address,
+    choose_advertised_address,
     choose_route,
     find_route_by_interface,
     find_route_to_host,
@@ -60,7 +60,7 @@ def build_node_env(folder: Path, **changes: Any) -> NodeEnv:
 def test_the_route_to_loopback_is_lo() -> None:
     route = find_route_to_host("127.0.0.1", 9)
     assert route == Route("127.0.0.1", "lo")
-    assert choose_published_address(route) == "127.0.0.1"
+    assert choose_advertised_address(route) == "127.0.0.1"
 
 
 def test_the_route_to_elsewhere_is_the_interface_that_the_kernel_would_use() -> None:
@@ -219,9 +219,9 @@ def test_the_coordinator_answers_nonsense_with_an_error_and_survives(small_run: 
     response = coordinator.send_heartbeat("node0")
     assert response.outcome is None
     assert isinstance(response.round, str)
-    while coordinator.close_round("node0", "").wait:
+    while coordinator.report_round_closed("node0", "").wait:
         time.sleep(0.1)
-    assert coordinator.close_round("node0", "") == response
+    assert coordinator.report_round_closed("node0", "") == response
     coordinator._send_request("post", kind="finished", data={"step": 1}, time=0.0)
     assert coordinator.report_node_exit("node0", 0).outcome == RunOutcome("done", "the last step, 1, is done", 0)
     assert small_run.coordinator.wait(20) == 0
@@ -230,7 +230,7 @@ def test_the_coordinator_answers_nonsense_with_an_error_and_survives(small_run: 
 def test_an_interface_is_found_by_its_name_its_subnet_or_an_address() -> None:
     by_name, by_subnet = find_route_by_interface("lo"), find_route_by_interface("127.0.0.0/8")
     assert by_name == by_subnet == Route("127.0.0.1", "lo", is_configured=True)
-    assert choose_published_address(Route("10.1.0.4", "ib0", is_configured=True)) == "10.1.0.4"
+    assert choose_advertised_address(Route("10.1.0.4", "ib0", is_configured=True)) == "10.1.0.4"
     assert choose_route("localhost", "nobody.invalid:1") == choose_route("127.0.0.1", "nobody.invalid:1") == by_name
     with pytest.raises(OSError, match=r"^203\.0\.113\.7 is not an address of this node; this node has .*lo 127\.0\.0\.1"):
         find_route_by_interface("203.0.113.7")
@@ -251,6 +251,8 @@ def test_a_node_with_another_protocol_than_the_coordinator_reports_both_versions
     client.wait_until_reachable(20)
     monkeypatch.setattr(coordinator_client, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     begun = time.monotonic()
-    with pytest.raises(ProtocolMismatch, match=f"uses protocol {PROTOCOL_VERSION}, but .* here uses protocol {PROTOCOL_VERSION + 1}"):
+    with pytest.raises(
+        ProtocolMismatch, match=f"uses protocol version {PROTOCOL_VERSION}, but .* on this machine uses version {PROTOCOL_VERSION + 1}"
+    ):
         client.wait_until_reachable(20)
     assert time.monotonic() - begun < 10, "waiting would not help"

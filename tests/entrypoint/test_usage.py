@@ -49,7 +49,7 @@ def write_cgroup(root: Path, files: dict[str, str]) -> Cgroup:
 def test_a_control_group_says_what_is_used_and_allowed(tmp_path: Path, files: dict[str, str]) -> None:
     found = write_cgroup(tmp_path, files)
     assert (found.read_cpu_seconds(), found.read_cpu_limit()) == (2.5, 1.5)
-    assert (found.read_memory_usage(), found.read_memory_limit(), found.read_oom_kills()) == (200 * MIB, 512 * MIB, 2)
+    assert (found.read_memory_usage(), found.read_memory_limit(), found.read_oom_kill_count()) == (200 * MIB, 512 * MIB, 2)
 
 
 @pytest.mark.parametrize("files", UNLIMITED, ids=["v1", "v2"])

@@ -92,7 +92,7 @@ def test_deploy_leaves_nothing_or_a_run_that_continues(project: Path, tmp_path: 
     for ended in interrupt_at_each_event(EFFECTS, "deploy", "config.yml", "--detach", cwd=project):
         interrupted += ended.is_interrupted
         if ended.is_interrupted:
-            assert "interrupted: nothing of it is left" in ended.err
+            assert "interrupted: no part of the run remains" in ended.err
             assert run_swarmtrain("status", cwd=project).returncode == 1
         else:
             assert run_swarmtrain("status", cwd=project).returncode == 0

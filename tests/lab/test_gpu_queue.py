@@ -122,7 +122,7 @@ def test_runs_that_want_the_same_gpus_wait_as_a_whole_and_in_order(
     launcher.stop_run("first", print_line)
     assert second.wait_for_success()
     assert [len(ids) for ids in list_held_gpus(launcher, "second")] == [2]
-    # The first run is stopped and holds no GPU. It gets one again when it is its turn: the third gives up its place in the queue.
+    # The first run is stopped and holds no GPU. It gets one again when it is its turn: the third remove it from the queue.
     again = DeployThread(gpu_lab, plan_gpu_run("first", 1))
     assert again.has_reported_waiting("second has 2, run third waits for 1")
     launcher.tear_down_run("third", print_line)

@@ -104,7 +104,7 @@ def no_registry(engine: DockerEngine) -> Iterator[None]:
 @pytest.mark.usefixtures("no_registry")
 def test_a_registry_in_the_swarm_keeps_its_images(engine: DockerEngine, registry_image: str) -> None:
     standing = swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
-    address = swarm_nodes.get_node_address(engine.get(f"/nodes/{swarm_nodes.get_own_node_id(engine)}"))
+    address = swarm_nodes.get_node_address(engine.get(f"/nodes/{swarm_nodes.get_engine_node_id(engine)}"))
     assert (standing.address, standing.host, standing.state) == (f"{address}:5055", "node0", "running")
     # The lab's engines trust the lab's own registry, but are not configured for this one.
     assert standing.trust_problem == "it is not listed in the engine's insecure-registries"

@@ -62,7 +62,7 @@ def test_a_first_deploy_leaves_nothing_or_the_run(project: Path, engine: DockerE
             assert is_run_up_to_date(project, engine), ended.err
         else:
             gone += 1
-            assert "interrupted: nothing of it is left" in ended.err
+            assert "interrupted: no part of the run remains" in ended.err
     assert gone >= 5
     assert is_run_up_to_date(project, engine)
 

@@ -19,6 +19,8 @@ import pytest
 from error_cases import ROOT, ErrorCase
 from processes import find_run_pids
 
+from swarmtrain.protocol import PROTOCOL_VERSION
+
 pytestmark = pytest.mark.test_all_only("one mistake per run; the gate has the mistakes that need no run")
 
 pytest.importorskip("torch", reason="ranks need torch")
@@ -158,6 +160,7 @@ def test_ports_in_use(error_case: ErrorCase) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         values = {
+            "PROTOCOL": PROTOCOL_VERSION,
             "RUN": "demo",
             "COORDINATOR_PORT": port,
             "STORE_PORT": 1,

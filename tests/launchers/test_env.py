@@ -126,7 +126,7 @@ def test_an_environment_is_made_verified_and_left_alone(user: EnvUser) -> None:
     out, errors = user.run_command(*user.write_requirements("1.0", "borrowed==1.0"))
     assert [f"{name} has the environment after" in errors for name in HOST_NAMES] == [True] * 3, errors
     assert [line.split()[0] for line in out.splitlines() if line.split()[4:5] == ["ok"]] == list(HOST_NAMES), out
-    assert "gloo: a group of 3 has all-reduced to 6" in out
+    assert "gloo: all-reduce over 3 processes returned the correct sum 6" in out
     assert f"add to the config:\nrunner:\n  python: {user.path}/bin/python3" in out
     assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["1.0"] * 3
     made = {name: (user.hosts.get_local_disk(name) / user.path.name).lstat() for name in HOST_NAMES}
@@ -148,8 +148,8 @@ def test_a_change_that_fails_on_one_host_leaves_what_it_has(user: EnvUser) -> No
     assert "gloo is not verified: no torch on gpu-0, gpu-1, gpu-2" in out
     assert [user.read_tiny_version(name) for name in HOST_NAMES] == ["1.0"] * 3
     out, errors = user.run_command(*user.write_requirements("2.0"), code=1)
-    assert "gpu-1 does not have the environment: pip cannot install the list" in errors
-    assert "error: host gpu-1: pip cannot install the list" in out
+    assert "gpu-1 does not have the environment: pip cannot install the requirements" in errors
+    assert "error: host gpu-1: pip cannot install the requirements" in out
     assert "No matching distribution found for tiny==2.0" in out
     assert "hint: check the package index with pip config list on that host" in out
     assert "gloo is not verified: no probe result on gpu-1" in out

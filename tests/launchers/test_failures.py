@@ -256,11 +256,11 @@ def test_a_process_that_the_kernel_kills_out_of_memory(tmp_path: Path) -> None:
     with create_control_group(64 * MIB) as group:
         (tmp_path / "memory").symlink_to(group)
         cgroup = Cgroup(tmp_path if (group / "memory.limit_in_bytes").exists() else group)
-        before = cgroup.read_oom_kills()
+        before = cgroup.read_oom_kill_count()
         script = f"open('{group}/cgroup.procs', 'w').write('0'); held = b'x' * {256 * MIB}"
         data = run_failing_script(script, tmp_path)
         assert data["signal"] == "SIGKILL"
-        assert (before, cgroup.read_oom_kills(), cgroup.read_memory_limit()) == (0, 1, 64 * MIB)
+        assert (before, cgroup.read_oom_kill_count(), cgroup.read_memory_limit()) == (0, 1, 64 * MIB)
         assert get_failure_name({**data, **describe_out_of_memory(cgroup.read_memory_limit())}) == "memory"
     assert get_failure_name(data) == "killed"
 

@@ -145,7 +145,7 @@ def build_sample_page(outcome: str = "") -> PageData:
 def test_nodes_links_and_facts() -> None:
     data = build_sample_page()
     assert {node["node"]: node["health"] for node in data["nodes"]} == {"node0": "ok", "node1": "ok", "node2": "warn", "node3": "warn"}
-    assert data["nodes"][2]["warnings"] == ["GPU 1 has 91 °C"]
+    assert data["nodes"][2]["warnings"] == ["GPU 1 is at 91 °C"]
     assert data["nodes"][3]["ranks"] == [6, 7]
     assert data["nodes"][1]["restarts"]["count"] == 1
     assert len(data["links"]) == 6

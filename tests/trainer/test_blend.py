@@ -31,7 +31,7 @@ def test_each_set_has_its_share_give_or_take_one(shares: list[int], base: int) -
     """At every position of three periods, wherever the periods begin."""
     period = sum(shares)
     base -= base % period
-    sets, turns = Blend(shares).locate_positions(np.arange(base, base + 3 * period))
+    sets, turns = Blend(shares).find_datasets_at(np.arange(base, base + 3 * period))
     for number, share in enumerate(shares):
         had = np.cumsum(sets == number)  # in these periods: before them it had exactly its share
         assert (abs(had * period - np.arange(1, 3 * period + 1) * share) < period).all()
@@ -41,7 +41,7 @@ def test_each_set_has_its_share_give_or_take_one(shares: list[int], base: int) -
 @given(shares=SHARES, position=some.integers(0, 1000), count=some.integers(1, 200))
 @settings(max_examples=30, deadline=None)
 def test_any_position_is_found_at_once(shares: list[int], position: int, count: int) -> None:
-    whole, part = Blend(shares).locate_positions(np.arange(1200)), Blend(shares).locate_positions(np.arange(position, position + count))
+    whole, part = Blend(shares).find_datasets_at(np.arange(1200)), Blend(shares).find_datasets_at(np.arange(position, position + count))
     assert [list(each) for each in part] == [list(each[position : position + count]) for each in whole]
 
 

@@ -75,7 +75,7 @@ def remove_file(name: str) -> Callable[[Path], None]:
 
 DAMAGES = {
     "truncated": (truncate_part, "bytes instead of"),
-    "flipped bit": (flip_bit("part-00000.bin"), "damaged"),
+    "flipped bit": (flip_bit("part-00000.bin"), "corrupt"),
     "flipped bit in the manifest": (flip_bit("manifest.json"), "manifest.json is"),
     "missing part": (remove_file("part-00001.bin"), "cannot be read"),
     "missing manifest": (remove_file("manifest.json"), "cannot be read"),
@@ -268,7 +268,7 @@ def test_a_world_that_is_cut_off_cannot_commit(tmp_path: Path, config: dict[str,
     token = fence.claim_generation(tmp_path / "run", 0)
     assert token == 2
     assert world.wait() == [1, 1]
-    assert "world 1 is cut off: world 2 has taken over" in world.read_log()
+    assert "world 1 can no longer save: the newer world 2 has taken over" in world.read_log()
     before = list_saved_steps(tmp_path)[-1]
     run_training(tmp_path, merge_config(config, trainer={"train_iterations": before + 5}))
     assert read_manifest(tmp_path, before + 5)["generation"] == 3
@@ -302,7 +302,7 @@ def test_commit_behind_the_fence(tmp_path: Path) -> None:
     folder = commit.create_staging_folder(tmp_path, 3, 1)
     (folder / "part-00000.bin").write_bytes(b"12345678")
     fence.claim_generation(tmp_path, 5)
-    with pytest.raises(Exception, match="world 1 is cut off: world 6"):
+    with pytest.raises(Exception, match="world 1 can no longer save: the newer world 6"):
         commit.commit_checkpoint(tmp_path, folder, build_manifest(generation=1, step=3))
     assert not commit.build_checkpoint_path(tmp_path, 3).exists()
 
@@ -322,14 +322,14 @@ def test_generations_are_taken_once(tmp_path: Path) -> None:
 def test_all_ranks_find_the_fence_that_the_first_has_set_up(tmp_path: Path) -> None:
     """Also if a network file system shows it late. In a folder of the same name on another disk it never appears."""
     token = fence.claim_generation(tmp_path / "ours", 0)
-    fence.wait_for_fence(tmp_path / "ours", token, timeout_seconds=0)
+    fence.wait_for_fence_file(tmp_path / "ours", token, timeout_seconds=0)
     late = threading.Timer(0.3, fence.claim_generation, (tmp_path / "late", 0))
     late.start()
-    fence.wait_for_fence(tmp_path / "late", 1)
+    fence.wait_for_fence_file(tmp_path / "late", 1)
     late.join()
     fence.claim_generation(tmp_path / "other", 6)
     with pytest.raises(CheckpointError, match=r"save_dir .*/other: is not the same folder as on rank 0's node"):
-        fence.wait_for_fence(tmp_path / "other", token, timeout_seconds=0.2)
+        fence.wait_for_fence_file(tmp_path / "other", token, timeout_seconds=0.2)
 
 
 def test_save_dir_that_cannot_be_written(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -357,7 +357,7 @@ def test_a_user_who_cannot_write_to_save_dir_sees_the_line_to_set(tmp_path: Path
     assert f"permission denied; {tmp_path}/runs belongs to 1234:100, and the ranks run as 9:9" in str(caught.value)
     assert (
         caught.value.hint
-        == f"set runner.docker_config.user: 1234:100; or chown -R 9:9 {tmp_path}/runs, or the folder that is mounted there"
+        == f"set runner.docker_config.user: 1234:100; or run chown -R 9:9 on {tmp_path}/runs, or on the host folder that is mounted there"
     )
 
 

@@ -214,7 +214,7 @@ def test_a_language_model_is_tuned_to_embed(
         f"head.projections.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")
     }
     found = consolidated.find_checkpoint(single_rank_run / "run")
-    with pytest.raises(IncompatibleCheckpoint, match="already has an embedding_head_config"):
+    with pytest.raises(IncompatibleCheckpoint, match="cannot be used as a base model: it already has an embedding_head_config"):
         consolidated.open_base_weights(found.path, found.config.transformer_architecture, {})
 
 
@@ -246,7 +246,7 @@ def test_samples_are_whole_texts_with_their_positives_and_negatives(base_config:
     assert {59 - token for token in query[2:count]} <= set(answer)
     shown = list(format_samples(Config.from_json(json.dumps(base_config)), 1))
     assert len(shown) == 4
-    assert "tokens count in the vector" in shown[0]
+    assert "tokens count in the embedding" in shown[0]
     assert ["ignored" in shown[0], "counts " in shown[0], "ignored" in shown[1]] == [True, True, False]
 
 

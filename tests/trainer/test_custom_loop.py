@@ -281,7 +281,7 @@ def test_what_cannot_be_saved_or_sharded() -> None:
     expect_refusal("model/f.*cannot be saved: function", objects={"model": UnserializableState()})
     expect_refusal("WeightedRandomSampler", DataLoader([1, 2], sampler=WeightedRandomSampler([1, 1], 2)))  # type: ignore[arg-type]
     expect_refusal("custom batch_sampler", DataLoader([1, 2], batch_sampler=[[0, 1]]))  # type: ignore[arg-type]
-    expect_refusal("the data is exhausted", iter([1, 2, 3]), epochs=2)
+    expect_refusal("the data has no batches: it is empty or already exhausted", iter([1, 2, 3]), epochs=2)
 
 
 class UnserializableState:

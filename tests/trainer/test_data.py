@@ -66,7 +66,7 @@ def test_batches_are_assigned_without_gap_or_overlap(tmp_path: Path) -> None:
 
 def test_token_outside_the_vocabulary(tmp_path: Path) -> None:
     memory_map.write_token_files(tmp_path / "a", [np.full(10, 40)], "uint8")
-    with pytest.raises(TrainingError, match="token 40 is in the data"):
+    with pytest.raises(TrainingError, match="the data contains token 40"):
         TokenDataset([tmp_path / "a"], SHAPE, 0).load_samples(np.arange(1))
 
 

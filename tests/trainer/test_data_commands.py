@@ -57,7 +57,7 @@ def test_files_without_hashes_are_read_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="has token -3"):
         verify_token_files(tmp_path / "a")
     memory_map.write_token_files(tmp_path / "a", [np.array([5, 9])], "int16", {"prepared": {"tokenizer": {"name": "x", "vocab_size": 9}}})
-    with pytest.raises(TrainingError, match="has token 9, and its tokenizer has 9"):
+    with pytest.raises(TrainingError, match="has token 9, but tokens must be at least 0 and less than 9"):
         verify_token_files(tmp_path / "a")
 
 
@@ -125,7 +125,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     options = {"config": Config.from_json(json.dumps(config)).to_json(), "samples": 1, "tokenizer": None}
     assert command.main(["inspect", json.dumps(options)]) == 0
     shown = capsys.readouterr().out
-    assert f"of the data, in {prefix}; " in shown
+    assert f"sample id 1, in {prefix}; " in shown
     assert any(f': "{text}"' in shown for text in ("ide is t", "he gate"))
 
 

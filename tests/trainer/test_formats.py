@@ -138,14 +138,14 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "header cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 20), "does not begin with Megatron's header"),
     "index cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 60), "has 60 bytes, and 82 are expected from its header"),
     "tokens cut": (lambda a: _truncate_file(a.with_suffix(".bin"), 6), "its index does not match its tokens"),
-    "half a token": (lambda a: _truncate_file(a.with_suffix(".bin"), 7), "is truncated within a value"),
+    "half a token": (lambda a: _truncate_file(a.with_suffix(".bin"), 7), "is not a multiple of the size of"),
     "no tokens": (lambda a: _truncate_file(a.with_suffix(".bin"), 0), "a.bin is empty"),
     "document outside": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 74, b"\x09"), "documents that do not match its 2 sequences"),
     "less than none": (
         lambda a: _overwrite_bytes(a.with_suffix(".idx"), 34, b"\xff\xff\xff\xff"),
         "the sequences are not contiguous",
     ),
-    "two at once": (lambda a: a.with_suffix(".meta.json").write_text("{}"), "belongs to another .idx"),
+    "two at once": (lambda a: a.with_suffix(".meta.json").write_text("{}"), "belongs to an .idx of the memory_map format"),
     "a token to divide by": (lambda a: None, "has its own index"),
 }
 
@@ -166,7 +166,7 @@ def test_corrupt_megatron_files(tmp_path: Path, name: str, use_mmap: bool) -> No
     ("write", "format", "message"),
     [
         (lambda a: write_nanogpt(a, [1, 2, 3]), TokenFileFormat.auto, "has no header that identifies its format"),
-        (lambda a: write_llm_c(a, [1, 2, 3]), TokenFileFormat.nanogpt, "has the header of an llm.c file"),
+        (lambda a: write_llm_c(a, [1, 2, 3]), TokenFileFormat.nanogpt, "has an llm.c header"),
         (lambda a: write_nanogpt(a, [1, 2, 3]), TokenFileFormat.llm_c, "ends within its header"),
         (
             lambda a: write_nanogpt(a, [1] * 600),
@@ -177,7 +177,7 @@ def test_corrupt_megatron_files(tmp_path: Path, name: str, use_mmap: bool) -> No
         (
             lambda a: (write_llm_c(a, [1, 2, 3]), _truncate_file(a.with_suffix(".bin"), 1028)),
             TokenFileFormat.auto,
-            "has 2 tokens, but its header says 3",
+            "has 2 tokens, but its header specifies 3",
         ),
         (lambda a: write_llm_c(a, []), TokenFileFormat.auto, "a.bin is empty"),
         (lambda a: write_nanogpt(a, [1, 2, 3]), TokenFileFormat.megatron, "a.idx: no such file"),
@@ -198,5 +198,5 @@ def test_documents_outside_the_tokens(tmp_path: Path, packing: Packing) -> None:
     index = np.fromfile(tmp_path / "a.idx", dtype=np.int64)
     index[2:4] = (900, -7)
     index.tofile(tmp_path / "a.idx")
-    with pytest.raises(TrainingError, match="document 1 is listed with -7 tokens from 900 on"):
+    with pytest.raises(TrainingError, match="document 1 has -7 tokens, starting at token 900"):
         TokenDataset([tmp_path / "a"], SHAPE, 0, packing=packing).load_samples(np.arange(4))

@@ -194,7 +194,7 @@ def test_models_that_cannot_generate_are_refused(
         model_source.open_model(tmp_path)
     found = model_source.open_model(trained_run[0] / "run")
     assert found.tokenizer_names == ("bytes",)
-    with pytest.raises(TrainingError, match="has 256 tokens, and the model has 64"):
+    with pytest.raises(TrainingError, match="has 256 tokens, but the vocabulary of the model has only 64"):
         replace(found, architecture=found.architecture.model_copy(update={"vocab_size": 64})).open_tokenizer(None)
     other = merge_config(trained_run[1], transformer_architecture={**GATED, "num_layers": 3})
     assert evaluate.main(build_evaluate_arguments(other, trained_run[0])) == EXIT_ERROR

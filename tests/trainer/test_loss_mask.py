@@ -31,7 +31,8 @@ from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
 from swarmtrain.trainer.tokenize.verification import verify_token_files
 
 SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=1 << 16)
-text = some.text(some.characters(exclude_categories=["Cs"]), max_size=12)
+# Only the chat template may write its control tokens; Hypothesis also draws the string constants of the code under test.
+text = some.text(some.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda said: "<|im_" not in said)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_corrupt_masks(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"a\.mask\.bin: no such file"):
         MemoryMap(tmp_path / "a")
     write_masked(tmp_path / "a", [range(9)], [1] * 8 + [2])
-    with pytest.raises(TrainingError, match=r"a\.mask\.bin has 2, but only 0 and 1"):
+    with pytest.raises(TrainingError, match=r"a\.mask\.bin has the value 2, but only 0 and 1"):
         verify_token_files(tmp_path / "a")
 
 
@@ -208,7 +209,7 @@ INVALID_CHATS = {
         build_chat("user", "assistant", "system"),
         "message 3 has the role system, and after assistant the role must be user or tool",
     ),
-    "no answer": (build_chat("system", "user"), "ends with user, not with the assistant's answer"),
+    "no answer": (build_chat("system", "user"), "ends with a message of user, but must end with a message of assistant"),
     "nothing": ({"messages": []}, "has no list of messages"),
     "a text": ({"messages": "hello"}, "has no list of messages"),
     "no content": ({"messages": [{"role": "user"}]}, "message 1 does not have a role and a content"),
@@ -253,7 +254,7 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
         ("loss", "assistant says<|im_end|>"),
     ]
     for source, said in {
-        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "renders messages differently once others follow",
+        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "renders it differently if others follow",
         "{{ raise_exception('only weather') }}": "the chat template: only weather",
         "{{ messages[0].a.b }}": "the chat template: ",
         "{% for %}": "is not a valid template",
@@ -269,7 +270,7 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
     for changes, said in (
         ({"prompt_key": "p"}, "must be used together"),
         ({"prompt_key": "p", "completion_key": "c", "chat": True}, "without --chat"),
-        ({"chat": True, "append_eos": True}, "ends its messages itself"),
+        ({"chat": True, "append_eos": True}, "the template ends each message"),
         ({"chat_template": "a.jinja"}, "needs --chat"),
         ({"chat": True, "chat_template": f"{tmp_path}/none.jinja"}, "has no chat template"),
     ):

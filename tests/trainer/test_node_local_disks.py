@@ -75,7 +75,7 @@ def test_the_run_is_the_same_after_any_disk_failure(tmp_path: Path, saving_confi
     for number, node in enumerate("ab"):
         damage_file(tmp_path / "run" / node / "step-00000006" / f"part-{number:05}.bin")
     log = train_to_step(tmp_path, saving_config, "ba", 9)
-    assert "a has a corrupt run/b/step-00000006: part-00000.bin is damaged" in log
+    assert "a has a corrupt run/b/step-00000006: part-00000.bin is corrupt" in log
     assert "resuming from step 6" in log, "together they had the whole"
     assert read_recorded_losses(tmp_path) == {step: undisturbed[step] for step in range(1, 10)}
 
@@ -150,7 +150,7 @@ def test_a_world_that_is_fenced_on_one_disk_stops_on_all(tmp_path: Path, saving_
     world.wait_until((tmp_path / "run" / "a" / "step-00000003").exists)
     assert fence.claim_generation(tmp_path / "run" / "b", 0) == 2
     assert world.wait() == [1, 1]
-    assert "world 1 is cut off: world 2 has taken over run/b" in world.read_log()
+    assert "world 1 can no longer save: the newer world 2 has taken over run/b" in world.read_log()
 
 
 def test_one_folder_for_two_nodes_is_refused(tmp_path: Path, saving_config: dict[str, Any]) -> None:

@@ -185,7 +185,7 @@ def test_long_responses_are_truncated_and_pairs_stay_pairs(base_run: tuple[Path,
     rows = data.load_samples(np.array([1, 0]))
     assert (rows.targets >= 0).sum(1).tolist() == [2, 6, SEQUENCE_LENGTH, SEQUENCE_LENGTH]
     assert (data.count_loss_tokens(np.array([1, 0])), data.compute_loss_denominator(np.array([1, 0]))) == (8 + 2 * SEQUENCE_LENGTH, 2)
-    with pytest.raises(TrainingError, match=r"other has 1 documents, and .*better 2"):
+    with pytest.raises(TrainingError, match=r"other has 1 documents, but .*better has 2"):
         TokenDataset([tmp_path / "better"], architecture, 1, companion_prefixes=[[tmp_path / "other"]])
 
 

@@ -193,7 +193,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, name: str, caplog: pytest.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
-    assert [record.message.count("no more metrics") for record in caplog.records] == [1]
+    assert [record.message.count("metrics are lost") for record in caplog.records] == [1]
     sink.write({"step": 5, "loss": 2.5, "longer": 3.0})
     sink.close()
     after = path.read_bytes()

@@ -156,7 +156,7 @@ def test_other_input_or_options_start_over(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(TrainingError, match="line 51"):
         pipeline.prepare_token_files(asked, [name], min_shard_bytes=100)
     write_lines(tmp_path / "a.jsonl", [{"text": str(number), "other": "x"} for number in range(1, 52)])
-    with pytest.raises(TrainingError, match="line 1: has no 'gone'"):
+    with pytest.raises(TrainingError, match="line 1: has no key 'gone'"):
         pipeline.prepare_token_files(replace(asked, key="gone"), [name], min_shard_bytes=100)
     assert "starting from scratch: not the same options and sources as in the interrupted job" in capsys.readouterr().err
     pipeline.prepare_token_files(asked, [name], min_shard_bytes=100)
@@ -172,11 +172,11 @@ def test_other_input_or_options_start_over(tmp_path: Path, capsys: pytest.Captur
 
 INVALID_LINES = {
     "{": "is not JSON",
-    '{"other": 1}': "has no 'text'; it has 'other'",
+    '{"other": 1}': "has no key 'text'; its keys: 'other'",
     '{"text": null}': "'text' is null, not a string",
     '{"text": 3}': "'text' is int, not a string",
     "[1]": "is not a JSON object",
-    '{"text": "\\ud800"}': "has half of a character",
+    '{"text": "\\ud800"}': "contains a lone surrogate",
 }
 
 
@@ -259,7 +259,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, tokenizer: Pa
     )
     size = meta["prepared"]["tokenizer"]["vocab_size"]
     assert TokenDataset([tmp_path / "t"], TransformerArchitectureConfig(sequence_length=2, vocab_size=size), 0)
-    with pytest.raises(DataError, match=rf"is {size - 1}, and .*tokenizer.json, the tokenizer of .*, has {size}"):
+    with pytest.raises(DataError, match=rf"is {size - 1}, but .*tokenizer.json, the tokenizer of .*, has {size}"):
         TokenDataset([tmp_path / "t"], TransformerArchitectureConfig(sequence_length=2, vocab_size=size - 1), 0)
 
 

@@ -258,4 +258,4 @@ def test_muon_is_the_same_in_every_topology_and_over_checkpoints(tmp_path: Path,
     assert "optimizer/exp_avg/head.weight" in saved
     world = LocalWorld(tmp_path / "moved", merge_config(base, optimizer={"method": "adamw"}, trainer={"train_iterations": 13}), 1)
     assert world.wait() == [1]
-    assert "has the state of a different optimizer: for blocks.0.attention.key.weight it has muon_momentum, and" in world.read_log()
+    assert "has the state of a different optimizer: for blocks.0.attention.key.weight it has muon_momentum, but" in world.read_log()

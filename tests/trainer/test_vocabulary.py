@@ -42,7 +42,7 @@ def test_a_file_is_checked_once(config: Mapping[str, Any], tmp_path: Path) -> No
     base = merge_config(config, data=data, trainer={"train_iterations": 1, "save_interval": None})
     world = LocalWorld(tmp_path, base, 2)
     assert world.wait() == [1, 1]
-    told = f"config transformer_architecture.vocab_size: is 64, and token 64 is in the data: {prefix}, at position {BAD_POSITION:,}"
+    told = f"config transformer_architecture.vocab_size: is 64, but the data contains token 64: {prefix}, at position {BAD_POSITION:,}"
     assert world.read_log().count(f"DataError: {told}") == 2, "each rank raises it"
     assert not read_samples_by_step(tmp_path), "no step was made"
     assert not (tmp_path / "run" / "token-scan.json").exists()
@@ -77,7 +77,7 @@ def test_a_file_that_is_too_large_is_sampled(tmp_path: Path, caplog: pytest.LogC
 
 def test_a_negative_token_is_outside() -> None:
     assert vocabulary_check.check_tokens(np.array([0, 7], dtype=np.int32), 8) == 7
-    with pytest.raises(DataError, match="token -1 is in the data: x, at position 12"):
+    with pytest.raises(DataError, match="the data contains token -1: x, at position 12"):
         vocabulary_check.check_tokens(np.array([0, 7, -1], dtype=np.int32), 8, ": x", 10)
 
 

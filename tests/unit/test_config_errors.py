@@ -227,15 +227,24 @@ def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "problem"),
     [
-        ({"hidden_size": 120}, "hidden_size: 120 is not a multiple of float8's 16 | 112 or 128 would fit"),
-        ({"hidden_size": 48}, "hidden_size: 48 is not a multiple of float8's 16 x topology.model_parallel_size = 32 | 32 or 64 would fit"),
-        ({"mlp_factor": 1.1}, "mlp_factor: gives a width of 140, which is not a multiple of float8's 16 | leave fp8_config_mlp out, or"),
+        ({"hidden_size": 120}, "hidden_size: 120 is not a multiple of the float8 alignment 16 | 112 or 128 would fit"),
+        (
+            {"hidden_size": 48},
+            "hidden_size: 48 is not a multiple of the float8 alignment 16 x topology.model_parallel_size = 32 | 32 or 64 would fit",
+        ),
+        (
+            {"mlp_factor": 1.1},
+            "mlp_factor: gives a width of 140, which is not a multiple of the float8 alignment 16 | leave fp8_config_mlp out, or",
+        ),
         (
             {"fp8_config_attention": {}, "hidden_size": 96, "attention_num_kv_heads": 1},
-            "attention_num_kv_heads: gives a width of 24, which is not a multiple of float8's 16 | leave fp8_config_attention out, or",
+            "attention_num_kv_heads: gives a width of 24, which is not a multiple of the float8 alignment 16",
         ),
-        ({"sequence_length": 24}, "sequence_length: 24 is not a multiple of float8's 16 | 16 or 32 would fit"),
-        ({"precision": "float16"}, "precision: float16 does not support float8 products, which fp8_config_mlp enables | bfloat16"),
+        ({"sequence_length": 24}, "sequence_length: 24 is not a multiple of the float8 alignment 16 | 16 or 32 would fit"),
+        (
+            {"precision": "float16"},
+            "precision: float16 does not support float8 products, which fp8_config_mlp enables | set precision: bfloat16",
+        ),
         ({"fp8_config_mlp": {"scaling": "rowwise"}}, "fp8_config_mlp.scaling: rowwise scaling supports only bfloat16 | set precision to b"),
         (
             {"fp8_config_mlp": {"dtypes_forward": {"left_dtype": "e5m2", "right_dtype": "e5m2"}}},
@@ -278,8 +287,8 @@ def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -
             "{hosts: ['a address=a-ib'], interface: ib0, swarm: {network: host}}",
             "runner.interface: conflicts with the addresses in hosts",
         ),
-        ("{nodes: 2, min_nodes: 3}", "runner.min_nodes: min_nodes <= nodes <= max_nodes does not hold: 3 <= 2 <= 2"),
-        ("{nodes: 5, max_nodes: 3}", "runner.max_nodes: min_nodes <= nodes <= max_nodes does not hold: 5 <= 5 <= 3"),
+        ("{nodes: 2, min_nodes: 3}", "runner.min_nodes: min_nodes <= nodes <= max_nodes is violated: 3 <= 2 <= 2"),
+        ("{nodes: 5, max_nodes: 3}", "runner.max_nodes: min_nodes <= nodes <= max_nodes is violated: 5 <= 5 <= 3"),
         ("{docker_config: {docker_mounts: [./x, /y]}}", "runner.docker_config.docker_mounts: ./x: a mount's source"),
         ("{docker_config: {docker_mounts: [/x, /y, /z]}}", "runner.docker_config.docker_mounts: a flat list must have an even length"),
         ("{docker_config: {volumes: {data: {}}}}", "runner.docker_config.volumes: data is not mounted anywhere"),

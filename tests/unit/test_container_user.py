@@ -35,10 +35,16 @@ def owned_folder(tmp_path: Path) -> Path:
 
 @ROOT_ONLY
 def test_the_owner_of_the_folder_here(owned_folder: Path) -> None:
-    assert get_resolved_user(build_mount_config(owned_folder)) == ("1234:100", f"user: 1234:100, the owner of {owned_folder} here")
+    assert get_resolved_user(build_mount_config(owned_folder)) == (
+        "1234:100",
+        f"user: 1234:100, the owner of {owned_folder} on this machine",
+    )
     (owned_folder / "first").mkdir()
     os.chown(owned_folder / "first", 77, 77)
-    assert get_resolved_user(build_mount_config(owned_folder)) == ("77:77", f"user: 77:77, the owner of {owned_folder}/first here")
+    assert get_resolved_user(build_mount_config(owned_folder)) == (
+        "77:77",
+        f"user: 77:77, the owner of {owned_folder}/first on this machine",
+    )
 
 
 @ROOT_ONLY
@@ -47,7 +53,7 @@ def test_root_and_nobody_are_left_to_the_image(tmp_path: Path, owner: int) -> No
     os.chown(tmp_path, owner, owner)
     user, why = get_resolved_user(build_mount_config(tmp_path))
     assert user is None
-    assert why.startswith(f"user: the image's default, because {tmp_path} here is ")
+    assert why.startswith(f"user: the image's default, because {tmp_path} on this machine is owned by ")
 
 
 @ROOT_ONLY
@@ -72,7 +78,7 @@ def test_a_run_that_is_up_keeps_what_it_has(owned_folder: Path) -> None:
 def test_the_stack_file_and_the_plan_have_the_same_user(owned_folder: Path) -> None:
     (owned_folder / "train.py").write_text("train()\n")
     plan = plan_run_offline(build_mount_config(owned_folder), "demo", folder=owned_folder)
-    assert f"  user: 1234:100, the owner of {owned_folder} here" in str(plan).splitlines()
+    assert f"  user: 1234:100, the owner of {owned_folder} on this machine" in str(plan).splitlines()
     services = stack_document.render_stack(plan).document["services"]
     assert services["node0"]["user"] == "1234:100"
     assert services["node0"]["environment"]["HOME"] == "/tmp"

@@ -84,7 +84,7 @@ def test_a_socket_path_that_is_too_long_for_a_tunnel(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(EngineError, match="cannot create a folder for its SSH tunnel: no such file") as refused:
         open_tunnel("ssh://gpu-1")
-    assert refused.value.hint == "export TMPDIR=FOLDER"
+    assert refused.value.hint == "choose a writable folder with: export TMPDIR=FOLDER"
 
 
 def test_a_context_of_another_shape_names_no_engine(tmp_path: Path) -> None:

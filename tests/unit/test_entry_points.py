@@ -93,11 +93,12 @@ def test_a_class_that_is_not_a_launcher_is_refused(project: Project) -> None:
         "class Launcher: pass\nclass Partial:\n    capabilities = Capabilities()\n    def list_runs(self): return []\n"
     )
     assert (
-        "its attribute capabilities is not a Capabilities"
+        "its attribute capabilities is not an instance of Capabilities"
         in project.run_swarmtrain("plan", "toy.yml", "-o", "runner.runner_type=wrong").stderr
     )
     assert (
-        "launcher partial: lacks check_plan, deploy" in project.run_swarmtrain("plan", "toy.yml", "-o", "runner.runner_type=partial").stderr
+        "launcher partial: does not implement check_plan, deploy"
+        in project.run_swarmtrain("plan", "toy.yml", "-o", "runner.runner_type=partial").stderr
     )
 
 

@@ -10,7 +10,7 @@ from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, list_earlier_requests
 from swarmtrain.launchers.swarm.resources.resource_accounting import (
     ResourceSupply,
-    append_holders_to_pending_reason,
+    append_resource_holders_to_pending_reason,
     compute_resource_supplies,
 )
 
@@ -125,8 +125,8 @@ def test_a_waiting_node_shows_for_whom_it_waits() -> None:
     found = {KIND: [ResourceSupply("x", 2, {"a": 1, "": 1}), ResourceSupply("y", 2, {"b": 1})]}
     pending = TaskState("node0", "x", "pending", "no suitable node (insufficient resources on 1 node)")
     assert (
-        append_holders_to_pending_reason(pending, found).reason
+        append_resource_holders_to_pending_reason(pending, found).reason
         == f"{pending.reason}; a has 1 of 2 NVIDIA-GPU; another has 1 of 2 NVIDIA-GPU"
     )
     running = TaskState("node1", "y", "running")
-    assert append_holders_to_pending_reason(running, found) == running
+    assert append_resource_holders_to_pending_reason(running, found) == running

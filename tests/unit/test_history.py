@@ -53,7 +53,7 @@ def store_events(events: list[Event], *, run: str = "demo") -> None:
 def test_the_history_of_a_run_has_times_and_reasons() -> None:
     assert str(build_history("demo", FIRST_EVENTS)).splitlines() == [
         "1970-01-01 00:01:40  its coordinator is up",
-        "1970-01-01 00:01:41  node0 joined, at 10.0.0.3 by eth0",
+        "1970-01-01 00:01:41  node0 joined, at 10.0.0.3 on interface eth0",
         "1970-01-01 00:01:42  world 1: a world of 2 ranks on 2 nodes has formed",
         "1970-01-01 00:01:44  step 2/9",
         "1970-01-01 00:01:45  node1 has exited, as requested",

@@ -154,7 +154,7 @@ def test_a_value_that_is_refused_is_reported_with_its_own_place() -> None:
             '{"bf16": {"enabled": true},\n "train_batch_size": 24,\n "train_micro_batch_size_per_gpu": 5}', "ds.json"
         )
     assert raised.value.plain_text.startswith(
-        "error: ds.json: config train_batch_size, here topology.global_batch_size (line 2): 24 is not a multiple of micro_batch_size 5"
+        "error: ds.json: config train_batch_size (imported as topology.global_batch_size) (line 2): 24 is not a multiple"
     )
     with pytest.raises(ConfigError) as raised:
         deepspeed.parse_hostfile("gpu-1 slots=4\ngpu 2 slots=4\ngpu-3 slots=x\n", "hosts")

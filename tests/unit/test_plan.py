@@ -65,7 +65,7 @@ def test_hosts_have_names_of_their_own_on_the_network_that_ranks_use() -> None:
         ("b", 2, "b-ib", "b-ib"),
         ("a", 1, "10.1.0.1", "10.1.0.1"),
     ]
-    assert made.nodes[0].cause == "place 1 in hosts; slots from hosts; ranks communicate via b-ib"
+    assert made.nodes[0].cause == "entry 1 of hosts; slots from hosts; ranks communicate via b-ib"
     assert made.coordinator_machine == Machine("a", id="1", address="10.1.0.1", is_manager=True)
     local = plan_demo(machines, "runner.hosts=[b address=b-ib]", "runner.runner_type=local")
     assert local.nodes[0].rank_interface == "", "it is all one machine"

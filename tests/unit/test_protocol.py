@@ -57,7 +57,7 @@ def test_another_protocol_is_refused_with_both_versions() -> None:
     env = {**NODE.to_env(), "SWARMTRAIN_PROTOCOL": "999"}
     del env["SWARMTRAIN_COORDINATOR"]  # another version may call it by another name
     with pytest.raises(
-        ValueError, match=f"the launcher uses protocol 999, but swarmtrain .* on this node uses protocol {PROTOCOL_VERSION}"
+        ValueError, match=f"the launcher uses protocol version 999, but swarmtrain .* on this node uses version {PROTOCOL_VERSION}"
     ):
         NodeEnv.from_env(env)
 

@@ -137,7 +137,7 @@ PEER_FAILURE = Event(protocol.EVENT_FAILURE, {"node": "node0", "rank": 0, "error
 @pytest.mark.parametrize(
     ("between", "why"),
     [
-        ([Event(protocol.EVENT_NODE_JOINED, {"node": "node2"})], "node2 came"),
+        ([Event(protocol.EVENT_NODE_JOINED, {"node": "node2"})], "node2 joined"),
         ([Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": EXIT_PLANNED})], "node1 was asked to stop"),
         ([PEER_FAILURE, Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": None})], "node1 fell silent"),
         (
@@ -162,7 +162,7 @@ def test_a_node_that_came_too_late_for_a_world_is_the_reason_for_the_next() -> N
         Event(protocol.EVENT_WORLD_FORMED, {"nodes": number + 1, "ranks": {f"node{index}": [index] for index in range(number + 1)}})
         for number in (0, 1)
     ]
-    assert [world.reason for world in list_worlds(formed)] == ["", "node1 came"]
+    assert [world.reason for world in list_worlds(formed)] == ["", "node1 joined"]
 
 
 def test_following_separates_data_and_messages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,9 +182,10 @@ class DataConfig(Section):
         return self
 
     def collect_companion_prefixes(self, *, validation: bool = False) -> tuple[tuple[Path, ...], ...]:
-        """Return the file prefixes of the companion rows of each sample (rejected, positive, negative), for training or validation data.
+        """Return the prefixes of the token files whose texts belong to those of the data prefixes: rejected, positive and negative texts.
 
-        There is one tuple per kind of companion row, in this order. Its prefixes correspond by index to the data prefixes.
+        There is one tuple per companion row of a sample, in this order. Its prefixes correspond by index to data_prefixes, or to
+        validation_data_prefixes if `validation` is set.
         """
         if validation:
             count = len(self.validation_data_prefixes)

@@ -17,7 +17,7 @@ class FP8DType(StrEnum):
 
 
 class FP8Scaling(StrEnum):
-    """Granularity of the scales: one per tensor, or one per row."""
+    """Granularity of the scaling factors: one per tensor, or one per row."""
 
     tensorwise = "tensorwise"
     rowwise = "rowwise"

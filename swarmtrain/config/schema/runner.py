@@ -57,7 +57,10 @@ def _parse_mount_pairs(value: Any) -> Any:
 
 
 def _stringify_numbers(value: Any) -> Any:
-    """Return the list `value` with numbers converted to strings: a GPU is identified by number or by UUID."""
+    """Return the list `value` as a tuple with numbers converted to strings, since a GPU id is a number or a UUID.
+
+    A value that is not a list is returned unchanged.
+    """
     return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
 
 
@@ -270,7 +273,9 @@ class SwarmConfig(Section):
     def _check_gpu_ids(self) -> SwarmConfig:
         if self.gpu_ids and self.gpu is not GpuMode.visible:
             raise build_field_error(
-                "gpu_ids", f"have an effect only with gpu: visible, but gpu is {self.gpu}{_GPU_MODE_NOTES[self.gpu]}", "gpu: visible"
+                "gpu_ids",
+                f"have an effect only with gpu: visible, but gpu is {self.gpu}{_GPU_MODE_NOTES[self.gpu]}",
+                "set swarm.gpu: visible, or leave out gpu_ids",
             )
         return self
 
@@ -405,7 +410,7 @@ class RunnerConfig(Section):
         low, nodes, high = self.node_range
         if not low <= nodes <= high:
             raise build_field_error(
-                "min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes does not hold: {low} <= {nodes} <= {high}"
+                "min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes is violated: {low} <= {nodes} <= {high}"
             )
         return self
 

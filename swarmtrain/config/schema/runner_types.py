@@ -110,7 +110,7 @@ def find_capabilities(runner_type: str) -> Capabilities:
 
 
 def load_installed_launcher(runner_type: str) -> Any:
-    """Import the launcher class that another installed package provides as `runner_type`.
+    """Import and return the launcher class that another installed package provides as `runner_type`.
 
     Raises SwarmtrainError if it is missing or broken.
     """
@@ -120,7 +120,7 @@ def load_installed_launcher(runner_type: str) -> Any:
         raise SwarmtrainError(f"launcher {runner_type} is not installed; existing launchers: {known}", place="config runner.runner_type")
     launcher_class = load_entry_point(entry_point)
     if not isinstance(getattr(launcher_class, "capabilities", None), Capabilities):
-        raise build_entry_point_error(entry_point, "is not a launcher: its attribute capabilities is not a Capabilities")
+        raise build_entry_point_error(entry_point, "is not a launcher: its attribute capabilities is not an instance of Capabilities")
     return launcher_class
 
 

@@ -34,7 +34,7 @@ def build_field_error(name: str, message: str, hint: str = "") -> PydanticCustom
     return PydanticCustomError("wrong_field", "{message}", {"message": message, "name": name, "hint": hint})
 
 
-def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> int:
+def check_is_multiple(name: str, value: int, divisor_name: str, divisor: int) -> int:
     """Return `value` / `divisor`. Raises a validation error about the field `name` if `value` is not a multiple of `divisor`."""
     if value % divisor:
         next_multiple = (value // divisor + 1) * divisor

@@ -10,7 +10,7 @@ from swarmtrain.config.schema.section import Section
 
 
 class TensorKind(StrEnum):
-    """Kinds of tensors that are recorded: weights, activations, gradients."""
+    """Tensors whose statistics can be recorded: weights, activations, and the gradients of either."""
 
     weights = "weights"
     activations = "activations"

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.schema.section import Section, build_field_error, check_multiple
+from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple
 
 
 class PipePartitionMethod(StrEnum):
@@ -95,7 +95,7 @@ class TopologyConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _derive_sizes(self) -> TopologyConfig:
+    def _derive_parallel_and_batch_sizes(self) -> TopologyConfig:
         sizes = self.model_parallel_size, self.pipe_parallel_size, self.data_parallel_size
         values = _derive_parallel_sizes(self.world_size, *sizes, self.context_parallel_size)
         values |= _derive_batch_sizes(
@@ -194,12 +194,12 @@ def _derive_parallel_sizes(
     name, factor_text = ("", "") if context == 1 else (" x context_parallel_size", f" x {context}")
     if tensor is None:
         divisor_name = f"data_parallel_size x pipe_parallel_size{name} ="
-        tensor = check_multiple("world_size", world, divisor_name, data * (pipeline or 1) * context) if world and data else 1
+        tensor = check_is_multiple("world_size", world, divisor_name, data * (pipeline or 1) * context) if world and data else 1
     if pipeline is None:
         other_ranks = (data or 1) * tensor * context
         pipeline = world // other_ranks if world and data and world % other_ranks == 0 else 1
     if world and not data:
-        data = check_multiple("world_size", world, f"model_parallel_size x pipe_parallel_size{name} =", tensor * pipeline * context)
+        data = check_is_multiple("world_size", world, f"model_parallel_size x pipe_parallel_size{name} =", tensor * pipeline * context)
     if world and data and world != data * tensor * pipeline * context:
         product = f"{tensor} x {pipeline} x {data}{factor_text}"
         raise build_field_error(
@@ -245,7 +245,7 @@ def _check_shard_size(topology: TopologyConfig) -> None:
     if kind is not DataParallelType.hsdp and shard is not None:
         raise build_field_error("data_parallel_shard_size", f"requires hsdp, but data_parallel_type is {kind}")
     if shard and data and (data * topology.context_parallel_size) % shard:
-        check_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
+        check_is_multiple("data_parallel_size", data, "data_parallel_shard_size", shard)
 
 
 def _check_sharding_options(topology: TopologyConfig) -> None:
@@ -278,9 +278,9 @@ def _derive_batch_sizes(total: int | None, micro: int | None, accumulation: int 
                 "global_batch_size", f"{total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}"
             )
     elif total and micro:
-        check_multiple("global_batch_size", total, "micro_batch_size", micro)
+        check_is_multiple("global_batch_size", total, "micro_batch_size", micro)
     elif total:
-        micro = check_multiple(
+        micro = check_is_multiple(
             "global_batch_size", total, "gradient_accumulation_steps x data_parallel_size =", micro_batches_per_replica_step
         )
     return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from swarmtrain.config.schema.fp8 import FP8LinearConfig, FP8Scaling
-from swarmtrain.config.schema.section import Section, build_field_error, check_multiple
+from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple
 
 _ROTARY_PAIR = 2
 """Number of dimensions that RoPE rotates together."""
@@ -80,7 +80,7 @@ class RotaryScalingConfig(Section):
         if self.high_frequency_factor <= self.low_frequency_factor:
             raise build_field_error(
                 "high_frequency_factor",
-                f"{self.high_frequency_factor} is not greater than low_frequency_factor {{self.low_frequency_factor}}",
+                f"{self.high_frequency_factor} is not greater than low_frequency_factor {self.low_frequency_factor}",
             )
         return self
 
@@ -129,7 +129,7 @@ class AdapterConfig(Section):
 
 
 class Pooling(StrEnum):
-    """How the token vectors of a text are pooled into one."""
+    """How the hidden states of a text's tokens are pooled into one vector."""
 
     mean = "mean"
     weighted_mean = "weighted_mean"
@@ -251,11 +251,11 @@ class TransformerArchitectureConfig(Section):
     @model_validator(mode="after")
     def _check_attention_heads(self) -> TransformerArchitectureConfig:
         if self.attention_head_size is None:
-            check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+            check_is_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.head_size % 2 and self.rotary_dimensions:
             name = "num_attention_heads" if self.attention_head_size is None else "attention_head_size"
             raise build_field_error(name, f"rotary embeddings need an even head size, not {self.head_size}")
-        check_multiple("num_attention_heads", self.num_attention_heads, "attention_num_kv_heads", self.kv_heads)
+        check_is_multiple("num_attention_heads", self.num_attention_heads, "attention_num_kv_heads", self.kv_heads)
         return self
 
     @model_validator(mode="after")
@@ -282,7 +282,7 @@ class TransformerArchitectureConfig(Section):
             raise build_field_error(
                 "num_local_attention_heads", f"{local} local heads exceed num_attention_heads {self.num_attention_heads}"
             )
-        check_multiple(
+        check_is_multiple(
             "num_local_attention_heads", local, "the number of query heads per key/value head,", self.num_attention_heads // self.kv_heads
         )
         return self
@@ -325,7 +325,11 @@ class TransformerArchitectureConfig(Section):
     def _check_float8_precision(self) -> TransformerArchitectureConfig:
         for name, config in self.float8_layers.items():
             if self.precision not in (Precision.bfloat16, Precision.float32):
-                raise build_field_error("precision", f"{self.precision} does not support float8 products, which {name} enables", "bfloat16")
+                raise build_field_error(
+                    "precision",
+                    f"{self.precision} does not support float8 products, which {name} enables",
+                    f"set precision: bfloat16, or leave out {name}",
+                )
             if config.scaling is FP8Scaling.rowwise and self.precision is not Precision.bfloat16:
                 raise build_field_error(
                     f"{name}.scaling", "rowwise scaling supports only bfloat16", "set precision to bfloat16, or scaling to tensorwise"

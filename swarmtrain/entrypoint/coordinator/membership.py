@@ -68,7 +68,7 @@ class Membership:
         """Return whether the node `name` has finished with exit code 0."""
         return name in self._nodes and self._nodes[name].exit_code == 0
 
-    def collect_lost_nodes(self) -> list[str]:
+    def remove_lost_nodes(self) -> list[str]:
         """Return the nodes that have become silent since the last call, and remove them from the members."""
         lost_nodes = [name for name, node in self._nodes.items() if not node.has_left and self._is_silent(node)]
         for name in lost_nodes:

@@ -45,7 +45,7 @@ class NodeQuarantine:
         return self._quarantined_until.keys()
 
     def record_machine_failure(self, world: str, node: str, members: Set[str]) -> Event | None:
-        """Record that the machine of `node` caused the failure of `world`. Return an event to report, if any."""
+        """Record that the machine of `node` caused the failure of `world`. Return the event to report; None if there is none."""
         if (world, node) not in self._counted_failures:  # several reports of the same failure count once
             self._counted_failures.add((world, node))
             self._failure_times[node].append(self._clock())

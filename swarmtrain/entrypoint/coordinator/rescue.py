@@ -67,7 +67,7 @@ class RescueArbiter:
 
     @property
     def is_rescue_pending(self) -> bool:
-        """Return whether surviving ranks are writing a just-in-time checkpoint, so that a new world must wait for it."""
+        """Whether surviving ranks are writing a just-in-time checkpoint, so that a new world must wait for it."""
         return any(not world.rescue.is_finished and self._list_alive_ranks(world) for world in self._worlds.values())
 
     def report_surviving_rank(self, key: str, rank: int, state: SurvivorState) -> RescueAssignment:
@@ -130,7 +130,7 @@ class RescueArbiter:
 def choose_checkpoint_writers(survivor_states: dict[int, SurvivorState], *, no_more_expected: bool) -> tuple[int, tuple[int, ...]]:
     """Return the step to save, and the ranks that write it, in ascending order.
 
-    There are no writers if the surviving ranks do not hold all shards of a step, or while a newer step may still be reported.
+    Returns step 0 without writers if the surviving ranks do not hold all shards of a step, or while a newer step may still be reported.
     `no_more_expected`: no further rank is expected to report.
     """
     newest = max(state.step for state in survivor_states.values())

@@ -41,7 +41,7 @@ def main() -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\nhint: the image and the launcher must have the same version of swarmtrain\n")
         return EXIT_ERROR
-    liveness.start_liveness_guard()
+    liveness.start_heartbeat_watchdog()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as set by the process that started it, see launchers.slurm.node_task
@@ -105,10 +105,10 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                 case op:
                     raise ValueError(f"unknown operation: {op}")
 
-    def advance_timers(self) -> bool:
+    def process_timeouts(self) -> bool:
         """Process the coordinator's timeouts. Return whether the coordinator can exit."""
         with self._lock:
-            self._coordinator.advance_timers()
+            self._coordinator.process_timeouts()
             return self._coordinator.is_finished
 
 
@@ -130,14 +130,14 @@ class _RequestHandler(socketserver.StreamRequestHandler):
 
 def _wait_until_run_finished(server: CoordinatorServer, stop: threading.Event) -> bool:
     while not stop.is_set():
-        if server.advance_timers():
+        if server.process_timeouts():
             return True
         stop.wait(_TICK_SECONDS)
     return False
 
 
 def _serve_c10d_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
-    """Serve the c10d store at the same address as the coordinator. If this fails, the run fails."""
+    """Serve the c10d store at the same address as the coordinator, and return it. If this fails, the run fails; return None."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise it warns of each client whose address has no host name
     try:
         from torch.distributed import TCPStore

@@ -183,9 +183,9 @@ class Coordinator:
             self._record_progress(event)
         return EventResponse(is_known, run_failed=self._has_run_failed)
 
-    def advance_timers(self) -> None:
+    def process_timeouts(self) -> None:
         """Process timeouts: declare silent nodes lost, and fail the run once the wait for a root cause is over."""
-        for name in self._membership.collect_lost_nodes():
+        for name in self._membership.remove_lost_nodes():
             self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": None}))
             if name in self._worlds.unfinished_nodes:
                 self._fail_run_with_incomplete_world(f"{name} was lost")
@@ -255,7 +255,7 @@ class Coordinator:
             self._fail_run(self._budget.repeated_failure_reason)
         elif self._budget.exhaustion_reason and self._failure_cause:
             self._give_up_at = self._clock() + (COLLATERAL_GRACE_SECONDS if self._failure_cause.is_collateral else 0.0)
-            self.advance_timers()
+            self.process_timeouts()
 
     def _set_failure_cause(self, cause: FailureCause) -> None:
         self._failure_cause = cause

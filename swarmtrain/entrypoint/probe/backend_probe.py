@@ -19,7 +19,7 @@ _GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 def inspect_interpreter() -> dict[str, Any]:
-    """Return versions, GPUs, the backends that torch is built with, and import errors."""
+    """Return this interpreter's package versions, its GPUs, the backends that torch is built with, and import errors."""
     report: dict[str, Any] = {"python": platform.python_version(), "gpus": [], "problems": [], "mpirun": bool(shutil.which("mpirun"))}
     for name in ("swarmtrain", "torch"):
         try:

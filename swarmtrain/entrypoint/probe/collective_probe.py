@@ -58,7 +58,7 @@ def _probe_collective(link_errors: str) -> dict[str, Any]:
     rank, world_size = probe_env.peers.index(env.node), len(probe_env.peers)
     try:
         store = TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
-        if first_error := _share_link_errors(store, rank, world_size, link_errors):
+        if first_error := _exchange_link_errors(store, rank, world_size, link_errors):
             return {**report, "error": f"skipped, because {first_error}"}
         report["gloo"] = _measure_backend("gloo", store, rank, world_size)
         if torch.cuda.is_available() and torch.distributed.is_nccl_available():
@@ -69,7 +69,7 @@ def _probe_collective(link_errors: str) -> dict[str, Any]:
     return report
 
 
-def _share_link_errors(store: Store, rank: int, world_size: int, link_errors: str) -> str:
+def _exchange_link_errors(store: Store, rank: int, world_size: int, link_errors: str) -> str:
     """Exchange the link errors through `store`, and return those of the first rank that has any, the same on all ranks.
 
     Raises RuntimeError if the store fails.
@@ -80,7 +80,7 @@ def _share_link_errors(store: Store, rank: int, world_size: int, link_errors: st
 
 
 def _measure_backend(backend: str, store: Store, rank: int, world_size: int) -> dict[str, float]:
-    """Return the seconds to form the process group, and to run an all-reduce of 4 MiB (median of several, after a warm-up)."""
+    """Return the seconds to form the process group and run a first all-reduce, and the median seconds of further all-reduces of 4 MiB."""
     import torch.distributed as dist
 
     done_prefix = f"{backend} is over/"

@@ -52,7 +52,8 @@ class Link:
 def schedule_node_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return every pair of `names` once, in rounds of disjoint pairs: n-1 rounds for n names, or n if n is odd.
 
-    Uses the circle method of round-robin tournaments (Kirkman, 1847): one name keeps its place, the others rotate by one place per round.
+    Uses the circle method of round-robin tournaments (Kirkman, 1847): one name keeps its position, the others rotate
+    by one position per round.
     """
     ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     rounds = []

@@ -143,7 +143,7 @@ def _collect_node_facts(env: NodeEnv, route: Route) -> dict[str, Any]:
 
 
 def _measure_disk_space(path: str) -> tuple[int, int]:
-    """Return the free and total bytes of the file system at `path`."""
+    """Return the free and total bytes of the file system at `path`; zeros if they cannot be read."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:
@@ -161,7 +161,7 @@ def list_machine_gpus(driver_folder: Path) -> list[str]:
 
 
 def _list_container_gpus() -> list[dict[str, str]]:
-    """Return the fields that nvidia-smi reports for each GPU visible in this container."""
+    """Return UUID, name and driver version of each GPU visible in this container; empty if nvidia-smi is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     argv = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
@@ -249,7 +249,10 @@ def _read_folder_owner(folder: Path) -> str:
 
 
 def _get_entry_name_and_size(path: Path) -> tuple[str, int]:
-    """Return a directory entry's name and size in bytes. The size of a folder is -1, since it differs between file systems."""
+    """Return a directory entry's name and size in bytes.
+
+    The size of a folder is -1, since it differs between file systems; that of an unreadable entry is -2.
+    """
     try:
         return path.name, path.stat().st_size if path.is_file() else -1
     except OSError:

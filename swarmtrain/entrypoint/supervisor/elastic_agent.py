@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from swarmtrain.coordinator_client import CoordinatorClient
-from swarmtrain.entrypoint.resource_usage import find_own_cgroup
+from swarmtrain.entrypoint.resource_usage import find_container_cgroup
 from swarmtrain.entrypoint.supervisor import coordinator_clock, forking, rank_process
 from swarmtrain.errors import CoordinatorError
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, build_world_key
@@ -48,9 +48,9 @@ _RENDEZVOUS_SETTINGS = {
 
 
 def run_agent(round: str, address: str | None, environment: dict[str, str]) -> int:
-    """Run this node's ranks in the rendezvous round `round`, with `environment` added to their variables, and return the exit code.
+    """Run this node's ranks in the rendezvous round `round`, with `environment` added to their environment. Return the exit code.
 
-    Peers find the ranks at `address`; None for the host name.
+    Peers find the ranks at `address`, or by the host name if `address` is None.
     """
     os.environ |= environment
     env = NodeEnv.from_env(os.environ)
@@ -165,7 +165,7 @@ class _PlainLogHandler(logging.StreamHandler[TextIO]):
 
 
 class DeathReporter(logging.Handler):
-    """Log handler that posts the deaths of ranks that torch's agent logs, since a rank killed by a signal cannot report its own death.
+    """Log handler that posts rank deaths, which torch's agent logs, to the coordinator: a rank killed by a signal cannot report its death.
 
     Of several ranks that are dead when torch checks, torch logs only one, often a peer that failed because of another rank's death. So the
     deaths of all ranks are posted, except of those that torch terminated. The coordinator drops a death that the rank itself has already
@@ -178,8 +178,8 @@ class DeathReporter(logging.Handler):
         super().__init__(logging.WARNING)
         self.env = env
         self.logs = logs
-        self.cgroup = find_own_cgroup()
-        self.oom_kills = self.cgroup.read_oom_kills() if self.cgroup else 0
+        self.cgroup = find_container_cgroup()
+        self.oom_kills = self.cgroup.read_oom_kill_count() if self.cgroup else 0
         self.terminated_pids: set[int] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -202,10 +202,10 @@ class DeathReporter(logging.Handler):
         environ = self.logs.environment_by_local_rank[local_rank]
         facts = {"node": self.env.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": build_world_key(environ)}
         cause = _describe_rank_exit(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))
-        if cause.get("signal") == "SIGKILL" and self.cgroup and self.cgroup.read_oom_kills() > self.oom_kills:
-            self.oom_kills = self.cgroup.read_oom_kills()
+        if cause.get("signal") == "SIGKILL" and self.cgroup and self.cgroup.read_oom_kill_count() > self.oom_kills:
+            self.oom_kills = self.cgroup.read_oom_kill_count()
             cause |= describe_out_of_memory(self.cgroup.read_memory_limit())
-        CoordinatorClient(self.env.coordinator).try_post(Event(EVENT_FAILURE, {**facts, **cause}))
+        CoordinatorClient(self.env.coordinator).try_post_event(Event(EVENT_FAILURE, {**facts, **cause}))
 
 
 def _collect_exit_codes(record: logging.LogRecord, terminated_pids: Container[int]) -> dict[int, int]:
@@ -260,12 +260,12 @@ def _report_agent_failure(env: NodeEnv, round: str, error: Exception) -> int:
     text = f"{type(error).__name__}: {error}"
     sys.stderr.write(f"swarmtrain: this node's agent ended: {text}" + "\n")
     if isinstance(error, RendezvousError):
-        CoordinatorClient(env.coordinator).try_post(
+        CoordinatorClient(env.coordinator).try_post_event(
             Event(EVENT_NOTE, {"node": env.node, "message": f"left rendezvous round {round}: {text}"})
         )
     else:
         trace = traceback.format_exc()
-        CoordinatorClient(env.coordinator).try_post(
+        CoordinatorClient(env.coordinator).try_post_event(
             Event(EVENT_FAILURE, {"node": env.node, "round": round, "error": text, "exit_code": 1, "traceback": trace})
         )
     return 1

@@ -39,12 +39,15 @@ def preload_forkserver() -> None:
 
 
 def wait_for_preload() -> None:
-    """Return when the forkserver has imported all modules."""
+    """Wait until the forkserver has imported all modules."""
     _CONTEXT.Process(target=os.getpid).start()
 
 
 def start_forked_process(name: str, main: Callable[..., int], *arguments: object) -> ForkServerProcess:
-    """Run `main(*arguments)` as a forked process with its own session and the process name `name`. It exits with the returned code."""
+    """Start `main(*arguments)` in a forked process with its own session and the process name `name`, and return the process.
+
+    The process exits with the exit code that `main` returns.
+    """
     process = _CONTEXT.Process(target=_run_as_session_leader, name=name, args=(name, main, *arguments))
     process.start()
     return process
@@ -76,7 +79,7 @@ def kill_process_group(process: ForkServerProcess) -> None:
 
 @contextlib.contextmanager
 def use_forked_forkserver() -> Iterator[None]:
-    """Within the body, start multiprocessing's forkserver as a fork of this process, not as a new interpreter.
+    """Within the `with` block, start multiprocessing's forkserver as a fork of this process, not as a new interpreter.
 
     Call this before any thread is started.
     """

@@ -21,7 +21,7 @@ from types import FrameType
 
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint import assigned_gpus, liveness
-from swarmtrain.entrypoint.network_interface import Route, choose_published_address, choose_route
+from swarmtrain.entrypoint.network_interface import Route, choose_advertised_address, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_node_warnings, find_permanent_problems
 from swarmtrain.entrypoint.resource_usage import UsageReporter
 from swarmtrain.entrypoint.supervisor import forking
@@ -48,7 +48,7 @@ def main() -> int:
         env = NodeEnv.from_env(os.environ)
     except ValueError as error:
         return _report_invalid_environment(str(error))
-    liveness.start_liveness_guard()
+    liveness.start_heartbeat_watchdog()
     os.environ |= _build_torch_environment(env)
     forking.preload_forkserver()
     return Supervisor(env).run()
@@ -132,7 +132,7 @@ class Supervisor:
         started_at = time.monotonic()
         self.agent_stop_requested, self.kill_agent_at, self.last_response_at = False, float("inf"), time.monotonic()
         self.agent = forking.start_forked_process(
-            "agent", run_agent, round, choose_published_address(route), route.build_interface_environment(os.environ)
+            "agent", run_agent, round, choose_advertised_address(route), route.build_interface_environment(os.environ)
         )
         try:
             code = self._wait_for_agent(self.agent, round)
@@ -199,7 +199,7 @@ class Supervisor:
             name = f"signal {number}"
         error = f"this node's agent was killed by {name}"
         _log_message(error)
-        self.coordinator.try_post(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
+        self.coordinator.try_post_event(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
 
     def _wait_for_next_round(self, round: str) -> SupervisorResponse:
         """Wait for a round other than `round` to start, or for the outcome, and return the response.
@@ -210,7 +210,7 @@ class Supervisor:
         while True:
             self.coordinator.wait_until_reachable(_COORDINATOR_RESTART_SECONDS)
             try:
-                response = self.coordinator.close_round(self.env.node, round)
+                response = self.coordinator.report_round_closed(self.env.node, round)
             except CoordinatorError:
                 continue
             if response.outcome or (response.round != round and not response.wait):

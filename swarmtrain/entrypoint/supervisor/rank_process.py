@@ -56,13 +56,13 @@ def run_rank() -> None:
     response = EventResponse()
     try:
         if os.environ["LOCAL_RANK"] == "0":
-            CoordinatorClient(env.coordinator).try_post(build_world_event(env))
+            CoordinatorClient(env.coordinator).try_post_event(build_world_event(env))
         _run_script(env)
     except SystemExit as system_exit:
         code = resolve_exit_code(system_exit)
         if code not in (0, EXIT_PLANNED):
             error = system_exit.code if isinstance(system_exit.code, str) else f"exit code {code}"
-            response = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, error=error, exit_code=code))
+            response = CoordinatorClient(env.coordinator).try_post_event(build_failure_event(env, error=error, exit_code=code))
         if code:
             raise  # after SystemExit(0), torch's agent would wait forever for our return value
     except BaseException as error:
@@ -74,11 +74,13 @@ def run_rank() -> None:
         if response.run_failed:
             _wait_for_termination()
     if os.environ["LOCAL_RANK"] == "0":
-        CoordinatorClient(env.coordinator).try_post(Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "world": build_world_key(os.environ)}))
+        CoordinatorClient(env.coordinator).try_post_event(
+            Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "world": build_world_key(os.environ)})
+        )
 
 
 def build_world_event(env: NodeEnv) -> Event:
-    """Return the world event with the ranks of this node. The coordinator merges the events of all nodes into one."""
+    """Return the event that a world has formed, with the ranks of this node. The coordinator merges the events of all nodes into one."""
     first, count = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return Event(
         EVENT_WORLD_FORMED,
@@ -157,7 +159,7 @@ def _report_error(env: NodeEnv, error: BaseException) -> EventResponse:
         facts["step"] = step
     if (permanence := classify_error_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = permanence
-    response = CoordinatorClient(env.coordinator).try_post(build_failure_event(env, **facts))
+    response = CoordinatorClient(env.coordinator).try_post_event(build_failure_event(env, **facts))
     sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if response.is_known else full_text)
     return response
 

@@ -35,7 +35,8 @@ _OVERLAP_SECONDS = 60.0
 class ContainerLogLine:
     """A line of a service's or container's log: its timestamp, the task that wrote it, and its text.
 
-    `stream` is 1 for stdout, 2 for stderr. The timestamp is in Docker's format, in which text order is time order.
+    `stream` is 1 for stdout, 2 for stderr. The timestamp is in Docker's format, whose lexicographic order is
+    chronological.
     """
 
     node: str
@@ -65,7 +66,7 @@ def read_log_lines(
 ) -> list[ContainerLogLine]:
     """Return the lines of the log of `source` (/services/ID or /containers/ID) that are still available, ordered by time.
 
-    With `tail`, only the last lines are returned. Lines on a node that has just died cannot be read, and are missing. Raises EngineError
+    With `tail`, only the last lines are returned. Lines of a node that has just died cannot be read, and are missing. Raises EngineError
     if the manager does not answer.
     """
     lines: list[ContainerLogLine] = []
@@ -182,11 +183,11 @@ def take_line_batch(lines: queue.Queue[ContainerLogLine]) -> list[ContainerLogLi
 class LineDeduplicator:
     """Distinguishes new log lines from those that are repeated after a reconnect.
 
-    The lines of one stream of a task must come in time order.
+    The lines of one stream of a task must be passed in chronological order.
     """
 
     def __init__(self, floor: str = "") -> None:
-        """Treat lines older than `floor` as already seen, whichever task wrote them."""
+        """Treat lines with a timestamp before `floor` as already seen, whichever task wrote them."""
         self._floor = floor
         self._last_times: dict[tuple[str, int], str] = {}
         self._texts_at_last_time: dict[tuple[str, int], Counter[str]] = {}

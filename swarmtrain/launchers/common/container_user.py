@@ -35,9 +35,13 @@ def resolve_container_user(config: Config, load_running_config: Callable[[], Con
         with contextlib.suppress(OSError):
             status = Path(folder).stat()
             if status.st_uid in (_ROOT_UID, _NOBODY_UID):
-                return config, f"user: the image's default, because {folder} here is {'root' if status.st_uid == _ROOT_UID else 'nobody'}'s"
+                return (
+                    config,
+                    f"user: the image's default, because {folder} on this machine is owned by "
+                    f"{'root' if status.st_uid == _ROOT_UID else 'nobody'}",
+                )
             user = f"{status.st_uid}:{status.st_gid}"
-            return _set_container_user(config, user), f"user: {user}, the owner of {folder} here"
+            return _set_container_user(config, user), f"user: {user}, the owner of {folder} on this machine"
     return config, ""
 
 

@@ -226,7 +226,7 @@ class LogStream:
             raise _build_unreachable_error(error, self._address) from None
 
     def close(self) -> None:
-        """Close the stream. A reader that waits for the next line wakes up."""
+        """Close the stream. A reader that waits for the next line is unblocked."""
         from docker.errors import DockerException
         from docker.types import CancellableStream
 
@@ -243,7 +243,7 @@ def _select_client_class(endpoint: Endpoint) -> type[APIClient]:
     from docker import APIClient
 
     class OwnAuthority(APIClient):
-        """HTTP adapter for an engine with its own certificate authority, which requests would otherwise replace by REQUESTS_CA_BUNDLE."""
+        """API client for an engine with its own certificate authority, in whose place requests would use REQUESTS_CA_BUNDLE."""
 
         trust_env = property(lambda _: False, lambda _, __: None)
 
@@ -281,7 +281,7 @@ def _build_refused_error(response: Response, prefix: str, address: str) -> Engin
 
 def _build_unreachable_error(error: BaseException, address: str) -> EngineError:
     place = _describe_engine(address)
-    causes = list(_iterate_causes(error))
+    causes = list(_iterate_exception_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return EngineError("no permission to access its socket", place=place, hint="sudo usermod -aG docker $USER, then log in again")
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
@@ -292,7 +292,7 @@ def _build_unreachable_error(error: BaseException, address: str) -> EngineError:
     )
 
 
-def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_exception_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

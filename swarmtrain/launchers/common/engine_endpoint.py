@@ -32,7 +32,7 @@ class TlsFiles:
 class Endpoint:
     """Endpoint of an engine: its address, the setting that configures it, and its TLS files.
 
-    The setting is empty if the address is the default or was passed explicitly.
+    The setting (`named_by`) is empty if the address is the default, comes from DOCKER_HOST, or was passed as an argument.
     """
 
     address: str

@@ -34,7 +34,7 @@ _ROTATED_PATTERN = re.compile(r"\.(\d+)\.(log|jsonl)$")
 
 
 def resolve_state_directory() -> Path:
-    """Return the folder that holds the folders of all runs."""
+    """Return swarmtrain's state directory, which contains a folder for each run: by default ~/.local/state/swarmtrain."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path("~/.local/state").expanduser()) / "swarmtrain"
 
@@ -134,7 +134,7 @@ def save_git_diff(run: str, diff: str) -> None:
 
 
 class HistoryWriter:
-    """Appends lines to the recorded files of a run, of at most `limit` bytes each.
+    """Writer that appends lines to the history files of a run, which are rotated at `limit` bytes.
 
     Each line is written once, and only while no other process records this run. If a file cannot be written, nothing is recorded.
     """
@@ -148,7 +148,11 @@ class HistoryWriter:
         self._failed = False
 
     def append_line(self, node: str, time: str, text: str, *, event: bool = False) -> None:
-        """Write one line; `time` has Docker's format, in which text order is time order."""
+        """Append one line to the log of `node`, and with `event` also to the run's events.
+
+        A line that is not newer than the last one is skipped. `time` is a timestamp in Docker's format, whose lexicographic order is
+        chronological.
+        """
         name = f"{node}.log"
         try:
             if not self._try_lock():
@@ -176,7 +180,7 @@ class HistoryWriter:
             self._failed = True
 
     def close(self) -> None:
-        """Close the files, and release the lock for other processes."""
+        """Flush and close the files, and release the lock for other processes."""
         self.flush()
         for file in (*self._files.values(), *([self._lock] if self._lock else [])):
             with contextlib.suppress(OSError):

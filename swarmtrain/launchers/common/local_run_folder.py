@@ -31,7 +31,7 @@ def translate_os_errors() -> Iterator[None]:
     except BrokenPipeError:  # stdout was closed
         raise
     except OSError as error:
-        hint = "keep the runs elsewhere with: export XDG_STATE_HOME=FOLDER"
+        hint = "store the runs in another folder with: export XDG_STATE_HOME=FOLDER"
         raise StateDirectoryError(describe_os_error(error), place=str(error.filename or resolve_state_directory()), hint=hint) from None
 
 
@@ -46,8 +46,8 @@ def list_local_runs() -> list[str]:
         return []
 
 
-def select_fields(record_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that are fields of the dataclass `record_type`: other versions of swarmtrain may write more."""
+def select_dataclass_fields(record_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `values` that are fields of the dataclass `record_type`: other versions of swarmtrain may write further fields."""
     return {item.name: values[item.name] for item in fields(record_type) if item.name in values}
 
 
@@ -83,7 +83,7 @@ class LocalRunFolder(HostRunFolder):
         self.run = run
 
     @contextlib.contextmanager
-    def holding_lock(self, report_progress: ProgressReporter) -> Iterator[None]:
+    def hold_lock(self, report_progress: ProgressReporter) -> Iterator[None]:
         """Hold the exclusive lock for changes to the run; while another process holds it, report its holder and wait.
 
         The kernel releases the lock of a process that dies.
@@ -102,16 +102,16 @@ class LocalRunFolder(HostRunFolder):
             yield
 
     def read_record(self) -> LocalRunRecord:
-        """Return the run's record, without what only another version of swarmtrain knows. Raises RunNotFound if there is no such run."""
+        """Return the run's record, without fields that this version of swarmtrain does not know. Raises RunNotFound."""
         try:
             values = json.loads((self.path / MARKER_FILE).read_text(encoding="utf-8"))
-            return LocalRunRecord(**select_fields(LocalRunRecord, values))
+            return LocalRunRecord(**select_dataclass_fields(LocalRunRecord, values))
         except FileNotFoundError:
             known_runs = ", ".join(list_local_runs()) or "none"
             raise RunNotFound(f"unknown run on this machine; existing runs: {known_runs}", place=f"run {self.run}") from None
 
     def read_compatible_record(self) -> LocalRunRecord:
-        """Return the run's record. Raises RunNotFound; StackError if the run's processes use another protocol."""
+        """Return the run's record. Raises RunNotFound; StackError if the run's processes use another version of the protocol."""
         record = self.read_record()
         if record.protocol != PROTOCOL_VERSION:
             raise build_version_error(self.run, "deploy again")

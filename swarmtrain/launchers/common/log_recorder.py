@@ -19,18 +19,21 @@ class LogRecorder:
         self._writer = HistoryWriter(run)
 
     def append_line(self, line: ContainerLogLine) -> None:
-        """Append one line to the record, if the record can be written."""
+        """Append one line to the recorded files. Lines without a timestamp and resource usage events are skipped.
+
+        A write error is ignored.
+        """
         event = line.parse_event()
         # A node's resource usage is of interest only while it is current.
         if line.time and not (event and event.kind == EVENT_USAGE):
             self._writer.append_line(line.node, line.time, line.text, event=event is not None)
 
     def flush(self) -> None:
-        """Flush the record's files."""
+        """Flush the recorded files."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the record's files."""
+        """Close the recorded files."""
         self._writer.close()
 
 

@@ -36,7 +36,9 @@ def open_tunnel(address: str) -> str:
         )  # accessible to this user only
     except OSError as error:
         raise EngineError(
-            f"cannot create a folder for its SSH tunnel: {describe_os_error(error)}", place=place, hint="export TMPDIR=FOLDER"
+            f"cannot create a folder for its SSH tunnel: {describe_os_error(error)}",
+            place=place,
+            hint="choose a writable folder with: export TMPDIR=FOLDER",
         ) from None
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     socket_path = folder / "docker.sock"

@@ -24,7 +24,7 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
-from swarmtrain.launchers.common.stack_file import write_document
+from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
 from swarmtrain.launchers.docker import container_specs, container_state, run_stream
 from swarmtrain.launchers.docker.container_state import Container
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile
@@ -54,12 +54,12 @@ class DockerLauncher:
 
     @staticmethod
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write the Compose file of `plan` to `output`. Return text for the user."""
-        return write_document(plan, render_compose(plan), output)
+        """Write the Compose file of `plan` to `output`. Return text for the user, with the command that starts the run."""
+        return write_stack_or_compose_file(plan, render_compose(plan), output)
 
     @property
     def location(self) -> str:
-        """Text that names the place of the run in messages: the Docker engine and its address."""
+        """Description of the backend in messages: the Docker engine and its address."""
         return f"the engine at {self._engine.endpoint}"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
@@ -67,7 +67,7 @@ class DockerLauncher:
         return Inventory(self.location, tuple(Machine(host=f"docker{index}") for index in range(_MAX_NODES)))
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Check that the engine has the image and a GPU runtime, and warn if there are more ranks than cores."""
+        """Return the problems of the engine: a missing GPU runtime, a missing image (a warning), more ranks than cores (a warning)."""
         engine_info, image = self._engine.get("/info"), plan.config.runner.docker_config.docker_container
         findings = []
         if plan.config.runner.swarm.gpu is not GpuMode.none and "nvidia" not in (engine_info.get("Runtimes") or {}):
@@ -80,7 +80,7 @@ class DockerLauncher:
         return findings
 
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make.
+        """Return the changes that `deploy_run` would make.
 
         Raises EngineError if the engine does not answer, StackError if a file of the plan is empty.
         """
@@ -94,7 +94,7 @@ class DockerLauncher:
             if name not in existing:
                 starts.append(Action("start", name, "does not exist"))
             elif name not in unchanged:
-                starts.append(Action("replace", name, "has changed, or its coordinator has", existing[name].is_alive))
+                starts.append(Action("replace", name, "has changed, or the coordinator is not running", existing[name].is_alive))
             elif not existing[name].is_alive and not existing[name].has_succeeded:
                 starts.append(Action("start", name, "has ended"))
         return [*removals, *starts]
@@ -105,7 +105,7 @@ class DockerLauncher:
         self._deployed_at[plan.run] = time.time()
         image = pull_image_if_missing(self._engine.client, plan.config.runner.docker_config.docker_container, report_progress)["Id"]
         desired = render_compose(plan)
-        with LocalRunFolder(plan.run).holding_lock(report_progress):
+        with LocalRunFolder(plan.run).hold_lock(report_progress):
             is_first_deploy = not container_state.list_containers(self._engine, plan.run)
             try:
                 self._reconcile_containers(desired, image, report_progress)
@@ -226,7 +226,7 @@ class DockerLauncher:
         Raises RunNotFound if there is no such run.
         """
         self._list_existing_containers(run)
-        with LocalRunFolder(run).holding_lock(report_progress):
+        with LocalRunFolder(run).hold_lock(report_progress):
             self._stop_containers(
                 run, [container for name, container in self._list_existing_containers(run).items() if name != RENDEZVOUS_SERVICE]
             )
@@ -236,7 +236,7 @@ class DockerLauncher:
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Stop all containers and remove the run; named volumes are kept. Raises RunNotFound if there is no such run."""
         self._list_existing_containers(run)
-        with LocalRunFolder(run).holding_lock(report_progress):
+        with LocalRunFolder(run).hold_lock(report_progress):
             self._remove_run(run, report_progress)
         report_progress(f"nothing of {run} is left")
 

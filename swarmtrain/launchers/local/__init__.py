@@ -1,7 +1,8 @@
 """The local launcher: the nodes of a run are processes on this machine, without Docker and without root.
 
-Each node is a supervisor with the same environment as under Swarm, and they use a real rendezvous on loopback ports. A process keeper
-restarts each failed process, as Swarm restarts containers. A run outlives the launcher process; a later one finds the run by its folder.
+Each node is a supervisor with the same environment variables as under Swarm, and the nodes use a real rendezvous on loopback ports. A
+process keeper restarts each failed process, as Swarm restarts containers. A run outlives the launcher process; a later one finds the run
+by its folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LocalLauncher:
 
     @property
     def location(self) -> str:
-        """Text that names the place of the run in messages: this machine."""
+        """Description of the backend in messages: this machine."""
         return "this machine"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
@@ -48,7 +49,7 @@ class LocalLauncher:
         return Inventory("this machine", tuple(Machine(host=f"local{index}") for index in range(_MAX_NODES)))
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Check that torch is installed, and warn if there are more ranks than cores."""
+        """Return a finding if torch is not installed, and a warning if there are more ranks than cores and no GPUs."""
         findings = []
         if importlib.util.find_spec("torch") is None:
             hint = "pip install 'swarmtrain[train]'"
@@ -62,7 +63,7 @@ class LocalLauncher:
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         folder = LocalRunFolder(plan.run)
-        with folder.holding_lock(report_progress):
+        with folder.hold_lock(report_progress):
             is_first_deploy = not folder.exists
             try:
                 self._reconcile_processes(folder, plan, report_progress)
@@ -74,7 +75,7 @@ class LocalLauncher:
 
     @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make to the processes of the run."""
+        """Return the changes that `deploy_run` would make to the processes of the run."""
         folder = LocalRunFolder(plan.run)
         existing = folder.list_process_names() if folder.exists else []
         # Read before the processes are compared: a process that another command starts meanwhile then counts as missing, not as different.
@@ -167,7 +168,7 @@ class LocalLauncher:
         Raises RunNotFound if there is no such run.
         """
         folder = _open_existing_run_folder(run)
-        with folder.holding_lock(report_progress):
+        with folder.hold_lock(report_progress):
             _stop_nodes(folder)
         report_progress(f"{run} stopped")
 
@@ -175,7 +176,7 @@ class LocalLauncher:
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Stop all processes and remove the run; events and logs stay in its folder. Raises RunNotFound if there is no such run."""
         folder = _open_existing_run_folder(run)
-        with folder.holding_lock(report_progress):
+        with folder.hold_lock(report_progress):
             _stop_nodes(folder)
             folder.stop_processes([RENDEZVOUS_SERVICE], _COORDINATOR_GRACE_SECONDS)
             folder.remove_run()

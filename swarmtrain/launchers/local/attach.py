@@ -43,13 +43,13 @@ def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int
         shared_env = _build_shared_env(plan, Path(private_folder))
         environments = [shared_env | _build_rank_env(number, plan.world_size) for number in range(plan.world_size)]
         argv = [sys.executable, str(plan.config.runner.script), *plan.config.runner.script_args]
-        with _running_other_ranks(argv, environments, rank, folder, report_progress), _ignoring_sigint():
+        with _run_other_ranks(argv, environments, rank, folder, report_progress), _ignore_sigint():
             code = process.start_process(argv, env=environments[rank], stdin=sys.stdin.fileno()).wait()
     return code if code >= 0 else 128 - code
 
 
 @contextmanager
-def _running_other_ranks(
+def _run_other_ranks(
     argv: list[str], environments: list[dict[str, str]], rank: int, folder: Path, report_progress: ProgressReporter
 ) -> Iterator[None]:
     children: dict[Path, subprocess.Popen[bytes]] = {}
@@ -79,7 +79,7 @@ def _terminate_process(child: subprocess.Popen[bytes]) -> int:
 
 
 @contextmanager
-def _ignoring_sigint() -> Iterator[None]:
+def _ignore_sigint() -> Iterator[None]:
     """Ignore Ctrl-C (SIGINT) in this process during the body: the rank in the foreground handles it."""
     previous_handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
@@ -89,7 +89,10 @@ def _ignoring_sigint() -> Iterator[None]:
 
 
 def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
-    """Return the environment variables that all ranks share, without the coordinator's. Files that they name are in `private_folder`."""
+    """Return the environment variables that all ranks share, without the address of a coordinator.
+
+    The config and the secrets, to which the variables refer, are written to `private_folder`.
+    """
     config = private_folder / "config.json"
     config.write_text(plan.config.to_node_config().to_json())
     for secret in plan.cargo.secrets:

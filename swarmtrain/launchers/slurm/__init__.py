@@ -50,10 +50,10 @@ class SlurmLauncher:
     @staticmethod
     @translate_os_errors()
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write the sbatch script of `plan`, which `deploy` would submit, and the files that it needs into the run's folder.
+        """Write the sbatch script of `plan` to `output`, with the suffix .sbatch, and the files that it needs to the run's folder.
 
-        The script is written to `output`, with the suffix .sbatch. Return text for the user. Raises StateDirectoryError if a file cannot
-        be written.
+        The script is the one that `deploy_run` would submit. Return text for the user: the paths, and the command that submits the script.
+        Raises StateDirectoryError if a file cannot be written.
         """
         folder, output = SlurmRunFolder(plan.run), output.with_suffix(".sbatch")
         record = _build_run_record(plan, folder, None)
@@ -65,7 +65,7 @@ class SlurmLauncher:
 
     @property
     def location(self) -> str:
-        """Text that names the place of the run in messages: Slurm."""
+        """Description of the backend in messages: Slurm."""
         return "Slurm"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
@@ -74,11 +74,13 @@ class SlurmLauncher:
 
     @translate_os_errors()
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Check with Slurm that the job would be accepted; inside an allocation, check that it has enough nodes."""
+        """Return a finding if Slurm would reject the job; inside an allocation, if the allocation has too few nodes."""
         if allocation_id := slurm_cli.find_allocation_id():
             allocated_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", _MAX_NODES))
             shortage = Finding(
-                f"allocation {allocation_id}", f"has {allocated_nodes} nodes, and {len(plan.nodes)} are requested", "-o runner.nodes=N"
+                f"allocation {allocation_id}",
+                f"has {allocated_nodes} nodes, but {len(plan.nodes)} are requested",
+                "request fewer nodes with -o runner.nodes=N",
             )
             return [shortage] if allocated_nodes < len(plan.nodes) else []
         folder = SlurmRunFolder(plan.run)
@@ -90,7 +92,7 @@ class SlurmLauncher:
 
     @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make to the job."""
+        """Return the changes that `deploy_run` would make to the job."""
         folder = SlurmRunFolder(plan.run)
         previous = folder.find_record()
         if previous is None or not is_job_active(previous, plan.run):
@@ -107,7 +109,7 @@ class SlurmLauncher:
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Submit the job. If a job of the run exists and differs, it first saves and exits. Raises SwarmtrainError if that fails."""
         folder = SlurmRunFolder(plan.run)
-        with folder.holding_lock(report_progress):
+        with folder.hold_lock(report_progress):
             previous = folder.find_record()
             is_active = previous is not None and is_job_active(previous, plan.run)
             if is_active and previous and _is_job_unchanged(folder, plan, previous):
@@ -230,7 +232,7 @@ class SlurmLauncher:
         Raises RunNotFound if there is no such run.
         """
         folder = _open_existing_run_folder(run)
-        with folder.holding_lock(report_progress):
+        with folder.hold_lock(report_progress):
             _stop_job(folder.read_job_record(), run)
         report_progress(f"{run} stopped")
 
@@ -238,7 +240,7 @@ class SlurmLauncher:
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """End the job and remove the run; events and logs stay in its folder. Raises RunNotFound."""
         folder = _open_existing_run_folder(run)
-        with folder.holding_lock(report_progress):
+        with folder.hold_lock(report_progress):
             _stop_job(folder.read_job_record(), run)
             folder.remove_run()
         report_progress(f"{run} removed; its events and logs are in {folder.path}")
@@ -260,7 +262,7 @@ def _build_run_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunReco
 
 
 def _is_job_unchanged(folder: SlurmRunFolder, plan: Plan, previous: SlurmRunRecord) -> bool:
-    """Return whether the run's existing job was submitted from an equal plan."""
+    """Return whether the run's existing job was submitted with the same sbatch script that `plan` results in."""
     submitted_script = folder.path / previous.files / SCRIPT_FILE
     desired_script = render_sbatch_script(plan, _build_job_layout(folder, _build_run_record(plan, folder, previous)))
     return submitted_script.exists() and submitted_script.read_text(encoding="utf-8") == desired_script
@@ -289,7 +291,7 @@ def _build_task_state(
 
 
 def _stop_job(record: SlurmRunRecord, run: str) -> None:
-    """Request the ranks to save and exit, and wait until the job (or job step) is gone. Raises StackError if it is not."""
+    """Request the ranks to save and exit, and wait until the job (or job step) is gone. Raises StackError if it does not end."""
     if not record.job:
         return
     if record.allocation:

@@ -23,7 +23,7 @@ _SLURM_TIMEOUT_SECONDS = 30.0
 
 
 def requeue_if_head_node_dies(head_node: str, coordinator_address: tuple[str, int], job: str, finished: threading.Event) -> None:
-    """Return when `finished` is set, or when the job was requeued because its head node `head_node` is dead.
+    """Monitor the head node `head_node`, and requeue the job `job` if it dies. Return after the requeue, or when `finished` is set.
 
     As long as the coordinator at `coordinator_address` accepts connections, Slurm is not queried. It is not an error if Slurm refuses the
     requeue because the job is not allowed to be requeued, or because it is requeued already.

@@ -45,7 +45,10 @@ _IGNORE_SIGTERM_ARGV = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"']
 
 
 def main(folder: Path) -> int:
-    """Keep this node running until the run is over or a stop is requested; return the exit code."""
+    """Run this node's supervisor (and on the first node the coordinator) until the run is over or a stop is requested.
+
+    Return the exit code of the task, as documented in the module's docstring.
+    """
     environ = os.environ
     attempt = JobAttempt(environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], int(environ.get("SLURM_RESTART_COUNT", 0)))
     host_names = list(expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]))
@@ -90,9 +93,9 @@ def main(folder: Path) -> int:
 
 
 def resolve_head_node_address(name: str) -> str:
-    """Return the address at which other nodes find the first node.
+    """Return the address at which other nodes reach the head node `name`, the first node of the job.
 
-    It is the node's name or, if the name does not resolve or resolves to loopback, the address that Slurm has for the node.
+    It is the node's name or, if the name does not resolve or resolves to loopback, the NodeAddr that Slurm reports for the node.
     """
     ip = _resolve_ip(name)
     if ip and not ip.startswith("127."):
@@ -148,7 +151,7 @@ class RestartingProcess:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the process has exited and is not restarted any more; `exit_code` then holds its exit code."""
+        """Wait until the process has exited and is not restarted any more; `exit_code` is then its exit code."""
         while self._thread.is_alive():  # a join without a timeout would delay signals
             self._thread.join(0.1)
 

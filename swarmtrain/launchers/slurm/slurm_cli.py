@@ -39,9 +39,15 @@ def run_slurm_command(*argv: str, stdin: str | None = None) -> str:
     except ProcessError as error:
         missing = error.returncode in (126, 127)
         hint = (
-            "deploy runner_type: slurm where sbatch is available, for example on a login node" if missing else f"{error.command} shows it"
+            "run this command on a machine that has sbatch, for example a login node"
+            if missing
+            else f"to see the error, run: {error.command}"
         )
-        reason = f"{argv[0]} is not here" if missing else error.output.strip().removeprefix(f"{argv[0]}: error: ") or "failed"
+        reason = (
+            f"{argv[0]} is not available on this machine"
+            if missing
+            else error.output.strip().removeprefix(f"{argv[0]}: error: ") or "failed"
+        )
         raise EngineError(reason, place="Slurm", hint=hint) from None
 
 

@@ -22,7 +22,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_state_directory
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, select_fields
+from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, select_dataclass_fields
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.plan import Cargo, Plan, RunFile
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -74,12 +74,12 @@ class SlurmRunRecord:
 
     @classmethod
     def load(cls, path: Path) -> SlurmRunRecord | None:
-        """Return the record in the file at `path`, None if there is none."""
+        """Return the record in the file at `path`; None if there is no such file."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return cls(**{**select_fields(cls, data), "code": tuple(data["code"]), "secrets": tuple(data["secrets"])})
+        return cls(**{**select_dataclass_fields(cls, data), "code": tuple(data["code"]), "secrets": tuple(data["secrets"])})
 
 
 def is_job_active(record: SlurmRunRecord, run: str) -> bool:
@@ -109,7 +109,7 @@ class SlurmRunFolder(LocalRunFolder):
         return [*(f"node{index}" for index in range(record.nodes)), RENDEZVOUS_SERVICE] if record else []
 
     def is_process_alive(self, name: str) -> bool:
-        """Return whether the run's job is in Slurm's queue. Slurm is queried at most every two seconds."""
+        """Return whether the run's job is pending or running, for any process `name`. Slurm is queried at most every two seconds."""
         if time.monotonic() > self._polled_at + _POLL_SECONDS:
             record, self._polled_at = self.find_record(), time.monotonic()
             with contextlib.suppress(EngineError):  # Slurm may answer at the next query
@@ -188,7 +188,7 @@ def record_job_id(folder: Path, files: str, job_id: str) -> None:
 
 
 def read_node_state(folder: Path, name: str) -> NodeState | None:
-    """Return the state that `name` last reported, None if it has reported none."""
+    """Return the state that the process `name` last reported; None if it has reported none."""
     try:
         data = json.loads((folder / f"{name}.state").read_text(encoding="utf-8"))
         return NodeState(**{**data, "attempt": JobAttempt(**data["attempt"])})

@@ -95,7 +95,7 @@ class SshLauncher:
 
     @property
     def location(self) -> str:
-        """Text that names the place of the run in messages: its hosts."""
+        """Description of the backend in messages: the hosts of the run."""
         return "its hosts"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
@@ -103,14 +103,14 @@ class SshLauncher:
         return _read_host_inventory(runner)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Check on each host that it meets the requirements of a node."""
+        """Return the problems of each host that would prevent nodes from working there."""
         with self._connect_planned_hosts(plan) as host_group:
             is_deployed = plan.run in self.list_runs()
             return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port, plan.master_port + 1))
 
     @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy` would make to the processes on the hosts."""
+        """Return the changes that `deploy_run` would make to the processes on the hosts."""
         with self._connect_all_hosts(plan) as host_group:
             desired = _compare_with_plan(plan, host_group, self._find_run_record(plan.run))
         removals = [
@@ -129,7 +129,7 @@ class SshLauncher:
     @translate_os_errors()
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
-        with self._connect_all_hosts(plan) as host_group, _holding_run_lock(host_group, plan.run, report_progress):
+        with self._connect_all_hosts(plan) as host_group, _hold_run_lock(host_group, plan.run, report_progress):
             desired = _compare_with_plan(plan, host_group, self._find_run_record(plan.run))
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
             try:
@@ -197,7 +197,7 @@ class SshLauncher:
     @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo with which the run was deployed, from the first host that answers. Raises RunNotFound, HostError."""
-        record, host_group = self._index.open_run(run)
+        record, host_group = self._index.read_record_and_hosts(run)
         names = ["deployed.json", *(f"code/{name}" for name in record.code), *(f"secrets/{name}" for name in record.secrets)]
         with host_group:
             last_error: HostError | None = None
@@ -224,7 +224,7 @@ class SshLauncher:
 
     def list_tasks(self, run: str) -> list[TaskState]:
         """Return the state of each process, nodes first, including those on unreachable hosts. Raises RunNotFound."""
-        record, host_group = self._index.open_run(run)
+        record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
             host_states, failed = host_group.try_on_all_hosts(lambda host: host.call_agent("inspect_run", run=run))
         states = []
@@ -237,7 +237,7 @@ class SshLauncher:
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound, HostError."""
-        record, host_group = self._index.open_run(run)
+        record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
             return [
                 event for event in run_stream.read_events(host_group.hosts[record.coordinator_host], run) if event.time >= (since or 0.0)
@@ -245,7 +245,7 @@ class SshLauncher:
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
-        return run_stream.watch_run(*self._index.open_run(run), run)
+        return run_stream.watch_run(*self._index.read_record_and_hosts(run), run)
 
     def stream_logs(
         self,
@@ -261,7 +261,7 @@ class SshLauncher:
         from swarmtrain.launchers.ssh.run_stream import stream_logs
 
         return stream_logs(
-            *self._index.open_run(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
+            *self._index.read_record_and_hosts(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
         )
 
     @translate_os_errors()
@@ -270,8 +270,8 @@ class SshLauncher:
 
         The coordinator keeps running, and a deploy resumes the run. Raises RunNotFound, StackError.
         """
-        record, host_group = self._index.open_run(run)
-        with host_group, _holding_run_lock(host_group, run, report_progress):
+        record, host_group = self._index.read_record_and_hosts(run)
+        with host_group, _hold_run_lock(host_group, run, report_progress):
             if failed := _stop_nodes(host_group, run, record):
                 raise _build_unreachable_error(failed, run, "stop")
         report_progress(f"{run} stopped")
@@ -283,8 +283,8 @@ class SshLauncher:
         Files on an unreachable host stay there, and the raised StackError names the host: call this method again when the host is
         reachable.
         """
-        record, host_group = self._index.open_run(run)
-        with host_group, _holding_run_lock(host_group, run, report_progress):
+        record, host_group = self._index.read_record_and_hosts(run)
+        with host_group, _hold_run_lock(host_group, run, report_progress):
             failed = _stop_nodes(host_group, run, record)
             reached = [host for host in host_group.hosts if host not in failed]
             host_group.run_on_all_hosts(
@@ -343,7 +343,7 @@ def _resolve_interpreter(runner: RunnerConfig) -> str:
 
 
 @contextlib.contextmanager
-def _holding_run_lock(host_group: HostGroup, run: str, report_progress: ProgressReporter) -> Iterator[None]:
+def _hold_run_lock(host_group: HostGroup, run: str, report_progress: ProgressReporter) -> Iterator[None]:
     """Hold the exclusive lock for changes to the run, on the first host that answers. It is released when the connection closes."""
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     holder = _lock_first_reachable_host(host_group, run, owner)
@@ -372,7 +372,7 @@ def _lock_first_reachable_host(host_group: HostGroup, run: str, owner: str) -> t
 
 
 def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord | None) -> DesiredState:
-    """Compare the processes that the plan requires with the existing ones on its hosts and on the hosts that leave the run."""
+    """Return the processes that the plan requires, and the existing ones on its hosts and on hosts that the plan no longer uses."""
     run, runner = plan.run, plan.config.runner
     cwd = previous.cwd if previous else str(Path.cwd())
     planned = list(dict.fromkeys(node.host for node in plan.nodes))
@@ -435,7 +435,7 @@ def resolve_host_address(runner: RunnerConfig, target: str, host_info: dict[str,
 
 
 def _build_run_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, int]]:
-    """Return the files that are sent to each host, by path; the marker of the run comes last."""
+    """Return the files that are sent to each host, by path. The last one is the run's marker file, which contains the record."""
     cargo = plan.cargo
     files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets}
     files |= {f"code/{item.name}": (item.content, PUBLIC_FILE_MODE) for item in cargo.code}
@@ -477,7 +477,7 @@ def _build_unreachable_error(failed: dict[str, HostError], run: str, verb: str) 
 
 
 def _wait_for_coordinator(host: Host, run: str) -> None:
-    """Wait until the run's coordinator has published an event.
+    """Wait until the run's coordinator has published an event, for at most a minute.
 
     Raises StackError if the coordinator keeps failing: without it, no restart budget would end the run.
     """

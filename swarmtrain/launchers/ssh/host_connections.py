@@ -332,7 +332,7 @@ def _suggest_connection_fix(name: str, text: str, python: str, exit_code: int | 
     if "Permission denied" in text:
         return f"ssh-copy-id {name} enables login without a password; test it with: ssh {name} true"
     if "Host key verification failed" in text:
-        return f"ssh {name} prompts once to accept its host key"
+        return f"run ssh {name} once, and accept its host key"
     if exit_code in (126, 127):
         return f"set runner.python to an interpreter that exists on the hosts; {python} is not on {name}"
-    return f"ssh {name} true shows more"
+    return f"to see the complete error, run: ssh {name} true"

@@ -30,7 +30,7 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
     login = _build_registry_login(image)
 
     def pull_image_on_host(host: Host) -> str:
-        result = _run_pull(host, plan.run, [*docker], image, login)
+        result = _pull_image_with_login(host, plan.run, [*docker], image, login)
         if result["exit_code"] == 0:
             return ""
         inspection = host.call_agent(
@@ -47,8 +47,11 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
             raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)
 
 
-def _run_pull(host: Host, run: str, docker: list[str], image: str, login: str) -> dict[str, object]:
-    """Pull the image with the host's own login, or with `login`, which is stored on the host only during the pull."""
+def _pull_image_with_login(host: Host, run: str, docker: list[str], image: str, login: str) -> dict[str, object]:
+    """Pull the image on `host`, and return the exit code and output of the pull.
+
+    The registry login is `login`, which is stored on the host only during the pull; if `login` is empty, the host's own login is used.
+    """
     if not login:
         return dict(
             host.call_agent(

@@ -75,7 +75,7 @@ def _check_python(host: Host, python: str, env: dict[str, str]) -> list[Finding]
         ]
     findings = []
     if result["swarmtrain"] != __version__:
-        message = f"has swarmtrain {result['swarmtrain']}, and this is {__version__}"
+        message = f"has swarmtrain {result['swarmtrain']}, but this machine has {__version__}"
         findings.append(Finding(place, message, "install the same version everywhere, or select another interpreter with runner.python"))
     if not result["torch"]:
         findings.append(
@@ -91,8 +91,8 @@ def _check_docker(host: Host, plan: Plan) -> list[Finding]:
         return []
     output_lines = result["output"].strip().splitlines()
     hint = (
-        f"add its user to the group docker, or allow passwordless sudo and set runner.docker_config.docker_sudo ({' '.join(argv)} shows "
-        f"more)"
+        f"add the SSH user to the group docker, or allow passwordless sudo and set runner.docker_config.docker_sudo; to see the error, run "
+        f"{' '.join(argv)}"
     )
     return [Finding(f"host {host.name}", output_lines[-1] if output_lines else "docker does not answer", hint)]
 

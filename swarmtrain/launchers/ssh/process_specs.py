@@ -78,7 +78,10 @@ def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, Ho
 
 
 def _build_gpu_env(node: PlannedNode, *, uses_docker: bool) -> dict[str, str]:
-    """Return the environment variables that restrict a node to the GPUs named in `hosts`. A container gets only these GPUs."""
+    """Return the environment variables that restrict a node to the GPUs named in `hosts`.
+
+    Empty for a container, which is restricted by docker's option --gpus instead.
+    """
     return {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)} if node.gpus and not uses_docker else {}
 
 
@@ -153,7 +156,7 @@ def wrap_command_in_container(
 
 
 def build_docker_argv(plan: Plan, preserve: str = "") -> list[str]:
-    """Return the command line with which `docker` is called on a host.
+    """Return the beginning of a docker command line on a host: `docker`, after sudo if the config requires it.
 
     sudo keeps the variables in `preserve`, and must not need a password.
     """

@@ -91,7 +91,7 @@ class EnvironmentReport:
             yield (
                 f"{backend} is not verified: {why}"
                 if why
-                else f"{backend}: a group of {world_size} has all-reduced to {world_size * (world_size + 1) // 2}"
+                else f"{backend}: all-reduce over {world_size} processes returned the correct sum {world_size * (world_size + 1) // 2}"
             )
         for finding in self.findings:
             yield f"{'error' if finding.fatal else 'warning'}: {finding.place}: {finding.message}"
@@ -108,13 +108,22 @@ class EnvironmentReport:
 
 
 def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) -> str:
-    """Return the interpreter of the environment at `path`; without `path`, the one in the config. Raises ConfigError if it is invalid.
+    """Return the path of the environment's interpreter: in the folder `path`; without `path`, runner.python; if that is not set, a default.
 
-    The interpreter must be in a folder named bin, unless `check` is set.
+    The default is ~/.local/share/swarmtrain/env/bin/python3; with `check`, it is the running interpreter. Raises ConfigError if the runner
+    type does not support environments or, without `check`, if runner.python does not end with bin/python3.
     """
     if runner.capabilities.hosts is not HostSource.over_ssh or runner.capabilities.runs_in_containers:
-        hint = "build the image that containers run with: swarmtrain image build"
-        raise ConfigError((Problem("runner.runner_type", f"is {runner.runner_type}, but environments on hosts require ssh", hint=hint),))
+        hint = "for a runner_type with containers, build an image with: swarmtrain image build"
+        raise ConfigError(
+            (
+                Problem(
+                    "runner.runner_type",
+                    f"is {runner.runner_type}, but a Python environment on the hosts requires runner_type ssh",
+                    hint=hint,
+                ),
+            )
+        )
     if path:
         return str(PurePosixPath(path) / "bin" / "python3")
     if check or not runner.python:
@@ -135,10 +144,11 @@ def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) 
 def build_environment(
     runner: RunnerConfig, target: str, requirements: Path | None, wheels: Path | None, *, python: str, report_progress: ProgressReporter
 ) -> EnvironmentReport:
-    """Build the environment with the interpreter `target` on each host, using the host's interpreter `python`, and verify it.
+    """Build a virtual environment on each host with the host's interpreter `python`, verify it, and return the report.
 
-    It contains the pins in the file `requirements`; by default, the packages of the running interpreter. A failure on a host is a
-    finding. Raises SwarmtrainError if the pins are invalid.
+    `target` is the path of the environment's own interpreter. The environment contains the pinned packages in the file `requirements`; by
+    default, the packages of the running interpreter. A failure on a host is a finding in the report. Raises SwarmtrainError if the pins
+    are invalid.
     """
     names = [host.name for host in list_hosts(runner)]
     lines = read_requirements(requirements) if requirements else freeze_installed_packages()
@@ -154,7 +164,7 @@ def build_environment(
 
 
 def check_environment(runner: RunnerConfig, python: str, report_progress: ProgressReporter) -> EnvironmentReport:
-    """Verify the interpreter `python` on all hosts, without changing the hosts."""
+    """Verify the interpreter `python` on all hosts, without changing the hosts, and return the report."""
     names = [host.name for host in list_hosts(runner)]
     with connect_hosts(names, dict.fromkeys(names, python)) as host_group:
         return verify_environment(runner, python, host_group, report_progress, {})
@@ -173,7 +183,7 @@ def verify_environment(
         report.findings.append(Finding(error.place or f"host {name}", error.message, error.hint))
     for name, host_info in results.items():
         for problem in [host_info["error"]] if "error" in host_info else host_info["problems"]:
-            hint = "run swarmtrain env without --check to create an environment that has it, if it is in the list"
+            hint = "add the package to --requirements FILE, and build the environment with swarmtrain env, without --check"
             report.findings.append(Finding(f"host {name}", f"{python}: {problem}", hint))
     report.findings += _find_version_differences(report.hosts)
     for backend in BACKENDS:
@@ -205,7 +215,7 @@ def read_requirements(file: Path) -> tuple[str, ...]:
 
 
 def freeze_installed_packages() -> tuple[str, ...]:
-    """Return the pins of all packages of the running interpreter. Raises SwarmtrainError for a package that came from no index."""
+    """Return the pins of all packages of the running interpreter. Raises SwarmtrainError if one was not installed from an index."""
     pins: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.name).lower()
@@ -274,7 +284,7 @@ def _build_environment_on_hosts(
             report_progress(f"{name} does not have the environment: {error.message.splitlines()[0]}")
         for name in holder_by_host.keys() - known_holders.keys():
             if holder_by_host[name]:
-                report_progress(f"{name} is being set up by another command: {holder_by_host[name]} makes it")
+                report_progress(f"{name}: waiting for another command that builds the environment there: {holder_by_host[name]}")
         failed |= errors
         known_holders |= {name: holder for name, holder in holder_by_host.items() if holder}
         waiting = [name for name, holder in holder_by_host.items() if holder]
@@ -313,7 +323,12 @@ def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Find
         version_by_host = {name: host_info[component] for name, host_info in hosts.items() if host_info.get(component)}
         if len(set(version_by_host.values())) > 1:
             versions = ", ".join(f"{version} on {name}" for name, version in version_by_host.items())
-            yield Finding(component, f"differs: {versions}", "make them the same with: swarmtrain env", fatal=component != "python")
+            yield Finding(
+                component,
+                f"differs: {versions}",
+                "build the same environment on all hosts with: swarmtrain env",
+                fatal=component != "python",
+            )
 
 
 def _find_backend_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:

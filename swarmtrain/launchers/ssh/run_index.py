@@ -14,7 +14,7 @@ from typing import Any
 from swarmtrain.atomic_file import write_atomically
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_run_directory, resolve_state_directory
-from swarmtrain.launchers.common.local_run_folder import select_fields
+from swarmtrain.launchers.common.local_run_folder import select_dataclass_fields
 from swarmtrain.launchers.ssh.host_connections import ConnectionPool, HostGroup
 
 
@@ -49,7 +49,7 @@ class SshRunRecord:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SshRunRecord:
         """Return the record that `to_json` serialized. Raises TypeError or KeyError if the fields do not match."""
-        return cls(**{**select_fields(cls, values), "code": tuple(values["code"]), "secrets": tuple(values["secrets"])})
+        return cls(**{**select_dataclass_fields(cls, values), "code": tuple(values["code"]), "secrets": tuple(values["secrets"])})
 
     def restrict_to_hosts(self, hosts: list[str]) -> SshRunRecord:
         """Return a copy of the record with only `hosts`, those from which the run still has to be removed."""
@@ -93,8 +93,8 @@ class RunIndex:
         with contextlib.suppress(OSError):
             resolve_run_directory(run).rmdir()
 
-    def open_run(self, run: str) -> tuple[SshRunRecord, HostGroup]:
-        """Return the record of `run`, and its group of hosts. Raises RunNotFound if there is no such run."""
+    def read_record_and_hosts(self, run: str) -> tuple[SshRunRecord, HostGroup]:
+        """Return the record of `run`, and the group of its hosts. Raises RunNotFound if there is no such run."""
         record = self.read_record(run)
         return record, self._connections.build_host_group(list(record.interpreters), record.interpreters)
 

@@ -68,7 +68,7 @@ class SwarmLauncher:
         ]
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
-        """Return the steps that `deploy` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
+        """Return the steps that `deploy_run` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
         return self._plan_reconcile_steps(self._build_stack_specs(plan))
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
@@ -113,7 +113,7 @@ class SwarmLauncher:
         states = [cluster_state.build_task_state(service.get_short_name(run), tasks, service, hosts) for service in services]
         return [
             *cluster_state.list_stopping_nodes(tasks, services, hosts),
-            *resource_accounting.add_resource_holders(self._engine, run, services, states),
+            *resource_accounting.add_resource_holders_to_states(self._engine, run, services, states),
         ]
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
@@ -187,7 +187,7 @@ class SwarmLauncher:
         return (
             EndedRun(failed=not outcomes[-1].is_success, why=outcomes[-1].reason)
             if outcomes
-            else EndedRun(failed=True, why="its coordinator is gone")
+            else EndedRun(failed=True, why="its coordinator exited without recording an outcome")
         )
 
     def _read_events(self, services: list[cluster_state.Service], run: str, since: float | None = None) -> list[Event]:

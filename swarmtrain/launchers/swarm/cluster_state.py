@@ -158,13 +158,13 @@ def build_run_not_found_error(engine: DockerEngine, run: str) -> RunNotFound:
     """Return the error for a run that does not exist; its message lists the existing runs."""
     if queue_entries := [item["Spec"]["Labels"] for item in engine.list_objects("/configs", label=f"{LABEL_QUEUE}={run}")]:
         message = f"is not up yet: {queue_entries[0].get(LABEL_LOCK_OWNER, 'somebody')} {queue_entries[0].get(LABEL_LOCK_ACTION, 'waits')}"
-        return RunNotFound(message, place=f"run {run}", hint=f"swarmtrain down {run} gives up its place in the queue")
+        return RunNotFound(message, place=f"run {run}", hint=f"remove it from the queue with: swarmtrain down {run}")
     if run in list_terminating_runs(engine):
-        hint = f"swarmtrain down {run} waits until it is removed completely"
+        hint = f"complete the removal with: swarmtrain down {run}"
         return RunNotFound("is being removed, or was only partially created", place=f"run {run}", hint=hint)
     known_runs = ", ".join(list_runs(engine)) or "none"
     message = f"unknown run on the swarm at {engine.address}; existing runs: {known_runs}"
-    return RunNotFound(message, place=f"run {run}", hint="docker stack ls")
+    return RunNotFound(message, place=f"run {run}", hint="list all stacks with: docker stack ls")
 
 
 def list_runs(engine: DockerEngine) -> list[str]:

@@ -1,4 +1,4 @@
-"""Wait until a stack runs, report the pending tasks in Swarm's own words, and detect when waiting is pointless.
+"""Wait until a stack runs, report pending tasks with Swarm's messages, and fail if a service cannot be started.
 
 A task that no node can run at the moment is reported and then left pending: a node may come back. If a node repeatedly rejects a task
 (no such image, no such folder), the deploy fails.
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.5
 _REMINDER_SECONDS = 15.0
 _START_TIMEOUT_SECONDS = 1800.0
 # Messages of a node that cannot start a container; after how many of them the deploy fails; and a hint.
-_NO_FOLDER_HINT = "create the folder on every node, or mount a shared disk there"
+_NO_FOLDER_HINT = "create the folder on every node, or mount a shared file system there"
 _NO_PROGRAM_HINT = "use an image that contains python3 and swarmtrain; swarmtrain image build creates one from any base image"
 _START_FAILURES = (
     ("bind source path does not exist", 2, _NO_FOLDER_HINT),
@@ -36,7 +36,7 @@ _START_FAILURES = (
     ("non-zero exit (126)", 2, _NO_PROGRAM_HINT),
 )
 _OTHER_START_FAILURE = (5, "docker service ps shows every attempt; docker events on that node shows more")
-# This comes from the managers, not from a node: engines before 25.0.3 report it for every task that reserves GPUs when its node changes
+# This message is from managers, not from a node: engines before 25.0.3 report it for every task that reserves GPUs when its node changes
 # in any way, for example when it joins a network, and then restart the task. If the constraints are really not met, the next task finds
 # no node and stays pending.
 _CONSTRAINTS_NOT_MET = "assigned node no longer meets constraints"
@@ -59,7 +59,7 @@ class _StartupProgress:
 
 
 def list_task_ids(engine: DockerEngine, stack: str) -> frozenset[str]:
-    """Return the ids of the tasks that exist before a deploy: their failures do not belong to the deploy."""
+    """Return the ids of the existing tasks of `stack`. Called before a deploy, so that failures of earlier tasks are ignored."""
     return frozenset(task.id for task in cluster_state.list_tasks(engine, stack))
 
 
@@ -194,9 +194,9 @@ def _raise_if_tasks_failed_to_start(
 
 
 def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:
-    """Return whether the task's container could not be started, as opposed to one that ran and failed.
+    """Return whether the task failed because its container could not be started.
 
-    For the coordinator, a container that ran and failed counts, too.
+    For the coordinator's own task, also return True if its container started and then failed.
     """
     if task.state == "failed":
         return is_coordinator or task.exit_code in (126, 127) or task.reason.startswith("starting container failed")

@@ -32,7 +32,7 @@ def count_resources(resources: Iterable[ApiObject], kind: str) -> int:
 
 
 def list_resource_ids(resources: Iterable[ApiObject], kind: str | None = None) -> tuple[str, ...]:
-    """Return the ids of the named resources, of `kind` or of any."""
+    """Return the ids of the named resources of `kind`, or of every kind."""
     named = [item.get("NamedResourceSpec") or {} for item in resources]
     return tuple(item["Value"] for item in named if item and kind in (None, item.get("Kind")))
 

@@ -79,9 +79,9 @@ def reconcile(desired: StackSpecs, existing: StackState, ended: EndedRun | None 
     check_networks(desired, existing)
     restart_cause = _describe_restart_cause(desired, existing, ended)
     return [
-        *_plan_creates(ObjectKind.config, desired.configs, existing.configs),
-        *_plan_creates(ObjectKind.secret, desired.secrets, existing.secrets),
-        *_plan_creates(ObjectKind.network, desired.networks, existing.networks),
+        *_plan_creations(ObjectKind.config, desired.configs, existing.configs),
+        *_plan_creations(ObjectKind.secret, desired.secrets, existing.secrets),
+        *_plan_creations(ObjectKind.network, desired.networks, existing.networks),
         *_plan_service_steps(desired, existing, restart_cause),
         *_plan_removals(ObjectKind.config, existing.configs, desired.configs),
         *_plan_removals(ObjectKind.secret, existing.secrets, desired.secrets),
@@ -100,7 +100,7 @@ def _describe_restart_cause(desired: StackSpecs, existing: StackState, ended: En
     return f"the run had {'failed' if ended.failed else 'ended'} ({ended.why}) and is restarted"
 
 
-def _plan_creates(kind: ObjectKind, desired: Mapping[str, ApiSpec], existing: Mapping[str, object]) -> list[ReconcileStep]:
+def _plan_creations(kind: ObjectKind, desired: Mapping[str, ApiSpec], existing: Mapping[str, object]) -> list[ReconcileStep]:
     return [ReconcileStep(StepVerb.create, kind, name, "does not exist", spec) for name, spec in desired.items() if name not in existing]
 
 
@@ -140,7 +140,7 @@ def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause
 
 
 def _set_force_update(spec: ApiSpec, service: Service, *, increment: bool) -> ApiSpec:
-    """Copy the service's count of forced restarts into `spec`, since a different count would cause another restart."""
+    """Return `spec` with the service's ForceUpdate count, plus one with `increment`: a changed count makes Swarm restart the tasks."""
     count = int(service.spec["TaskTemplate"].get("ForceUpdate", 0)) + int(increment)
     return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ForceUpdate": count}} if count else spec
 
@@ -235,7 +235,7 @@ def _raise_network_error(name: str, reason: str, hint: str) -> NoReturn:
 
 
 def find_network_changes(spec: ApiSpec, network: Mapping[str, Any]) -> list[str]:
-    """Return the options of `spec` that differ from those of the existing `network`. Subnets are compared only if `spec` has them."""
+    """Return a description of each option of `spec` that differs from `network`. Subnets are compared only if `spec` has them."""
     options = {key: value for key, value in (network.get("Options") or {}).items() if key != _VXLAN_IDS_OPTION}
     pairs = [(key, network.get(key), spec[key]) for key in ("Driver", "Internal", "Attachable")]
     pairs += [(key, options.get(key), spec["Options"].get(key)) for key in sorted({*options, *spec["Options"]})]

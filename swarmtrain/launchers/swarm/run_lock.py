@@ -95,7 +95,7 @@ class RunLock:
             raise self.build_preemption_error()
 
     def reacquire_lock(self) -> bool:
-        """Hold the preemptible lock again. Return False if another command has taken it meanwhile. Raises EngineError."""
+        """Reacquire the preemptible lock. Return False if another command has acquired it in the meantime. Raises EngineError."""
         self._is_preemptible = False
         self._is_lost = not self._rewrite_lock()
         return not self._is_lost
@@ -115,7 +115,7 @@ class RunLock:
         state = self._read_lock_state()
         owner = str(state) if state else "another command has changed or removed it"
         return StackError(
-            f"{owner} meanwhile; this command changes nothing", place=f"run {self._run}", hint=f"swarmtrain status {self._run}"
+            f"{owner} in the meantime; this command makes no more changes", place=f"run {self._run}", hint=f"swarmtrain status {self._run}"
         )
 
     def _wait_and_acquire_lock(self, report_progress: ProgressReporter) -> None:
@@ -148,7 +148,7 @@ class RunLock:
                 self._engine.delete(f"/configs/{self._name}")
 
     def _rewrite_lock(self) -> bool:
-        """Write the lock again, held or preemptible. Return False if another command has it."""
+        """Write the current labels to the lock, which renews it. Return False if another command has acquired or removed the lock."""
         while True:
             state = self._read_lock_state()
             if state is None or state.labels.get(_TOKEN_LABEL) != self._token:
@@ -166,7 +166,7 @@ class RunLock:
         return _LockState(item["ID"], item["Version"]["Index"], item["Spec"].get("Labels") or {})
 
     def _try_create_lock(self) -> bool:
-        """Create the lock. Return False if another command was faster."""
+        """Create the lock. Return False if another command has created it first."""
         data = base64.b64encode(
             f"A command is changing the run {self._run} of swarmtrain. The labels identify its owner.\n".encode()
         ).decode()

@@ -36,7 +36,7 @@ _FINAL_LINES = 1000
 
 @dataclass(frozen=True)
 class LogScope:
-    """Selects the lines of the nodes' logs that are followed. The coordinator's log is always read from its start."""
+    """Selection of the lines to follow in the nodes' logs. The coordinator's log is always read from its start."""
 
     since: float | None = None
     """Follow lines from this time on, in seconds since the epoch; None: all available lines."""

@@ -52,7 +52,7 @@ def build_stack_specs(stack: Stack, pins: Mapping[str, PinnedImage]) -> StackSpe
     Raises StackError for a key that is not supported here, although `docker stack deploy` might honour it.
     """
     document = stack.document
-    _reject_unknown_keys({key for key in document if not key.startswith("x-")}, _DOCUMENT_KEYS, "the document")
+    _reject_unknown_keys({key for key in document if not key.startswith("x-")}, _DOCUMENT_KEYS, "the top level")
     networks = document.get("networks", {})
     for name, network in networks.items():
         _reject_unknown_keys(network, _NETWORK_KEYS, f"networks.{name}")
@@ -79,7 +79,7 @@ def resolve_network_name(stack: Stack, key: str) -> str:
     """Return the name that the network `key` of the stack document has in the swarm."""
     network = stack.document.get("networks", {}).get(key)
     if network is None:
-        raise StackError(f"the service uses the network {key!r}, which the document does not define", place=f"run {stack.name}")
+        raise StackError(f"the service uses the network {key!r}, which the Compose file does not define", place=f"run {stack.name}")
     return str(network.get("name") or (key if network.get("external") else _add_stack_prefix(stack, key)))
 
 
@@ -192,7 +192,7 @@ def build_mount(stack: Stack, mount: ApiSpec) -> ApiSpec:
 def _build_volume_mount(stack: Stack, key: str, spec: ApiSpec) -> ApiSpec:
     defined_volumes = stack.document.get("volumes", {})
     if key not in defined_volumes:
-        raise StackError(f"a service mounts the volume {key!r}, which the document does not define", place=f"run {stack.name}")
+        raise StackError(f"a service mounts the volume {key!r}, which the Compose file does not define", place=f"run {stack.name}")
     volume = defined_volumes[key] or {}
     options: ApiSpec = {}
     if not volume.get("external"):
@@ -287,7 +287,7 @@ def parse_duration_ns(duration: str) -> int:
     """Return the duration, given in Go's notation (`1m30s`, `2.5s`), in nanoseconds. Raises StackError if it is invalid."""
     parts = re.findall(r"([0-9.]+)(h|ms|us|ns|m|s)", duration)
     if not parts or "".join(number + unit for number, unit in parts) != duration:
-        raise StackError(f"{duration!r} is not a duration such as 90s or 1m30s", place="stack document")
+        raise StackError(f"{duration!r} is not a duration such as 90s or 1m30s", place="Compose file")
     return int(sum(Decimal(number) * _NANOSECONDS_PER_UNIT[unit] for number, unit in parts))
 
 
@@ -297,7 +297,7 @@ def parse_size_bytes(text: str) -> int:
     try:
         return int(Decimal(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else int(text)
     except (InvalidOperation, ValueError):
-        raise StackError(f"{text!r} is not a valid size such as 512m", place="stack document") from None
+        raise StackError(f"{text!r} is not a valid size such as 512m", place="Compose file") from None
 
 
 def _drop_empty_values(spec: ApiSpec, keep: set[str] | frozenset[str] = frozenset()) -> ApiSpec:
@@ -308,4 +308,4 @@ def _drop_empty_values(spec: ApiSpec, keep: set[str] | frozenset[str] = frozense
 def _reject_unknown_keys(keys: Any, known_keys: set[str], location: str) -> None:
     unknown = sorted(set(keys) - known_keys)
     if unknown:
-        raise StackError(f"{location} has {', '.join(unknown)}, which the Swarm launcher does not support", place="stack document")
+        raise StackError(f"{location} has {', '.join(unknown)}, which the Swarm launcher does not support", place="Compose file")

@@ -11,7 +11,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
 from swarmtrain.launchers.swarm import cluster_state, teardown
 from swarmtrain.launchers.swarm.convergence import list_task_ids, wait_until_services_running
 from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
-from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, waiting_for_resources
+from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, wait_for_resources
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.step_executor import apply_steps
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
@@ -80,7 +80,7 @@ class _StackDeployment:
         return True
 
     def _apply_steps_and_wait(self) -> None:
-        with waiting_for_resources(self._engine, self._compute_resource_request(), self.lock, self._report_progress, self._timeouts):
+        with wait_for_resources(self._engine, self._compute_resource_request(), self.lock, self._report_progress, self._timeouts):
             old_task_ids = list_task_ids(self._engine, self._stack)
             applied = self._apply_steps()
         if not applied:
@@ -144,4 +144,4 @@ class _StackDeployment:
             self._report_progress("failed or interrupted: removing the created objects")
             teardown.roll_back_deploy(self._engine, self._stack, self._created, self._report_progress, self.lock.check_lock_held)
         except SwarmtrainError as error:
-            self._report_progress(f"the created objects could not be removed: {error}; swarmtrain down {self._stack} does that")
+            self._report_progress(f"the created objects could not be removed: {error}; remove them with: swarmtrain down {self._stack}")

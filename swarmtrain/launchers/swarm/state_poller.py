@@ -26,7 +26,7 @@ class SwarmSnapshot:
 
 
 class StatePoller(threading.Thread):
-    """Thread that polls the swarm until it is closed. The snapshots are in `snapshots`."""
+    """Thread that polls the swarm until it is closed, and puts the result of each successful poll into `snapshots`."""
 
     def __init__(self, engine: DockerEngine, run: str) -> None:
         super().__init__(name=f"states of {run}", daemon=True)
@@ -49,7 +49,7 @@ class StatePoller(threading.Thread):
             self._closing.wait(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Stop the thread after its next poll."""
+        """Stop the thread after the poll in progress."""
         self._closing.set()
 
     def _take_snapshot(self) -> SwarmSnapshot:

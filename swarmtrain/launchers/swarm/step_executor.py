@@ -97,7 +97,7 @@ def _apply_service_step(
     if step.verb is StepVerb.remove:
         engine.delete(f"/services/{step.id}")
         return
-    spec = resolve_file_ids(step.spec or {}, configs, secrets)
+    spec = resolve_config_and_secret_ids(step.spec or {}, configs, secrets)
     image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
     if step.verb is StepVerb.create:
         _create_service(engine, step, spec, image, created)
@@ -131,16 +131,16 @@ def update_service(engine: DockerEngine, service: str, version: int, spec: ApiSp
         version = engine.get(f"/services/{service}")["Version"]["Index"]
 
 
-def resolve_file_ids(spec: ApiSpec, configs: Mapping[str, str], secrets: Mapping[str, str]) -> ApiSpec:
+def resolve_config_and_secret_ids(spec: ApiSpec, configs: Mapping[str, str], secrets: Mapping[str, str]) -> ApiSpec:
     """Return a service's spec with the ids that its configs and secrets have on this swarm."""
     container = dict(spec["TaskTemplate"]["ContainerSpec"])
     for kind, ids in (("Config", configs), ("Secret", secrets)):
         if f"{kind}s" in container:
-            container[f"{kind}s"] = [_resolve_file_id(reference, kind, ids) for reference in container[f"{kind}s"]]
+            container[f"{kind}s"] = [_resolve_config_or_secret_id(reference, kind, ids) for reference in container[f"{kind}s"]]
     return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ContainerSpec": container}}
 
 
-def _resolve_file_id(reference: dict[str, Any], kind: str, ids: Mapping[str, str]) -> dict[str, Any]:
+def _resolve_config_or_secret_id(reference: dict[str, Any], kind: str, ids: Mapping[str, str]) -> dict[str, Any]:
     name = reference[f"{kind}Name"]
     if name not in ids:
         raise StackError("was removed while the stack was being deployed", place=f"{kind.lower()} {name}", hint="deploy again")
@@ -152,4 +152,4 @@ def _remove_object(engine: DockerEngine, step: ReconcileStep, report_progress: P
         engine.delete(f"/{step.kind}s/{step.id}")
     except EngineError as error:
         # Only the removal of an old object has failed: the next deploy tries again.
-        report_progress(f"{step.kind} {step.name} remains for now: {error.message}")
+        report_progress(f"{step.kind} {step.name} could not be removed; the next deploy tries again: {error.message}")

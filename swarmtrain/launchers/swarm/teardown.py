@@ -1,7 +1,7 @@
 """Remove a stack, or stop only its nodes, and wait until the removal is complete.
 
-`docker stack rm` returns while tasks still stop and the network is still in use, which is why a deploy right after it fails. Here each
-kind of object is gone before the next is removed; leftovers of earlier attempts are removed, too.
+`docker stack rm` returns while tasks still stop and the network is still in use, which is why a deploy right after it fails. This
+module removes each kind of object only after the previous kind is gone, and also removes leftovers of earlier attempts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def tear_down_stack(engine: DockerEngine, stack: str, report_progress: ProgressR
         engine.delete(f"/secrets/{secret}")
     for config in _list_config_ids_marker_last(existing):
         engine.delete(f"/configs/{config}")
-    _wait_until_none_remain(
-        f"remaining objects of {stack}", _STOP_MARGIN_SECONDS, report_progress, lambda: _list_remaining_objects(engine, stack)
-    )
+    _wait_until_none_remain(f"objects of {stack}", _STOP_MARGIN_SECONDS, report_progress, lambda: _list_remaining_objects(engine, stack))
 
 
 def roll_back_deploy(
@@ -103,7 +101,10 @@ def wait_until_tasks_cleared(engine: DockerEngine, stack: str, report_progress: 
     orphans = _list_orphaned_tasks(engine, stack)
     grace = max((task.stop_grace for task in orphans), default=0.0)
     _wait_until_none_remain(
-        "tasks that are shutting down", grace + _STOP_MARGIN_SECONDS, report_progress, lambda: _describe_uncleared_tasks(engine, stack)
+        f"tasks of {stack} that are shutting down",
+        grace + _STOP_MARGIN_SECONDS,
+        report_progress,
+        lambda: _describe_uncleared_tasks(engine, stack),
     )
 
 
@@ -142,7 +143,7 @@ def _get_stop_grace_period(service: Service) -> float:
 
 
 def _describe_running_tasks(engine: DockerEngine, stack: str, service_ids: set[str], report_progress: ProgressReporter) -> list[str]:
-    """Return the services' tasks whose containers may still run, except those on a node that is down, which cannot report them."""
+    """Return a description of each task of the services whose container may still run. Tasks on nodes that are down are omitted."""
     running = [
         task for task in cluster_state.list_tasks(engine, stack) if task.service_id in service_ids and task.node_id and not task.is_final
     ]
@@ -158,7 +159,7 @@ def _describe_running_tasks(engine: DockerEngine, stack: str, service_ids: set[s
 
 
 def _describe_uncleared_tasks(engine: DockerEngine, stack: str) -> list[str]:
-    """Return the tasks that Swarm has not deleted yet, except those on a node that is down, which are kept until the node comes back."""
+    """Return a description of each task that Swarm has not deleted yet. Tasks on a node that is down are omitted: Swarm keeps them."""
     orphans = _list_orphaned_tasks(engine, stack)
     down_nodes = cluster_state.read_down_nodes(engine) if orphans else {}
     return [f"{task.node_name} ({task.state})" for task in orphans if task.node_id not in down_nodes]
@@ -183,7 +184,7 @@ def _remove_network(engine: DockerEngine, network_id: str, name: str, report_pro
             if error.status is None:
                 raise
             if time.monotonic() > deadline:
-                hint = "remove what uses it, then run the command again"
+                hint = "remove the containers or services that use it, then run the command again"
                 raise StackError(f"cannot be removed: {error.message}", place=f"network {name}", hint=hint) from None
         time.sleep(_POLL_SECONDS)
 
@@ -201,7 +202,7 @@ def _wait_until_none_remain(
     while remaining := list_remaining():
         now = time.monotonic()
         if now - started_at > timeout:
-            message = f"{subject}: still there after {timeout:.0f} s: {', '.join(remaining)}"
+            message = f"{subject} still exist after {timeout:.0f} s: {', '.join(remaining)}"
             raise StackError(message, hint="run the command again; docker node ls shows unresponsive nodes")
         if now - reported_at > _LOG_INTERVAL_SECONDS:
             reported_at = now

@@ -125,7 +125,10 @@ class CheckpointManager:
         self.generation = self.storage.claim_generation() if self.storage else 0
 
     def find_newest_checkpoint(self) -> FoundCheckpoint | None:
-        """Return path and manifest of the newest valid checkpoint in save_dir; None if there is none. Raises CheckpointError."""
+        """Return path and manifest of the newest valid checkpoint in save_dir; None if there is none.
+
+        Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version.
+        """
         checkpoint = self.storage.find_newest_checkpoint(self.generation) if self.storage else None
         if checkpoint:
             self.latest_step = self._committed_step = checkpoint[1].step
@@ -142,7 +145,7 @@ class CheckpointManager:
         try:
             self._start_save(progress)
         except CheckpointError as error:
-            self._abandon_save(progress.step, None, error)
+            self._discard_failed_save(progress.step, None, error)
         if not self._runtime.config.trainer.save_in_background:
             self._finish_pending_save()
 
@@ -159,15 +162,16 @@ class CheckpointManager:
     def stage_local_shard(self, folder: Path, part: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
         """Copy this rank's tensors into the staging buffer, without communication.
 
-        Return the writer that will write these tensors to `folder` as the shard with index `part`, and the index of the shard's tensors.
+        Return the writer that will write these tensors to `folder` as shard number `part`, and the tensor index of this shard: dtype, shape
+        and chunks of each tensor, by name.
         """
         if self._pending_save:
-            self._pending_save.write_task.wait_until_done()  # it uses the same buffer; its checkpoint may still be committed
+            self._pending_save.write_task.wait_until_done()  # the pending write uses the same buffer, the commit does not
         writer = TensorStorageWriter(folder, part, self._staging_buffer)
         return writer, writer.stage_local_tensors(self._state.collect_tensors())
 
     def wait_for_pending_save(self) -> None:
-        """Wait until the pending checkpoint is committed, for at most 10 s per task.
+        """Wait until the pending checkpoint, if any, is committed: at most 10 s for this rank's write, then at most 10 s for the commit.
 
         Called by a single rank, whose process is about to exit with an error. Does not communicate with other ranks.
         """
@@ -177,7 +181,10 @@ class CheckpointManager:
                 pending_save.commit_task.wait_until_done(_DRAIN_TIMEOUT_SECONDS)
 
     def take_completed_saves(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints that this rank has committed since the last call. Rank 0 takes part in every commit."""
+        """Return the checkpoints that this rank has committed since the last call.
+
+        Rank 0 takes part in every commit. On ranks that do not commit checkpoints, the list is always empty.
+        """
         commit_task = self._pending_save.commit_task if self._pending_save else None
         if commit_task and commit_task.is_done and not commit_task.has_failed:
             self._record_commit()
@@ -210,7 +217,7 @@ class CheckpointManager:
             return SavedCheckpoint(progress.step, path, save_seconds, stall_seconds if in_background else save_seconds)
 
         self._all_written.clear()
-        write_task = BackgroundTask(lambda: commit.run_translating_os_errors(save_dir, write_shard))
+        write_task = BackgroundTask(lambda: commit.run_and_convert_os_errors(save_dir, write_shard))
         commit_task = BackgroundTask(commit_when_written) if storage.is_leader else None
         self._pending_save = _PendingSave(progress.step, folder, write_task, commit_task)
         self.latest_step = progress.step
@@ -233,12 +240,13 @@ class CheckpointManager:
             try:
                 self._wait_for_commit(pending_save)
             except CheckpointError as error:
-                self._abandon_save(pending_save.step, pending_save, error)
+                self._discard_failed_save(pending_save.step, pending_save, error)
 
-    def _abandon_save(self, step: int, pending_save: _PendingSave | None, error: CheckpointError) -> None:
+    def _discard_failed_save(self, step: int, pending_save: _PendingSave | None, error: CheckpointError) -> None:
         """Discard the incomplete checkpoint of `step`, and report `error` as the reason.
 
-        Called when all ranks have raised this error, and no rank is still writing.
+        `pending_save` is None if the save failed before its tasks were started. Called when all ranks have raised this error, and no rank
+        is still writing.
         """
         self.latest_step, self._pending_save = self._committed_step, None
         if pending_save and pending_save.commit_task:
@@ -252,7 +260,10 @@ class CheckpointManager:
         self._report_warning(f"cannot save the checkpoint of step {step}: {rank_prefix}{error}; training continues, {newest_text}")
 
     def _record_commit(self) -> None:
-        """Record that this rank has committed the pending checkpoint. Raises the error of the commit if the commit failed."""
+        """Wait until this rank has committed the pending checkpoint, and record it. Raises the error of the commit if it failed.
+
+        A no-op on ranks that do not commit checkpoints, and if the commit is already recorded.
+        """
         pending_save = self._pending_save
         if pending_save and pending_save.commit_task:
             self._completed_saves.append(pending_save.commit_task.result())
@@ -261,7 +272,7 @@ class CheckpointManager:
     def _wait_for_just_in_time_checkpoint(self) -> None:
         """Wait until the surviving ranks of the previous world have written their just-in-time checkpoint.
 
-        If this world claimed save_dir earlier, they could no longer commit it.
+        If this world claimed save_dir before that, they could no longer commit it.
         """
         if self._runtime.is_rank_zero and self._runtime.coordinator_address and self.save_dir:
             just_in_time.wait_for_just_in_time_checkpoint(CoordinatorClient(self._runtime.coordinator_address))

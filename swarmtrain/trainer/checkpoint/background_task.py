@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A function call that runs in a thread of its own. Holds its result or its error."""
+    """A function call in a separate thread. Stores the result of the call, or the error that it raises."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         self._action = action

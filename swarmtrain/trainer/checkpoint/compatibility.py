@@ -44,7 +44,7 @@ class LoadRules:
         return not _matches_any_pattern(self.ignored_patterns, name) and (self.load_optimizer_state or name.startswith(_MODEL_PREFIX))
 
     def is_missing_allowed(self, name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
-        """Return whether the parameter `name` may be missing where it is missing: in the checkpoint, in the model, or in neither.
+        """Return whether the parameter `name` may be missing in the checkpoint or in the model. True if it is missing in neither.
 
         `in_checkpoint`: whether the checkpoint has the parameter; `in_model`: whether the model has it.
         """
@@ -63,9 +63,9 @@ def select_tensors_to_load(
 ) -> list[str]:
     """Return the names of the `expected` tensors to load from a checkpoint with the tensors `available`.
 
-    `available` and `expected` map tensor names (model/PARAMETER or optimizer/KIND/PARAMETER) to shapes. Optimizer state may be missing in
+    `available` and `expected` map tensor names (model/PARAMETER or optimizer/MOMENT/PARAMETER) to shapes. Optimizer state may be missing in
     the checkpoint if all state of a parameter is missing, or if the state does not belong to a single parameter; it is then initialized.
-    `cause` is appended to the error message.
+    `place` names the checkpoint in errors. `cause` is appended to the error message for a different model.
 
     Raises IncompatibleCheckpoint if the checkpoint belongs to another model, or has the state of another optimizer.
     """
@@ -84,7 +84,7 @@ def select_tensors_to_load(
             hint="restore the previous transformer_architecture, or choose another trainer.save_dir",
         )
     loadable = {name: size for name, size in available.items() if rules.should_load_tensor(name)}
-    saved_kinds, expected_kinds = _group_optimizer_state_kinds(loadable), _group_optimizer_state_kinds(expected)
+    saved_kinds, expected_kinds = _group_moment_names_by_parameter(loadable), _group_moment_names_by_parameter(expected)
     for name in sorted(expected_kinds):
         if f"{_MODEL_PREFIX}{name}" in loadable and saved_kinds[name] and saved_kinds[name] != expected_kinds[name]:
             _raise_optimizer_mismatch(name, saved_kinds[name], expected_kinds[name], place)
@@ -159,14 +159,14 @@ def _matches_any_pattern(patterns: Iterable[str], name: str) -> bool:
 
 def _raise_optimizer_mismatch(name: str, saved_kinds: Iterable[str], expected_kinds: Iterable[str], place: str) -> NoReturn:
     raise IncompatibleCheckpoint(
-        f"has the state of a different optimizer: for {name} it has {' and '.join(sorted(saved_kinds))}, and "
+        f"has the state of a different optimizer: for {name} it has {' and '.join(sorted(saved_kinds))}, but "
         f"{' and '.join(sorted(expected_kinds))} is expected",
         place=place,
         hint="restore the previous optimizer.method (or the group's), or choose another trainer.save_dir",
     )
 
 
-def _group_optimizer_state_kinds(sizes: TensorSizes) -> dict[str, set[str]]:
+def _group_moment_names_by_parameter(sizes: TensorSizes) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = defaultdict(set)
     for name in sizes:
         group, _, remainder = name.partition("/")

@@ -56,8 +56,8 @@ class ConsolidatedCheckpoint:
         try:
             return Config.from_json(json.dumps(self.manifest.config))
         except ValueError as error:
-            reason = f"this version cannot read its config: {error}"
-            raise CheckpointError(reason, place=str(self.path), hint="use the version that wrote it") from None
+            reason = f"this version of swarmtrain cannot read the config in its manifest: {error}"
+            raise CheckpointError(reason, place=str(self.path), hint="use the version of swarmtrain that wrote the checkpoint") from None
 
     def find_parameter_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the parameter `name`. Raises CheckpointError if the checkpoint has no parameter with this name."""
@@ -82,7 +82,7 @@ class ConsolidatedCheckpoint:
 
     @cached_property
     def _base_weights(self) -> BaseWeights:
-        """Parameters of the base model, which has those that the checkpoint lacks.
+        """Parameters of the base model, from which the parameters that the checkpoint lacks are loaded.
 
         Raises CheckpointError if the base model is missing or was changed.
         """
@@ -105,9 +105,9 @@ def open_base_weights(
 ) -> BaseWeights:
     """Return the parameters of the model in `folder`, a Hugging Face model or a checkpoint.
 
-    `sizes`: shapes of the expected parameters, by name. `file_shard`: (index, number of shards); of a checkpoint's files, this process
-    verifies only those of this shard. Raises IncompatibleCheckpoint, with a list of differences, if the architecture of the model in
-    `folder` is another; CheckpointError if the model cannot be read.
+    `sizes`: shapes of the expected parameters, by name. `file_shard`: (index, number of shards); if `folder` is a checkpoint, this process
+    verifies only the files of this shard. Raises IncompatibleCheckpoint, with a list of differences, if the model in `folder` has another
+    architecture, or if it already has PEFT parameters or an embedding head; CheckpointError if the model cannot be read.
     """
     if not (folder / manifest.MANIFEST_NAME).exists():
         return BaseWeights(pretrained.build_parameter_loader(folder, architecture, sizes), pretrained.compute_model_fingerprint(folder))
@@ -120,12 +120,16 @@ def open_base_weights(
             hint="set transformer_architecture to that of the checkpoint",
         )
     if saved_shape.peft_fields:
-        reason = f"already has {saved_shape.peft_fields[0]}"
+        reason = f"cannot be used as a base model: it already has {saved_shape.peft_fields[0]}"
         raise IncompatibleCheckpoint(
             reason, place=place, hint="initialize from its base model, or from the merged model that swarmtrain export writes"
         )
     if saved_shape.embedding_head_config:
-        raise IncompatibleCheckpoint("already has an embedding_head_config", place=place, hint="use trainer.load_dir to resume from it")
+        raise IncompatibleCheckpoint(
+            "cannot be used as a base model: it already has an embedding_head_config",
+            place=place,
+            hint="use trainer.load_dir to resume from it",
+        )
     shard_index, shard_count = file_shard
     manifest.verify_files(folder, checkpoint.manifest, sorted(checkpoint.manifest.files)[shard_index::shard_count])
     return BaseWeights(checkpoint.load_parameter, checkpoint.manifest.fingerprint)

@@ -1,7 +1,7 @@
 """Just-in-time checkpoint: if a peer fails, the surviving ranks save the last completed step before they exit.
 
     a peer dies      collectives fail. All communication of a step takes place before the step's first parameter update, so each rank
-                     holds the state at the end of a step, and may already have everything to complete the next step on its own
+                     has the state at the end of a step, and may already have all inputs to complete the next step without communication
     disconnect       surviving ranks close their connections, so that ranks that wait for them fail at once
     report state     each surviving rank reports its state to the coordinator, which decides which step is saved, and which rank writes
                      which shard of the checkpoint
@@ -82,7 +82,10 @@ def save_checkpoint_on_peer_failure(
 
 
 def wait_for_just_in_time_checkpoint(coordinator: CoordinatorClient) -> None:
-    """Wait until the surviving ranks of another world have saved. Returns at once if the coordinator is not reachable."""
+    """Wait until no surviving ranks of another world are writing a just-in-time checkpoint.
+
+    Returns at once if the coordinator cannot be reached.
+    """
     with contextlib.suppress(CoordinatorError):
         start_time = logged_time = time.monotonic()
         while coordinator.is_rescue_pending():
@@ -105,12 +108,12 @@ def _run_rescue(
     runtime: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoint_manager: CheckpointManager, progress: Progress
 ) -> int | None:
     """Take part in the just-in-time checkpoint. Return the saved step if this rank has committed the checkpoint, else None."""
-    holders = model.mesh.replica_ranks
+    holders = model.mesh.ranks_by_shard
     part = next(number for number, ranks in enumerate(holders) if runtime.rank in ranks)
     is_consistent = not optimizer.is_updating and optimizer.last_step in (0, progress.step)
     storage = checkpoint_manager.storage
     if runtime.coordinator_address is None or storage is None or not is_consistent or len(holders) == runtime.world_size:
-        return None  # without a coordinator, or without other ranks that hold the same state, there is nothing to agree on
+        return None  # no coordinator, no save_dir, a partly updated state, or no replica of the failed rank's shard
     disk_of_rank = storage.nodes.node_of_rank if storage.nodes else (0,) * runtime.world_size
     if not _has_disk_with_all_shards(disk_of_rank, holders):
         return None
@@ -130,7 +133,9 @@ def _run_rescue(
                     progress = progress.advance_to_step(rescue.step, progress.consumed_samples + runtime.config.topology.samples_per_step)
                     rescue_client.survivor_state = replace(survivor_state, step=rescue.step, ready=False)
                 if rescue.step != progress.step:  # assigned from this rank's earlier state; the coordinator must choose other ranks
-                    raise RuntimeError(f"this rank is at step {progress.step}, and step {rescue.step} is to be saved")
+                    raise RuntimeError(
+                        f"this rank is at step {progress.step}, but the coordinator requests a checkpoint of step {rescue.step}"
+                    )
                 if _save_shard(runtime, checkpoint_manager, progress, rescue, rescue_client):
                     saved_step = progress.step
             time.sleep(_POLL_SECONDS)
@@ -138,7 +143,7 @@ def _run_rescue(
 
 
 def _has_disk_with_all_shards(disk_of_rank: Sequence[int], holders: Sequence[Sequence[int]]) -> bool:
-    """Return whether there is a disk to which its ranks can together write all shards.
+    """Return whether there is a disk whose ranks together hold all shards, so that a complete checkpoint can be written to it.
 
     `disk_of_rank`: index of the disk that each rank saves to; `holders`: for each shard the ranks that hold it.
     """
@@ -150,7 +155,7 @@ def _save_shard(
 ) -> bool:
     """Write this rank's shard of the checkpoint. The first writer of each disk waits for all shards and commits the checkpoint.
 
-    Return whether this rank has committed the checkpoint.
+    Return True if this rank has committed the checkpoint, or finds it already committed; else False.
     """
     save_dir = checkpoint_manager.save_dir
     if save_dir is None:

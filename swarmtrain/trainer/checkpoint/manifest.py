@@ -39,7 +39,7 @@ class Manifest:
     data_fingerprint: str
     """Fingerprint of the training data."""
     rng: dict[str, Any]
-    """Values from which seeds are derived. The state of random number generators is not saved, since each micro batch seeds them."""
+    """Values from which seeds are derived. The state of random number generators is not saved: they are seeded for each micro batch."""
     topology: dict[str, int]
     files: FileDigests
     tensors: dict[str, Any]
@@ -49,7 +49,7 @@ class Manifest:
     validation_loss: float | None = None
     """Validation loss in nats after `step`; None if it was not evaluated."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Other state that a custom script saves: see trainer/custom/state_tree.py."""
+    """State without tensors: that of a custom script (see trainer/custom/state_tree.py), or the fingerprint of the base model."""
     format: int = FORMAT_VERSION
 
     @property
@@ -84,11 +84,11 @@ class Manifest:
             raise IncompatibleCheckpoint(
                 f"has format {values.get('format')}, but this version of swarmtrain reads format {FORMAT_VERSION}",
                 place=place,
-                hint="continue with the version that wrote it, or set trainer.save_dir to another folder",
+                hint="resume with the version of swarmtrain that wrote it, or set trainer.save_dir to another folder",
             )
         field_names = {item.name for item in fields(cls)}
         if digest != _compute_json_digest(values) or set(values) != field_names:
-            raise CheckpointError(f"its {MANIFEST_NAME} is damaged", place=place)
+            raise CheckpointError(f"its {MANIFEST_NAME} is corrupt: its digest or its keys are wrong", place=place)
         return cls(**values)
 
 
@@ -102,12 +102,12 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"its {MANIFEST_NAME} cannot be read: {error.strerror}", place=str(folder)) from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"its {MANIFEST_NAME} is damaged", place=str(folder)) from None
+        raise CheckpointError(f"its {MANIFEST_NAME} is corrupt: it is not UTF-8", place=str(folder)) from None
     return Manifest.from_text(text, str(folder))
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the files `names` in `folder` with the manifest.
+    """Compare size and SHA-256 of the files `names` in `folder` with the manifest.
 
     Raises CheckpointError for the first file that is missing, or whose size or SHA-256 differs.
     """
@@ -118,7 +118,7 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             if size != expected["size"]:
                 raise CheckpointError(f"{name} has {size} bytes instead of {expected['size']}", place=str(folder))
             if _compute_file_digest(path) != expected["sha256"]:
-                raise CheckpointError(f"{name} is damaged: its SHA-256 does not match", place=str(folder))
+                raise CheckpointError(f"{name} is corrupt: its SHA-256 does not match", place=str(folder))
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error.strerror}", place=str(folder)) from None
 

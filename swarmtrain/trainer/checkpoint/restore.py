@@ -36,7 +36,7 @@ def restore_training_state(
     data_fingerprint: str,
     report_warning: WarningReporter,
 ) -> tuple[Progress, Path | None]:
-    """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, load those in trainer.load_dir.
+    """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, load the checkpoints in trainer.load_dir.
 
     Called by all ranks together. `data_fingerprint`: fingerprint of the training data. `report_warning` is called with a message for each
     skipped checkpoint, and with a summary of the tensors that are loaded from other runs. Return the progress and the path of the
@@ -48,7 +48,7 @@ def restore_training_state(
     loader = _CheckpointLoader(runtime, training_state, data_fingerprint, report_warning)
     if newest := checkpoint_manager.find_newest_checkpoint():
         progress = loader.build_progress(*newest, is_foreign=False)
-        loader.load_training_state([newest], loader.build_rules_for_own_checkpoint(*newest))
+        loader.load_training_state([newest], loader.build_load_rules_for_resume(*newest))
         return progress, newest[0]
     sources = [loader.find_source_checkpoint(folder) for folder in runtime.config.trainer.load_dir]
     if not sources:
@@ -88,8 +88,11 @@ class _CheckpointLoader:
             hint="choose another trainer.save_dir, or restore the data",
         )
 
-    def build_rules_for_own_checkpoint(self, path: Path, manifest: Manifest) -> LoadRules:
-        """Return the load rules for the run's own checkpoint. Raises IncompatibleCheckpoint if its base model is another."""
+    def build_load_rules_for_resume(self, path: Path, manifest: Manifest) -> LoadRules:
+        """Return the load rules for a checkpoint of this run.
+
+        Raises IncompatibleCheckpoint if trainer.init_from is not the base model of the checkpoint.
+        """
         if manifest.base_fingerprint is None:
             return LOAD_EVERYTHING
         if manifest.base_fingerprint != self.training_state.model.base_fingerprint:

@@ -28,7 +28,7 @@ class RetentionPolicy:
     step_multiple: int | None = None
     """Keep all checkpoints whose step is a multiple of this number; None: no such rule."""
     higher_is_better: bool = False
-    """Whether the best checkpoint is that with the highest metric (custom metrics) or with the lowest (validation loss)."""
+    """True if a higher metric is better (custom metrics such as accuracy), False if a lower one is better (validation loss)."""
 
     @classmethod
     def from_config(cls, config: TrainerConfig) -> RetentionPolicy:

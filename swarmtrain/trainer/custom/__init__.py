@@ -36,7 +36,7 @@ from pydantic import ValidationError
 
 from swarmtrain import protocol
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import explain_validation_error
+from swarmtrain.config.explanations import convert_validation_error
 from swarmtrain.errors import ConfigError, TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import SavedCheckpoint
@@ -48,7 +48,7 @@ from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.metrics.event_poster import EventPoster
 from swarmtrain.trainer.metrics.reduction import MetricValue, MetricValues, ReductionOp, flatten_metric_results, reduce_metrics
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
-from swarmtrain.trainer.metrics.sinks.jsonl import read_last_step
+from swarmtrain.trainer.metrics.sinks.jsonl import read_last_metrics_step
 from swarmtrain.trainer.object_factory import instantiate
 from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
 
@@ -92,14 +92,16 @@ class Run:
     """The run of a custom script on one rank: its rank and device, metrics, and checkpoints."""
 
     def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None, stack: ExitStack) -> None:
-        """`group`: process group of all ranks; None: the default group. `stack`: closed at the end of the run.
+        """Read the step of the last logged metrics, so that step numbers continue after a restart. Called by all ranks together.
 
-        Called by all ranks together.
+        `group`: process group of all ranks; None: the default group. `stack`: exit stack that is closed at the end of the run.
         """
         self.runtime = runtime
         self._group, self._stack = group, stack
         folder = get_metrics_folder(runtime)
-        self._step = collectives.run_on_all_ranks(lambda: read_last_step(folder) if folder and runtime.is_rank_zero else 0, group)[0]
+        self._step = collectives.run_on_all_ranks(lambda: read_last_metrics_step(folder) if folder and runtime.is_rank_zero else 0, group)[
+            0
+        ]
         self._installed_stop_flag: StopFlag | None = None
         self._pending_metrics: dict[int, MetricValues] = {}
         self._resumed_step: int | None = None
@@ -179,7 +181,7 @@ class Run:
         config, arguments and script since the loaded checkpoint are logged.
 
         Raises TrainingError if trainer.save_dir is not set or an object cannot be saved, IncompatibleCheckpoint if the newest checkpoint
-        is of other objects.
+        was saved from other objects.
         """
         if self._loop:
             raise TrainingError(
@@ -394,4 +396,4 @@ def _load_config(source: Config | Path | str | None, changes: Mapping[str, Mappi
     try:
         return Config.from_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError(tuple(explain_validation_error(error, Config, {}))) from None
+        raise ConfigError(tuple(convert_validation_error(error, Config, {}))) from None

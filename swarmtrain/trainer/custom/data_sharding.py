@@ -25,9 +25,10 @@ class ShardedLoader:
     """One rank's shard of the dataset of `loader`."""
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, global_batch_size: int | None) -> None:
-        """`global_batch_size`: samples per step on all ranks together; None: the loader's batch_size times `world_size`.
+        """Rebuild `loader`, so that it reads only the samples of rank `rank` of `world_size`. `seed` determines the sample order.
 
-        Raises TrainingError if the loader cannot be sharded.
+        `global_batch_size`: samples per step on all ranks together; None: the loader's batch_size times `world_size`. Raises TrainingError
+        if the loader cannot be sharded.
         """
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self.sample_count = len(loader.dataset)  # type: ignore[arg-type]  # a map-style dataset, which has a length

@@ -2,7 +2,7 @@
 
 So each rank knows before a step ends whether it has a next batch. Ranks may have unequal numbers of batches. An epoch lasts until no rank
 has a next batch: until then, a rank without batches repeats its last batch with loss weight 0, so that all ranks take part in collectives.
-torch's Join does the same for DistributedDataParallel, but needs hooks.
+torch's Join does the same for DistributedDataParallel, but needs a join hook in each participating object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class BatchPrefetcher:
     """Reads the batches of one epoch on one rank, one batch ahead."""
 
     def __init__(self, data: Iterable[Any], before_read: Callable[[int], None]) -> None:
-        """`before_read` is called with the batch's index before each batch is read."""
+        """Read the first batch of `data`. `before_read` is called before each batch is read, with the index of this batch."""
         self._before_read, self._number = before_read, 0
         before_read(0)
         self._iterator = iter(data)

@@ -1,7 +1,8 @@
 """Split the result of `state_dict()` into tensors and JSON, and merge them again, without pickle.
 
-In the JSON, a tensor becomes {"tensor": NAME}, a tuple {"tuple": […]} and a dict {"dict": [[KEY, VALUE], …]}. Numbers, text, None and
-lists are unchanged. A subclass of dict, such as OrderedDict, is restored as a plain dict, and a numpy array as a tensor.
+In the JSON, a tensor becomes {"tensor": NAME}, or {"empty": [SHAPE, DTYPE]} if it has no elements; a tuple becomes {"tuple": […]}, and a
+dict {"dict": [[KEY, VALUE], …]}. Numbers, strings and None are unchanged; a list stays a list. A subclass of dict, such as
+OrderedDict, is restored as a plain dict, and a numpy array as a tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def flatten_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             return {"tuple": [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]}
         case list():
             return [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]
-    raise TrainingError(f"has a value that cannot be saved: {type(value).__name__}", place=name, hint=_HINT)
+    raise TrainingError(f"has a value of a type that cannot be saved: {type(value).__name__}", place=name, hint=_HINT)
 
 
 def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -60,6 +61,6 @@ def _register_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> A
     if not tensor.numel():
         return {"empty": [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
     if name in tensors:
-        raise TrainingError("appears twice", place=name, hint=_HINT)
+        raise TrainingError("is the name of two tensors, since two keys of a dict have the same text", place=name, hint=_HINT)
     tensors[name] = tensor
     return {"tensor": name}

@@ -26,7 +26,7 @@ _REQUIRED_CALLS = {"save_if_due": "run.save_if_due()", "stop_requested": "if run
 
 
 class _StepAgreement(NamedTuple):
-    """Values that all ranks have agreed on at a step."""
+    """Result of the all-reduce of one step: equal on all ranks."""
 
     step: int
     stop_requested: bool = False
@@ -106,10 +106,13 @@ class TrainingLoop:
     def stop_requested(self) -> bool:
         """Whether a stop was requested on any rank."""
         self._called_names.add("stop_requested")
-        return self._exchange_step_requests().stop_requested
+        return self._all_reduce_stop_and_save_flags().stop_requested
 
     def save_if_due(self, metric: float | None) -> list[SavedCheckpoint]:
-        """Start a checkpoint of this step if one is due. Return the checkpoints committed since the last call. Raises WorldError."""
+        """Start a checkpoint of this step if one is due. Return the checkpoints that this rank has committed since the last call.
+
+        Raises WorldError if a newer world has taken over, TrainingError outside the loop over steps().
+        """
         self._called_names.add("save_if_due")
         if metric is not None:
             self.progress = self.progress.with_validation_loss(metric)
@@ -118,7 +121,7 @@ class TrainingLoop:
             raise TrainingError(
                 "was called outside of the loop over run.steps()", place="save_if_due", hint="call it inside the loop over run.steps()"
             )
-        is_due = self._exchange_step_requests().save_requested or save_interval.is_due_by_schedule(
+        is_due = self._all_reduce_stop_and_save_flags().save_requested or save_interval.is_due_by_schedule(
             progress.step, progress.consumed_samples, has_validation_loss=metric is not None
         )
         if is_due and self._checkpoint_manager.latest_step != progress.step:
@@ -131,16 +134,19 @@ class TrainingLoop:
         return checkpoints
 
     def save_and_wait(self) -> list[SavedCheckpoint]:
-        """Save this step and wait until it is committed. Return the checkpoints committed since the last call.
+        """Save this step and wait until it is committed. Return the checkpoints that this rank has committed since the last call.
 
-        Raises CheckpointError, WorldError.
+        Raises CheckpointError if the checkpoint cannot be written, WorldError if a newer world has taken over.
         """
         if self.progress.step:
             self._checkpoint_manager.save_and_wait(self.progress)
         return self._checkpoint_manager.take_completed_saves()
 
-    def _exchange_step_requests(self) -> _StepAgreement:
-        """Exchange between all ranks, by one collective per step: stop requests, save requests, and whether each rank has a next batch."""
+    def _all_reduce_stop_and_save_flags(self) -> _StepAgreement:
+        """All-reduce stop requests, save requests and the number of ranks with a next batch over all ranks, and return the result.
+
+        One all-reduce per step: later calls at the same step return the same result.
+        """
         if self._agreement.step != self.progress.step:
             is_save_due = self._runtime.is_rank_zero and self._save_interval is not None and self._save_interval.is_due_by_clock
             stop_requested, save_requested, ranks_with_next_batch = collectives.all_reduce_sum(
@@ -159,7 +165,7 @@ class TrainingLoop:
             if saved_value != data_layout.get(name):
                 hint = "restore the data and the batch size, or choose another trainer.save_dir"
                 raise IncompatibleCheckpoint(
-                    f"was trained with {saved_value} {name}, and this run has {data_layout.get(name)}", place="steps", hint=hint
+                    f"was trained with {name} {saved_value}, but this run has {data_layout.get(name)}", place="steps", hint=hint
                 )
         self._start_loop(
             data_layout, sharded_loader.sample_count, sharded_loader.steps_per_epoch * (epochs or 1) if max_steps is None else max_steps
@@ -199,14 +205,14 @@ class TrainingLoop:
                 local_batch, is_new = prefetcher.take_batch()
                 self.loss_weight, self._has_next_batch = world_size / ranks_with_batch if is_new else 0.0, prefetcher.has_next
                 yield local_batch
-                ranks_with_batch = self._exchange_step_requests().ranks_with_next_batch
+                ranks_with_batch = self._all_reduce_stop_and_save_flags().ranks_with_next_batch
 
     def _check_all_ranks_have_batch(self, prefetcher: BatchPrefetcher) -> None:
         """Raise TrainingError if the data of any rank is empty."""
         has_batch_by_rank = collectives.all_gather_objects(prefetcher.has_next, self._group)
         if not any(has_batch_by_rank):
             hint = "pass a non-empty iterable; an iterator can be read only once"
-            raise TrainingError("the data is exhausted", place="steps", hint=hint)
+            raise TrainingError("the data has no batches: it is empty or already exhausted", place="steps", hint=hint)
         if not all(has_batch_by_rank):
             hint = "give each rank a shard with at least one batch, selected by run.rank and run.world_size"
             raise TrainingError(f"rank {has_batch_by_rank.index(False)} has no batch, but other ranks have", place="steps", hint=hint)

@@ -37,7 +37,7 @@ class UserState:
     topology: Mapping[str, int] = {}
 
     def __init__(self, objects: Mapping[str, Stateful]) -> None:
-        """Raises TrainingError if an object has no state_dict() or load_state_dict()."""
+        """Register `objects`, by name. Raises TrainingError if an object has no state_dict() or load_state_dict()."""
         for name, stateful in objects.items():
             if not (callable(getattr(stateful, "state_dict", None)) and callable(getattr(stateful, "load_state_dict", None))):
                 hint = "implement both methods, or do not register the object"
@@ -68,7 +68,8 @@ class UserState:
     def load_checkpoint(self, path: Path, content: Manifest) -> None:
         """Load the checkpoint at `path`, with the manifest `content`, into the objects. Called by all ranks together.
 
-        Raises IncompatibleCheckpoint if the checkpoint has other objects, CheckpointError if it cannot be read.
+        Raises IncompatibleCheckpoint if the checkpoint has other objects, or if an object rejects its saved state; CheckpointError if the
+        checkpoint cannot be read.
         """
         trees = content.state.get("objects", {})
         if trees.keys() != self._objects.keys():

@@ -1,4 +1,4 @@
-"""Blending of data sets: select the data set of each sample, so that proportions hold at every position to within one sample.
+"""Blending of data sets: select the data set of each sample, so that up to any position proportions are exact to within one sample.
 
 Each data set has a share: its integer number of samples per period. The period is the sum of the shares. Sample j of a set with share c is
 due between the positions j × period / c and (j + 1) × period / c. Each position is assigned to the sample with the earliest deadline among
@@ -51,7 +51,7 @@ class Blend:
         self._shares = np.array(shares, dtype=np.int64)
         self._period_sets, self._earlier_counts = _build_interleaving_period(shares)
 
-    def locate_positions(self, positions: Ids) -> tuple[Ids, Ids]:
+    def find_datasets_at(self, positions: Ids) -> tuple[Ids, Ids]:
         """Return for each of `positions` the index of its data set, and the number of samples of this set at earlier positions."""
         rounds, within = np.divmod(positions, len(self._period_sets))
         sets = self._period_sets[within]

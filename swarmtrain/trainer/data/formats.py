@@ -40,7 +40,7 @@ class TokenFileContents:
     format: TokenFileFormat
     tokens: MappedArray | PreadArray
     documents: Tokens
-    """For each document, the index of its first token and its number of tokens: (documents, 2)."""
+    """For each document, the index of its first token and its number of tokens: shape (documents, 2)."""
     meta: dict[str, Any] = field(default_factory=dict)
     loss_mask: MappedArray | PreadArray | None = None
     """Loss mask: 1 for each token that contributes to the loss as a target, else 0; None if all tokens do."""
@@ -51,8 +51,8 @@ def open_token_files(
 ) -> TokenFileContents:
     """Open the token files of `prefix`, stored in `format`, as arrays of `array_type`.
 
-    `document_token` separates documents in formats without an index. Raises OSError if a file cannot be read, ValueError if the files are
-    invalid or do not match each other, TrainingError if the format cannot be detected.
+    `document_token`: id of the token that separates documents, for formats without an index. Raises OSError if a file cannot be read,
+    ValueError if the files are invalid or do not match each other, TrainingError if the format cannot be detected.
     """
     actual_format = detect_token_file_format(prefix) if format is TokenFileFormat.auto else format
     if document_token is not None and actual_format in (TokenFileFormat.memory_map, TokenFileFormat.megatron):
@@ -61,14 +61,19 @@ def open_token_files(
 
 
 def detect_token_file_format(prefix: Path) -> TokenFileFormat:
-    """Return the format of the token files of `prefix`. Raises TrainingError if it cannot be detected, ValueError, OSError."""
+    """Return the format of the token files of `prefix`.
+
+    Raises TrainingError if it cannot be detected, ValueError if the files are of different formats, OSError if a file cannot be read.
+    """
     megatron = (
         build_token_file_path(prefix, "idx").exists()
         and _read_header(build_token_file_path(prefix, "idx"), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
     )
     if build_token_file_path(prefix, "meta.json").exists():
         if megatron:
-            raise ValueError(f"{prefix.name}.idx is Megatron's, and {prefix.name}.meta.json belongs to another .idx")
+            raise ValueError(
+                f"{prefix.name}.idx has the megatron format, but {prefix.name}.meta.json belongs to an .idx of the memory_map format"
+            )
         return TokenFileFormat.memory_map
     if megatron:
         return TokenFileFormat.megatron
@@ -148,22 +153,22 @@ def _open_llm_c_files(prefix: Path, array_type: FileArrayType, document_token: i
         raise ValueError(f"{tokens_path.name} begins with {magic} and {version}; llm.c files begin with {known_versions}")
     tokens = array_type(tokens_path, np.dtype(_LLM_C_DTYPES[magic, version]), _LLM_C_HEADER_BYTES)
     if len(tokens) != count:
-        raise ValueError(f"{tokens_path.name} has {len(tokens):,} tokens, but its header says {count:,}; it is corrupt")
+        raise ValueError(f"{tokens_path.name} has {len(tokens):,} tokens, but its header specifies {count:,}; the file is corrupt")
     return TokenFileContents(TokenFileFormat.llm_c, tokens, _split_documents(tokens, document_token, offset=0))
 
 
 def _open_nanogpt_files(prefix: Path, array_type: FileArrayType, document_token: int | None) -> TokenFileContents:
     tokens_path = build_token_file_path(prefix, "bin")
     if _read_magic_number(tokens_path) in {magic for magic, _ in _LLM_C_DTYPES}:
-        raise ValueError(f"{tokens_path.name} has the header of an llm.c file, which a nanogpt file does not have")
+        raise ValueError(f"{tokens_path.name} has an llm.c header, but a nanogpt file was expected; set data.format: llm.c")
     tokens = array_type(tokens_path, np.dtype("uint16"))
     return TokenFileContents(TokenFileFormat.nanogpt, tokens, _split_documents(tokens, document_token, offset=1))
 
 
 def _split_documents(tokens: MappedArray | PreadArray, document_token: int | None, offset: int) -> Tokens:
-    """Return first token and length of each document in `tokens`: (documents, 2).
+    """Return the start index and the length, in tokens, of each document in `tokens`: shape (documents, 2).
 
-    A document begins `offset` tokens after each `document_token`.
+    A document begins `offset` positions after each `document_token`; None: all tokens are one document.
     """
     starts = []
     for first in range(0, len(tokens), _SCAN_BLOCK_TOKENS) if document_token is not None else ():
@@ -178,7 +183,7 @@ def _build_document_table(boundaries: Tokens) -> Tokens:
 def _parse_integer_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in "iu":
-        raise ValueError(f"{name} is not an integer type")
+        raise ValueError(f"the dtype {name} in its meta.json is not an integer dtype")
     return dtype
 
 

@@ -1,7 +1,7 @@
 """Memory-mapped token files. They are written in the format of Aleph Alpha's Scaling, with these files for a path prefix P:
 
 P.bin          the tokens of all documents, one after another
-P.idx          two integers per document: its first token and its length, in tokens
+P.idx          two integers per document: the index of its first token, and its number of tokens
 P.meta.json    {"dtype": "uint8", "index_dtype": "int64", "document_count": 1234}
 P.mask.bin     only if P.meta.json has "loss_mask": true: one byte per token, 1 if the token contributes to the loss, else 0
 """
@@ -41,8 +41,8 @@ class MemoryMap:
     ) -> None:
         """Open the token files of `prefix`.
 
-        Without `use_mmap`, the index is kept in memory, and tokens are read with pread. `document_token` separates documents in formats
-        without an index. Raises TrainingError if a file is missing, or if the files do not match each other.
+        Without `use_mmap`, the index is kept in memory, and tokens are read with pread. `document_token`: id of the token that separates
+        documents, for formats without an index. Raises TrainingError if a file is missing, or if the files do not match each other.
         """
         self.prefix = prefix
         try:
@@ -59,7 +59,7 @@ class MemoryMap:
         self.loss_mask = contents.loss_mask
         """Loss mask: 1 for each token that contributes to the loss as a target, else 0; None if all tokens do."""
         self.total_documents = len(self.documents)
-        """Number of documents in the whole file, including those that select_document_fraction() excludes."""
+        """Number of documents in the token files, including those that select_document_fraction() excludes."""
         self.token_start, self.token_end = 0, len(self.tokens)
         """Range of the selected documents' tokens in the file: from `token_start` up to, but not including, `token_end`."""
 
@@ -69,7 +69,10 @@ class MemoryMap:
         return formats.build_token_file_path(self.prefix, "bin")
 
     def select_document_fraction(self, low: float, high: float) -> Self:
-        """Return the same files restricted to the documents between the fractions `low` and `high` (0 to 1) of their number."""
+        """Return a copy of this MemoryMap that is restricted to a range of the documents.
+
+        `low`, `high`: start and end of the range, as fractions (0 to 1) of the number of documents.
+        """
         first, end = round(low * len(self.documents)), round(high * len(self.documents))
         selection = copy.copy(self)
         selection.documents = self.documents[first:end]
@@ -103,7 +106,7 @@ class MemoryMap:
 
     def _build_corruption_error(self, number: int) -> TrainingError:
         first, count = self.documents[number].tolist()
-        message = f"{self.prefix}: its index is corrupt: document {number} is listed with {count} tokens from {first} on"
+        message = f"{self.prefix}: its index is corrupt: document {number} has {count} tokens, starting at token {first}"
         return TrainingError(message, place="config data", hint=_REBUILD_HINT)
 
 

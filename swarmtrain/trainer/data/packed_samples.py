@@ -1,8 +1,8 @@
 """Packed samples: each sample contains complete documents. A document is split only if it is longer than a sample.
 
 A document of n tokens has n - 1 inputs, each with the next token as its target. The last token of a document is only a target, and no
-target crosses a document boundary. A document longer than a sample fills samples of its own, and its remainder is packed like a short
-document.
+target crosses a document boundary. A document longer than a sample fills one or more samples alone, and its remainder is packed like a
+short document.
 
 Packing is best-fit decreasing: the longest documents first, each into the fullest sample with enough space (Ding et al. 2024, arXiv
 2404.10830). All documents of the same length are packed at once, so the number of iterations depends on the number of different lengths,
@@ -125,7 +125,7 @@ def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, 
 
 
 def _compute_span_columns(row: Ids, count: Ids) -> Ids:
-    """Return the column at which each span begins: behind all earlier spans of the same row. `count`: length of each span."""
+    """Return the column at which each span begins: after all earlier spans of the same row. `count`: length of each span."""
     order = np.argsort(row, kind="stable")
     before = np.cumsum(count[order]) - count[order]
     starts_row = np.diff(row[order], prepend=-1) != 0

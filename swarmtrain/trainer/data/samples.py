@@ -302,7 +302,7 @@ class TokenDataset:
     def _compute_sample_ids(self, position: int, count: int) -> Ids:
         if self._blend is None:
             return shuffle.compute_sample_ids(position, count, len(self), self.seed)
-        sets, earlier_counts = self._blend.locate_positions(np.arange(position, position + count, dtype=np.int64))
+        sets, earlier_counts = self._blend.find_datasets_at(np.arange(position, position + count, dtype=np.int64))
         ids = np.empty(count, dtype=np.int64)
         for number in np.unique(sets):
             in_set = sets == number
@@ -325,7 +325,7 @@ def _check_companion_document_counts(dataset: TokenDataset, companion: TokenData
     for file, companion_file in zip(dataset.token_files, companion.token_files, strict=True):
         if len(file.documents) != len(companion_file.documents):
             raise TrainingError(
-                f"{companion_file.prefix} has {len(companion_file.documents)} documents, and {file.prefix} {len(file.documents)}",
+                f"{companion_file.prefix} has {len(companion_file.documents)} documents, but {file.prefix} has {len(file.documents)}",
                 place="config data",
                 hint="prepare both from the same records, with --on-bad stop: document i of one is paired with document i of the other",
             )

@@ -102,7 +102,7 @@ class PreadArray:
                 if error.errno not in _TRANSIENT_ERRNOS:
                     raise
                 last_error = error
-                LOG.warning("%s: %s; trying again", self._path, error.strerror)
+                LOG.warning("%s: %s; retrying", self._path, error.strerror)
         raise TrainingError(
             f"{self._path}: cannot be read: {last_error and last_error.strerror}",
             place="config data",
@@ -124,4 +124,6 @@ class PreadArray:
 
 def _check_file_size(path: Path, size: int, dtype: np.dtype[Any]) -> None:
     if size <= 0 or size % dtype.itemsize:
-        raise ValueError(f"{path.name} is empty" if size <= 0 else f"{path.name} is truncated within a value: {size} bytes of {dtype}")
+        raise ValueError(
+            f"{path.name} is empty" if size <= 0 else f"{path.name} is truncated: {size} bytes is not a multiple of the size of {dtype}"
+        )

@@ -72,7 +72,7 @@ def check_tokens(tokens: Tokens, vocab_size: int, location: str = "", first_posi
     index = int(unsigned.argmax())
     position_text = "" if first_position is None else f", at position {first_position + index:,}"
     raise DataError(
-        f"is {vocab_size}, and token {int(tokens[index])} is in the data{location}{position_text}",
+        f"is {vocab_size}, but the data contains token {int(tokens[index])}{location}{position_text}",
         place="config transformer_architecture.vocab_size",
         hint="set it to at least the highest possible token plus one, or use data of the matching tokenizer",
     )
@@ -83,7 +83,7 @@ def check_tokenizer(file: MemoryMap, vocab_size: int) -> None:
     tokenizer = file.meta.get("prepared", {}).get("tokenizer", {})
     if (size := tokenizer.get("vocab_size", 0)) > vocab_size:
         raise DataError(
-            f"is {vocab_size}, and {tokenizer['name']}, the tokenizer of {file.prefix}, has {size}",
+            f"is {vocab_size}, but {tokenizer['name']}, the tokenizer of {file.prefix}, has {size} tokens",
             place="config transformer_architecture.vocab_size",
             hint=f"set transformer_architecture.vocab_size: {size}, or more",
         )
@@ -120,7 +120,7 @@ def _list_unscanned_files(files: Mapping[str, MemoryMap], recorded: Mapping[str,
         for name, file in files.items()
         if name not in recorded
         or recorded[name].highest_token >= vocab_size
-        or replace(recorded[name], scanned_bytes=0, highest_token=-1) != _start_scan(file)
+        or replace(recorded[name], scanned_bytes=0, highest_token=-1) != _build_empty_scan(file)
     ]
 
 
@@ -130,7 +130,7 @@ def _scan_assigned_blocks(files: Sequence[MemoryMap], runtime: Runtime, deadline
     Blocks are scanned in pseudorandom order, so that the blocks scanned until the deadline are a uniform sample.
     """
     vocab_size = runtime.config.transformer_architecture.vocab_size
-    scans = [_start_scan(file) for file in files]
+    scans = [_build_empty_scan(file) for file in files]
     blocks = [(number, start) for number, file in enumerate(files) for start in range(0, len(file.tokens), _SCAN_BLOCK_TOKENS)]
     assigned = shuffle.permute_indices(np.arange(runtime.rank, len(blocks), runtime.world_size), len(blocks), key=0).tolist()
     for block, next_block in pairwise([*assigned, None]):
@@ -146,7 +146,7 @@ def _scan_assigned_blocks(files: Sequence[MemoryMap], runtime: Runtime, deadline
     return scans
 
 
-def _start_scan(file: MemoryMap) -> TokenScan:
+def _build_empty_scan(file: MemoryMap) -> TokenScan:
     try:
         file_stat = file.tokens_path.stat()
     except OSError as error:

@@ -32,7 +32,7 @@ def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dic
     checkpoint = consolidated.find_checkpoint(source)
     architecture = checkpoint.config.transformer_architecture
     if architecture.lora_config is None:
-        raise CheckpointError("has no LoRA", place=str(checkpoint.path), hint="omit --adapter to write the whole model")
+        raise CheckpointError("has no LoRA", place=str(checkpoint.path), hint="omit --adapter to export the full model")
     trainer = checkpoint.config.trainer
     also_trained = {
         "trainer.finetunable_parameters": trainer.finetunable_parameters is not None,
@@ -41,14 +41,14 @@ def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dic
     }
     if conflicts := [name for name, is_set in also_trained.items() if is_set]:
         reason = f"may have trained parameters other than LoRA: {conflicts[0]} is set"
-        raise CheckpointError(reason, place=str(checkpoint.path), hint="omit --adapter to write the whole model")
+        raise CheckpointError(reason, place=str(checkpoint.path), hint="omit --adapter to export the full model")
     model_family = find_model_family(architecture)
     sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}
     mapping = TensorMapping(model_family, architecture, {name: size for name, size in sizes.items() if LORA_KEY not in name})
     our_names: dict[str, str] = {}
     for name in (name for name in sizes if LORA_KEY in name):
         layer, _, matrix = name.removesuffix(".weight").replace(LORA_KEY, ".").rpartition(".")
-        theirs = mapping.find_one_to_one_name(f"{layer}.weight")
+        theirs = mapping.find_unfused_tensor_name(f"{layer}.weight")
         if theirs is None:
             raise CheckpointError(
                 f"has LoRA on {layer}, which is part of a fused tensor in files of {model_family.model_type}",

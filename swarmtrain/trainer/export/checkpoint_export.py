@@ -109,7 +109,7 @@ def write_folder_atomically(output: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        hint = "nothing of it is left; choose a writable folder with enough space"
+        hint = "the incomplete output was removed; choose a writable folder with enough space"
         raise CheckpointError(f"cannot be written: {describe_os_error(error)}", place=str(output), hint=hint) from None
 
 

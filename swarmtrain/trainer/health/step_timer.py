@@ -44,7 +44,7 @@ class _StepMarks:
 
 
 class StepTimer:
-    """Measures the phases of this rank's steps."""
+    """Measures how long each phase of this rank's steps takes."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -82,7 +82,7 @@ class StepTimer:
 
     def read_finished_steps(self) -> None:
         """Read the timestamps of the steps whose end the device has passed."""
-        while len(self._steps) > 1 and _has_device_passed(self._steps[0].marks[-1]):
+        while len(self._steps) > 1 and _is_timestamp_known(self._steps[0].marks[-1]):
             self._phase_seconds = self._sum_phase_seconds(self._steps.popleft())
 
     def _sum_phase_seconds(self, step: _StepMarks) -> dict[str, float]:
@@ -103,12 +103,12 @@ class StepTimer:
         return event
 
 
-def _has_device_passed(mark: Mark) -> bool:
+def _is_timestamp_known(mark: Mark) -> bool:
     return isinstance(mark, float) or bool(mark.query())  # type: ignore[no-untyped-call]
 
 
 def compute_elapsed_seconds(begin: Mark, end: Mark) -> float:
-    """Return the seconds between two timestamps of the same kind. If they are CUDA events, the device must have passed both."""
+    """Return the seconds between two timestamps: two times of the host's clock, or two CUDA events that the device has passed."""
     if isinstance(begin, float) or isinstance(end, float):
         return float(end) - float(begin)  # type: ignore[arg-type]  # both are floats, or neither
     return float(begin.elapsed_time(end)) / 1000

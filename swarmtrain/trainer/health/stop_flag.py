@@ -82,7 +82,7 @@ class CollectiveTimeout:
 
     @contextmanager
     def use_initial_timeout(self) -> Iterator[None]:
-        """Context manager that uses the initial timeout in its body, for code that may write to a slow disk."""
+        """Context manager that uses the initial timeout (30 minutes) in its body, for code that may write to a slow disk."""
         set_collective_timeout(None, self._groups)
         yield
         if self._timeout_seconds is not None:

@@ -37,7 +37,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """A message about stragglers to report. `straggler` is None if the previously reported rank has caught up."""
+    """Report of a new straggler, or that the node reported last is no longer a straggler (`straggler` is then None)."""
 
     straggler: Straggler | None
     message: str
@@ -95,7 +95,7 @@ class StragglerDetector:
         self._comparisons.append({(each.rank, each.phase): each for each in slow_ranks if each.slowdown >= SLOWDOWN_THRESHOLD})
         if len(self._comparisons) < CONSECUTIVE_COMPARISONS:
             return None
-        persistent = [self._find_median_comparison(key) for key in set.intersection(*(set(comparison) for comparison in self._comparisons))]
+        persistent = [self._find_median_straggler(key) for key in set.intersection(*(set(comparison) for comparison in self._comparisons))]
         if any((each.node, each.phase) == self._reported for each in persistent):
             return None
         if persistent:
@@ -111,8 +111,8 @@ class StragglerDetector:
             return StragglerReport(None, f"{node} is no longer a straggler")
         return None
 
-    def _find_median_comparison(self, key: tuple[int, str]) -> Straggler:
-        """Return the entry with the median slowdown, of the comparisons' entries for `key` (rank and phase)."""
+    def _find_median_straggler(self, key: tuple[int, str]) -> Straggler:
+        """Return the entry for `key` (rank and phase) of the comparison in which its slowdown is the median over all comparisons."""
         return sorted((comparison[key] for comparison in self._comparisons), key=lambda each: each.slowdown)[len(self._comparisons) // 2]
 
 

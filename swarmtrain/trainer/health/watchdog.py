@@ -1,10 +1,10 @@
 """Watchdog: a rank that hangs reports where it hangs, and exits, so that the run restarts.
 
 The peers of a hanging rank wait in a collective until the collective times out (stop_flag.py). They can only report that some rank did not
-arrive. So each rank also has a watchdog thread, which measures how long the current step has taken. The watchdog's limit is somewhat longer
+arrive. So each rank also has a watchdog thread, which measures how long the current step has taken. The watchdog's step timeout is longer
 than the collective timeout: by then, ranks that only wait have exited, torch's agent has requested a stop of the others (SIGTERM, which a
 blocked main thread may not handle), and a rank that remains is the one that hangs. If no stop was requested, all ranks may be busy with
-something rare, such as a compilation or a slow disk, so the limit is several times as long.
+something rare, such as a compilation or a slow disk, so the step timeout is several times as long.
 
 faulthandler writes the stack traces, since it works even if the interpreter is blocked. Its own timer
 (dump_traceback_later) is not used: a process that was forked while the timer ran would wait for it forever.
@@ -33,9 +33,9 @@ from swarmtrain.trainer.runtime import Runtime
 POLL_SECONDS = 1.0
 """Seconds between two checks of the current step."""
 MARGIN_SECONDS = 5.0
-"""Seconds by which the limit of a step exceeds the collective timeout of the other ranks."""
+"""Seconds by which the timeout of a step exceeds 1.5 times the usual step time plus the collective timeout of the other ranks."""
 _UNREQUESTED_FACTOR = 4
-"""Factor by which the limit is longer if no stop was requested."""
+"""Factor by which the timeout of a step is longer if no stop was requested."""
 _MIN_STEPS = 3
 _WINDOW_STEPS = 32
 
@@ -85,8 +85,8 @@ class Watchdog:
         self._recent_step_seconds.append(time.monotonic() - start_time)
 
     @property
-    def _limit_seconds(self) -> float | None:
-        """Maximum duration of a step in seconds; None until the step time is known."""
+    def _step_timeout_seconds(self) -> float | None:
+        """Timeout of a step in seconds, if a stop was requested; None until the usual step time is known."""
         recent = sorted(self._recent_step_seconds)
         if len(recent) < _MIN_STEPS:
             return None
@@ -101,7 +101,7 @@ class Watchdog:
             self._elapsed_seconds += min(now - last_poll, 2 * POLL_SECONDS)
             last_poll = now
             self._read_signals()
-            limit, number = self._limit_seconds, self._current_step
+            limit, number = self._step_timeout_seconds, self._current_step
             if (
                 limit is not None
                 and number is not None

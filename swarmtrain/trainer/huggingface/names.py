@@ -88,7 +88,7 @@ class TensorMapping:
         }
 
     @property
-    def base_prefix(self) -> str:
+    def base_model_prefix(self) -> str:
         """Common prefix of all tensor names except that of the head."""
         return self._names.layer_prefix.partition(".")[0] + "."
 
@@ -98,11 +98,11 @@ class TensorMapping:
         return f"{self._names.top_level['head']}.weight"
 
     @property
-    def positions_name(self) -> str | None:
+    def position_embeddings_name(self) -> str | None:
         """Name of the learned position embeddings; None if there are none. This tensor may have more positions than a training sample."""
         return next((their_name for their_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
 
-    def find_one_to_one_name(self, name: str) -> str | None:
+    def find_unfused_tensor_name(self, name: str) -> str | None:
         """Return the name of the family's tensor that equals parameter `name`; None if that tensor is fused or transposed."""
         their_name, _ = self._locations[name]
         return their_name if len(self.sources[their_name]) == 1 and not self._is_transposed(their_name) else None

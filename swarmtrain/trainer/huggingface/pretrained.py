@@ -60,7 +60,7 @@ def build_parameter_loader(
         raise
     except SwarmtrainError as error:
         raise IncompatibleCheckpoint(error.message, place=error.place, hint=error.hint) from None
-    tensors = _add_base_prefix(_read_tensors(folder), mapping.base_prefix)
+    tensors = _add_base_model_prefix(_read_tensors(folder), mapping.base_model_prefix)
     _check_tensor_names_and_shapes(
         folder, tensors, mapping, headless=architecture.has_tied_embeddings or architecture.embedding_head_config is not None
     )
@@ -68,7 +68,7 @@ def build_parameter_loader(
 
 
 def compute_model_fingerprint(folder: Path) -> str:
-    """Return a digest of the model in `folder`. It covers the config, and the header, size and last bytes of each tensor file."""
+    """Return a fingerprint of the model in `folder`: SHA-256 of the config, and of the header, size and last bytes of each tensor file."""
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     for path in _find_safetensors_files(folder):
         digest.update(safetensors.read_fingerprint_bytes(path))
@@ -101,7 +101,7 @@ def _find_safetensors_files(folder: Path) -> list[Path]:
     return [folder / file for file in files]
 
 
-def _add_base_prefix(tensors: Mapping[str, Tensor], base_prefix: str) -> Mapping[str, Tensor]:
+def _add_base_model_prefix(tensors: Mapping[str, Tensor], base_prefix: str) -> Mapping[str, Tensor]:
     """Return the tensors with `base_prefix` added to names that lack it, as in the files of a model without a head."""
     return (
         tensors
@@ -143,7 +143,7 @@ def _check_tensor_names_and_shapes(folder: Path, tensors: Mapping[str, Tensor], 
     mismatches = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     mismatches += [f"{name} is unexpected" for name in sorted(extra)]
     sizes = [(name, tuple(tensors[name].shape), size) for name, size in expected.items() if name in tensors]
-    positions_name = mapping.positions_name  # a model with shorter samples uses only the first positions
+    positions_name = mapping.position_embeddings_name  # a model with shorter samples uses only the first positions
     mismatches += [
         f"{name} is {found_size} in the checkpoint and {size} here"
         for name, found_size, size in sizes
@@ -152,7 +152,7 @@ def _check_tensor_names_and_shapes(folder: Path, tensors: Mapping[str, Tensor], 
     if mismatches:
         more = f"; {len(mismatches)} in all" if len(mismatches) > _MAX_SHOWN_DIFFERENCES else ""
         raise IncompatibleCheckpoint(
-            f"does not have the tensors that its {CONFIG_FILE} says: {'; '.join(mismatches[:_MAX_SHOWN_DIFFERENCES])}{more}",
+            f"does not have the tensors that its {CONFIG_FILE} requires: {'; '.join(mismatches[:_MAX_SHOWN_DIFFERENCES])}{more}",
             place=f"config trainer.init_from {folder}",
             hint="check that the folder is complete",
         )
@@ -169,5 +169,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"is not JSON: {error}", place=str(path)) from None
     if not isinstance(values, dict):
-        raise CheckpointError("is not a mapping", place=str(path))
+        raise CheckpointError("is not a JSON object", place=str(path))
     return values

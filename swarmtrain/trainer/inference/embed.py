@@ -121,6 +121,6 @@ def _write_vectors(options: EmbedOptions, vectors: Tensor) -> None:
     except OSError as error:
         staging.unlink(missing_ok=True)
         raise SwarmtrainError(
-            f"cannot be written: {describe_os_error(error)}", place=str(output), hint="pass a file with --output"
+            f"cannot be written: {describe_os_error(error)}", place=str(output), hint="pass a writable file with --output"
         ) from None
     sys.stderr.write(f"wrote {output}: {rows.shape[0]:,} vectors of {rows.shape[1]:,} numbers\n")

@@ -93,7 +93,9 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         objective = transformer.objective
         if validation is None or not validation.loss < _MAX_EXP_NATS:
             loss = validation.loss if validation else None
-            raise TrainingError(f"the validation loss is {loss}", place=str(model.path), hint="try an earlier checkpoint")
+            raise TrainingError(
+                f"the validation loss is NaN/Inf or too large: {loss}", place=str(model.path), hint="try an earlier checkpoint"
+            )
         if runtime.is_rank_zero:
             samples = min(config.topology.samples_per_step * config.trainer.eval_iterations, len(data))
             report = {"model": str(model.path), "step": model.step, "loss": validation.loss, "samples": samples}

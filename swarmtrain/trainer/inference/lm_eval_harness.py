@@ -38,7 +38,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
         self._model, self._tokenizer, self._batch_limit = model.local_model, tokenizer, batch_size
         self._gather_logits = build_logits_gather(model.mesh.tensor_group)
         self._eos_tokens = {
-            token for token in tokenizer_backends.find_eos_tokens(tokenizer) if token < model.local_model.architecture.vocab_size
+            token for token in tokenizer_backends.find_eos_token_ids(tokenizer) if token < model.local_model.architecture.vocab_size
         }
         self._sequence_length = model.local_model.architecture.sequence_length
 

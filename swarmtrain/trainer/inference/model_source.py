@@ -58,8 +58,10 @@ def open_model_tokenizer(names: Sequence[str], architecture: TransformerArchitec
         raise TrainingError("does not record its tokenizer", place=place, hint=f"pass its tokenizer.json with {option}")
     encoder = tokenizer_backends.open_tokenizer(names[0])
     if encoder.vocab_size > architecture.vocab_size:
-        reason = f"has {encoder.vocab_size} tokens, and the model has {architecture.vocab_size}"
-        raise TrainingError(reason, place=f"tokenizer {encoder.name}", hint=f"pass the tokenizer of its data with {option}")
+        reason = f"has {encoder.vocab_size} tokens, but the vocabulary of the model has only {architecture.vocab_size}"
+        raise TrainingError(
+            reason, place=f"tokenizer {encoder.name}", hint=f"pass the tokenizer of the model's training data with {option}"
+        )
     return encoder
 
 

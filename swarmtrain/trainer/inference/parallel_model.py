@@ -23,7 +23,7 @@ def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> I
     """Context manager that yields `model`, tensor-parallel over all ranks, and the runtime.
 
     `needs_vectors`: whether the model must be an embedding model; otherwise it must be a language model. Raises SwarmtrainError if it is
-    the other kind of model, or if the model's dimensions are not divisible by the number of ranks.
+    not, or if the model's dimensions are not divisible by the number of ranks.
     """
     # Prompts of different lengths are padded. The padding is a separate document, so attention must not cross document boundaries.
     shape = model.architecture.model_copy(update={"reset_attention_mask": True, "reset_position_ids": True})
@@ -37,7 +37,7 @@ def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> I
     world_size = int(distributed_env.detect_torchrun_env(os.environ)["WORLD_SIZE"])
     for name in ("num_attention_heads", "kv_heads", "vocab_size", "mlp_width"):
         if getattr(shape, name) % world_size:
-            reason = f"{world_size} ranks do not evenly divide its {name}, {getattr(shape, name)}"
+            reason = f"{world_size} ranks do not evenly divide the {name} of the model, {getattr(shape, name)}"
             raise TrainingError(reason, place="--ranks", hint="use fewer ranks, or one")
     topology = TopologyConfig(model_parallel_size=world_size, global_batch_size=1, micro_batch_size=1)
     # A config with an embedding head also requires an objective that trains this head, which inference does not need.

@@ -58,7 +58,7 @@ def main(request: Mapping[str, Any]) -> None:
             prompts,
             sampling_params,
             max_tokens=options.max_tokens,
-            eos_tokens=tokenizer_backends.find_eos_tokens(tokenizer),
+            eos_tokens=tokenizer_backends.find_eos_token_ids(tokenizer),
             gather_logits=build_logits_gather(parallel_model.mesh.tensor_group),
             is_done=lambda number: streams[number].stopped,
         )

@@ -3,7 +3,7 @@
 allocation_tracker    records allocations and their purposes
 simulation            simulates one step of one rank, on fake tensors
 
-This module determines which ranks have to be simulated (one of each kind), with how many micro batches, and which config changes save
+This module determines which ranks have to be simulated (one per pipeline rank), with how many micro batches, and which config changes save
 memory.
 """
 
@@ -31,10 +31,10 @@ peak, except in a pipeline."""
 
 @dataclass(frozen=True)
 class RankMemoryEstimate:
-    """Estimated memory of one kind of rank, in bytes."""
+    """Estimated memory in bytes of one simulated rank. Other ranks with the same pipeline stages need no more memory."""
 
     rank: int
-    """Lowest rank of this kind."""
+    """The simulated rank: the lowest rank with these pipeline stages."""
     stages: tuple[int, ...]
     """Pipeline stages of the rank; (0,) without pipeline parallelism."""
     startup_peak: int
@@ -55,7 +55,7 @@ class RankMemoryEstimate:
 
 
 def estimate_memory(config: Config, world_size: int) -> list[RankMemoryEstimate]:
-    """Return the estimates for a run with `world_size` ranks: one per rank of a pipeline; without pipelines, one for rank 0.
+    """Return the estimates for a run with `world_size` ranks: one per pipeline rank; without pipeline parallelism, one for rank 0.
 
     Other ranks need no more memory: the first replica has the most micro batches, and tensor-parallel ranks need the same memory. Raises
     SwarmtrainError if the number of ranks does not match the config, or if the step cannot be simulated.
@@ -128,7 +128,7 @@ def _simulate_rank_memory(config: Config, world_size: int, rank: int, stages: tu
         raise SwarmtrainError(
             f"cannot be simulated on rank {rank}: torch needs actual tensor values there: {reason}",
             place="config",
-            hint="run it with a small num_layers, and extrapolate",
+            hint="train it with a small num_layers to measure its memory, and extrapolate",
         ) from error
     return RankMemoryEstimate(rank, stages, startup.size, peak.size, peak.breakdown)
 

@@ -98,7 +98,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     @contextmanager
     def attribute_allocations_to_phase(self, phase: AllocationKind | None) -> Iterator[None]:
-        """Context manager that sets the purpose of allocations to `phase`; None: to activations or backward-pass gradients."""
+        """Context manager that records allocations with the purpose `phase`; None: activations, or gradients in a backward pass."""
         previous_phase, self._phase = self._phase, phase
         yield
         self._phase = previous_phase

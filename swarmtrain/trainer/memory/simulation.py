@@ -51,7 +51,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
         vocabulary_size=architecture.vocab_size // config.topology.tensor_parallel_size,
         has_fp64_sums=architecture.precision is Precision.float32,
     )
-    with _enter_fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), tracker.track_allocations():
+    with _init_fake_process_group(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), tracker.track_allocations():
         model = parallelize(Transformer(architecture, config.trainer.seed), runtime)
         if isinstance(model.wrapped_model, DdpModel):
             model.wrapped_model._ddp.reducer = _StaticBucketReducer(model.wrapped_model._ddp.reducer)  # type: ignore[assignment]  # it delegates everything else
@@ -121,13 +121,13 @@ class _StaticBucketReducer:
 
 
 @contextmanager
-def _enter_fake_world(rank: int, world_size: int) -> Iterator[None]:
+def _init_fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Context manager in which this process is rank `rank` of a simulated world of `world_size` ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
             warnings.catch_warnings(action="ignore"),
-            _patch_functions(_wrap_with_real_tensors, (mesh, "build_mesh"), *((DeviceMesh, name) for name in _MESH_METHODS)),
+            _patch_functions(_wrap_to_use_real_tensors, (mesh, "build_mesh"), *((DeviceMesh, name) for name in _MESH_METHODS)),
         ):
             yield
     finally:
@@ -140,7 +140,7 @@ _MESH_METHODS = "__init__", "__getitem__", "get_coordinate"
 """Methods of DeviceMesh that compute with tensor values, so they need real tensors."""
 
 
-def _wrap_with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_to_use_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     def call_with_real_tensors(*args: Any, **options: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **options)

@@ -65,10 +65,10 @@ class RunReporter:
             self._poster.close(_FLUSH_TIMEOUT_SECONDS)
 
     def report_start(self, step: int, resumed_from: Path | None, generation: int, model: ParallelModel) -> None:
-        """Report that the world with this `generation` starts to train `model` at `step`, and open the sinks. Called by all ranks together.
+        """Report that training of `model` starts after `step`, and open the sinks. Called by all ranks together.
 
-        `resumed_from`: path of the checkpoint from which training resumes; None if it starts from scratch. Raises TrainingError if a sink
-        cannot be opened.
+        `generation`: generation of the current world (rendezvous round). `resumed_from`: path of the checkpoint from which training
+        resumes; None if it starts from scratch. Raises TrainingError if a sink cannot be opened.
         """
         self._report_environment(generation, model)
         mesh = model.mesh

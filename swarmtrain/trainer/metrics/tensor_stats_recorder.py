@@ -44,7 +44,7 @@ class TensorStatsRecorder:
         self._model, self._is_first_replica = model, model.mesh.device_mesh.get_local_rank("replica") == 0
         self._compute_dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision, torch.float32)
         self._file = MetricsFile(runtime.output_folder, resumed_step, "tensor-statistics.jsonl") if runtime.is_rank_zero else None
-        self._modules = {name: module for name, module in model.local_model.named_modules() if self._is_watched_module(name, module)}
+        self._modules = {name: module for name, module in model.local_model.named_modules() if self._is_recorded_module(name, module)}
         self._statistics_by_key: dict[TensorKey, tuple[Statistic, ...]] = {}
         self._module_types = {
             name: kind for rank_types in collectives.all_gather_objects(self._list_module_types()) for name, kind in rank_types.items()
@@ -162,7 +162,7 @@ class TensorStatsRecorder:
     def _list_module_types(self) -> dict[str, str]:
         return {name: _get_module_type(module) for name, module in self._modules.items()}
 
-    def _is_watched_module(self, name: str, module: nn.Module) -> bool:
+    def _is_recorded_module(self, name: str, module: nn.Module) -> bool:
         """Return whether `module` also exists in the unsharded model, and has parameters on this rank."""
         return bool(name) and "parametrizations" not in name and next(module.parameters(), None) is not None
 

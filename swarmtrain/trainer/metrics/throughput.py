@@ -9,7 +9,7 @@ _WINDOW_STEPS = 50
 
 
 class Throughput:
-    """Throughput as a moving average over the last steps, including the time for validation and checkpoints between steps."""
+    """Measures throughput as a moving average over the last steps, including the time for validation and checkpoints between steps."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_WINDOW_STEPS + 1)

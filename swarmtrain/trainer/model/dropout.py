@@ -65,7 +65,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability = probability
         self.first_dimension = 0
-        """Index in the full model of the input's first dimension, if that is a tensor-parallel shard."""
+        """Offset of this rank's shard in the last dimension of the full input; 0 if the input is not tensor-parallel."""
         key = torch.tensor(
             derive_seed("dropout", module_name) % _INT31_RANGE, dtype=torch.int32, device="cpu"
         )  # the enclosing model is built on the meta device

@@ -88,7 +88,7 @@ def check_float8_support(architecture: TransformerArchitectureConfig, device: to
     raise TrainingError(
         f"needs a GPU that supports float8 matmuls, as those of compute capability {'.'.join(map(str, _MIN_COMPUTE_CAPABILITY))} and later "
         f"do, "
-        f"and this is {device_name}",
+        f"but this device is {device_name}",
         place=f"config transformer_architecture.{next(iter(architecture.float8_layers))}",
         hint="remove it, or set transformer_architecture.fp8_emulate: true for a slow emulation of float8",
     )

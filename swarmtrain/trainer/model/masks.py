@@ -62,8 +62,8 @@ def build_masks(
 ) -> Masks:
     """Return the attention masks of one forward pass for sequences of `length` tokens.
 
-    `documents` (batch, sequence): the document number of each token; tokens attend only within their document. None: also to other
-    documents.
+    `documents` (batch, sequence): the document number of each token; tokens attend only within their document. None: tokens
+    also attend to other documents.
     `query_positions`: positions of this rank's queries in their sequences (context parallelism); None if it has full sequences.
     """
     window = architecture.local_attention_window_size

@@ -52,7 +52,7 @@ class Objective:
         return None
 
     def generating_text(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context manager in which `model` generates text as the trained model, with one row per prompt."""
+        """Return a context manager in which `model` gives the trained model's output for each row, without copies, to generate text."""
         return nullcontext()
 
 
@@ -91,8 +91,8 @@ class VectorObjective(Objective, ABC):
     def compute_sample_losses(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each sample of a global batch its loss (differentiable), and whether it counts as correct in the accuracy.
 
-        `vectors` (samples, rows per sample, dimensions): unit-length vectors; for each sample the vector of its own text, then those of
-        its companion texts (positive, negatives).
+        `vectors` (samples, rows per sample, dimensions): unit-length vectors; for each sample the vector of its text, then those of its
+        positive and negative texts.
         """
 
     def compute_vector_loss(

@@ -12,7 +12,7 @@ linear               matrix products, in float8 where configured
 float8               float8 matrix products
 umup                 u-muP scaling
 peft                 parameters added for fine-tuning
-lora                 low-rank products added to linear layers
+lora                 LoRA: low-rank updates added to linear layers
 adapter              bottleneck blocks after layers
 embedding_head       one vector per text
 loss_targets         the target value of positions without a loss

@@ -87,7 +87,7 @@ class Optimizer:
 
     @torch.no_grad()
     def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
-        """Do all communication of step `number`: unscale and clip gradients. Return the update that `step` will apply.
+        """Unscale and clip the gradients of step `number`, and do all communication of the step. Return the update that `step` will apply.
 
         `extra_scalars`, tensors on the device, are read together with the gradient norm: this is the only point in a step at which the
         host waits for the device.
@@ -120,7 +120,9 @@ class Optimizer:
         return self._prepared_update
 
     def skip_step(self) -> OptimizerUpdate:
-        """Mark the prepared step as skipped, so that `step` changes no parameters. Return the new update.
+        """Mark the prepared step as skipped, so that `step` leaves the parameters unchanged.
+
+        Return the prepared update, marked as skipped.
 
         Raises ValueError if no step is prepared.
         """

@@ -13,8 +13,8 @@ from swarmtrain.trainer import collectives
 
 _MAX_NAMES_SHOWN = 3
 _HINT_BY_MESSAGE = {
-    "does not have a deterministic implementation": "set trainer.deterministic: prefer to allow it nevertheless",
-    "returned nan values": "see the traceback above for the call of the operation, which trainer.detect_anomaly found",
+    "does not have a deterministic implementation": "set trainer.deterministic: prefer to allow nondeterministic operations",
+    "returned nan values": "the traceback above shows the forward operation whose gradient is NaN; trainer.detect_anomaly has found it",
 }
 """Fragments of the error messages of torch's anomaly and determinism checks, and a hint for each."""
 

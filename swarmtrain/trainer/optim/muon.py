@@ -108,7 +108,7 @@ class Muon:
         return sharded if isinstance(direction, DTensor) else sharded.to_local().contiguous()
 
     def _compute_update_scale(self, name: str) -> float:
-        """Return the factor that scales an orthogonalized matrix to the size of AdamW's updates."""
+        """Return the factor that scales an orthogonalized matrix to the root mean square (RMS) of AdamW's updates."""
         full_parameter = self._shard_layout.wrap_as_dtensor(name, self._parameters[name].detach())
         return float(0.2 * max(full_parameter.shape) ** 0.5)
 
@@ -129,7 +129,7 @@ def orthogonalize_matrix(matrix: Tensor) -> Tensor:
 
 
 def count_newton_schulz_flops(shape: Sequence[int]) -> int:
-    """Return the number of floating-point operations of one Newton-Schulz iteration on a matrix of `shape`."""
+    """Return the FLOPs of one Newton-Schulz iteration on a matrix of `shape`."""
     short, long = sorted(shape)
     return 4 * short * short * long + 2 * short**3
 
@@ -137,7 +137,7 @@ def count_newton_schulz_flops(shape: Sequence[int]) -> int:
 def assign_matrices_to_replicas(costs: Mapping[str, int], replica_count: int) -> dict[str, int]:
     """Return for each matrix the index of the replica that computes its update, so that costs are balanced.
 
-    `costs`: operations per matrix, by name. Greedy: the most expensive matrix first, to the least loaded of `replica_count` replicas.
+    `costs`: FLOPs per matrix, by name. Greedy: the most expensive matrix first, to the least loaded of `replica_count` replicas.
     """
     loads, owners = [0] * replica_count, {}
     for name in sorted(costs, key=lambda name: (-costs[name], name)):

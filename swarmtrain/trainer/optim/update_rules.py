@@ -29,7 +29,10 @@ class UpdateRule(Protocol):
     """Interface of an update rule: updates a set of parameters from their gradients."""
 
     moments: dict[str, NamedTensors]
-    """Optimizer state: maps each kind of moment to the tensors by parameter name. A kind belongs to only one update rule."""
+    """Optimizer state: maps the name of each moment, such as exp_avg, to its tensors by parameter name.
+
+    Different update rules use different moment names.
+    """
 
     def prepare_step(self) -> None:
         """Do all communication of the next step, without changing parameters or optimizer state."""

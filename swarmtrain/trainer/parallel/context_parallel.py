@@ -1,7 +1,7 @@
 """Context parallelism: each rank has a part of every sequence, and gathers the keys and values of the full sequence for attention.
 
 All other layers process each token independently and need no communication. A token attends to all tokens before it, so later tokens cost
-more. Each rank therefore has chunk i from the start of the sequence and chunk i from its end, which balances the work.
+more. Rank i therefore has chunk i from the start of the sequence and chunk i from its end, which balances the work.
 """
 
 from __future__ import annotations

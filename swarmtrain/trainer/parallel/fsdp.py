@@ -101,7 +101,7 @@ class FsdpModel:
 
         After the last micro batch of a step, gradients are this rank's shards of the sums over all micro batches of all replicas.
         """
-        model = _as_fsdp_module(self._model)
+        model = _cast_to_fsdp_module(self._model)
         model.set_requires_gradient_sync(is_last or self._reduce_every_micro_batch)
         model.set_requires_all_reduce(is_last)
         if self._keep_gathered:
@@ -113,18 +113,18 @@ class FsdpModel:
 
 def _to_local_tensor(dtensor: Tensor) -> Tensor:
     if not isinstance(dtensor, DTensor):
-        raise TypeError(f"fully_shard left a {type(dtensor).__name__}")
+        raise TypeError(f"expected a DTensor after fully_shard, but got {type(dtensor).__name__}")
     local_shard: Tensor = dtensor.to_local().detach()
     return local_shard
 
 
 def _set_sum_reduction(module: nn.Module) -> None:
-    fsdp_module = _as_fsdp_module(module)
+    fsdp_module = _cast_to_fsdp_module(module)
     fsdp_module.set_gradient_divide_factor(1.0)
     fsdp_module.set_force_sum_reduction_for_comms(True)  # otherwise a factor of 1 becomes a reduce operation that gloo lacks
 
 
-def _as_fsdp_module(module: nn.Module) -> FSDPModule:
+def _cast_to_fsdp_module(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
-        raise TypeError(f"{type(module).__name__} is not sharded")
+        raise TypeError(f"{type(module).__name__} is not an FSDPModule: fully_shard was not applied to it")
     return module

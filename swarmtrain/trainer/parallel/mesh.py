@@ -42,7 +42,7 @@ class Mesh:
         return self.device_mesh.get_group("pipe")
 
     @property
-    def has_loss(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """True on the ranks whose loss is counted: the first tensor-parallel rank of the last pipeline stage, in each replica."""
         return self.pipe_rank == self.pipe_size - 1 and self.tensor_rank == 0
 
@@ -62,7 +62,7 @@ class Mesh:
         return self.device_mesh.get_group("tensor")
 
     @property
-    def replica_ranks(self) -> list[list[int]]:
+    def ranks_by_shard(self) -> list[list[int]]:
         """For each shard of the model, the ranks that hold it: outer list by shard, inner list by replica."""
         pipe_tensor_shard_replica = 0, 1, 3, 2
         ranks: list[list[int]] = self.device_mesh.mesh.permute(pipe_tensor_shard_replica).flatten(0, 2).tolist()

@@ -17,7 +17,7 @@ import numpy as np
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.tokenize import tokenizer_backends
-from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional_dependency
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer, EncodedText
 
 _CHATML_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
@@ -57,7 +57,7 @@ class ChatTemplate:
         self._token_values = {
             name: _extract_token_text(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        self._jinja = import_optional("jinja2")
+        self._jinja = import_optional_dependency("jinja2")
         self._template = self._compile_template(
             _GENERATION_TAG.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", self.source)
         )
@@ -81,7 +81,7 @@ class ChatTemplate:
             ):
                 return f"message {number} has {special_token}, which only the template may write"
             previous_role = message["role"]
-        return "" if previous_role == "assistant" else f"ends with {previous_role}, not with the assistant's answer"
+        return "" if previous_role == "assistant" else f"ends with a message of {previous_role}, but must end with a message of assistant"
 
     def render_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[CharRange]]:
         """Return the text of `messages`, and the character ranges of the assistant's turns.
@@ -94,7 +94,9 @@ class ChatTemplate:
                 prompt = self._render_text(messages[:number], add_generation_prompt=True)
                 rendered = self._render_text(messages[: number + 1])
                 if not rendered.startswith(prompt) or not text.startswith(rendered):
-                    raise ValueError(f"message {number + 1}: the chat template renders messages differently once others follow")
+                    raise ValueError(
+                        f"message {number + 1}: the chat template renders it differently if others follow, so its loss mask is unknown"
+                    )
                 assistant_ranges.append((len(prompt), len(prompt) + self._count_loss_characters(rendered[len(prompt) :])))
         return text, assistant_ranges
 
@@ -110,11 +112,11 @@ class ChatTemplate:
         try:
             text: str = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._token_values)
         except (self._jinja.TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template: {error}") from None
+            raise ValueError(f"cannot be rendered by the chat template: {error}") from None
         return text
 
     def _compile_template(self, source: str) -> Any:
-        sandbox = import_optional("jinja2.sandbox").ImmutableSandboxedEnvironment(
+        sandbox = import_optional_dependency("jinja2.sandbox").ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], keep_trailing_newline=True
         )
         sandbox.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, indent=how.get("indent"))

@@ -1,4 +1,7 @@
-"""`python -m swarmtrain.trainer data VERB OPTIONS FILE...`: the command that `swarmtrain data` starts. OPTIONS is JSON."""
+"""`python -m swarmtrain.trainer data VERB OPTIONS FILE...`: the command that `swarmtrain data` starts.
+
+VERB is tokenize, verify or inspect. OPTIONS is a JSON object.
+"""
 
 from __future__ import annotations
 

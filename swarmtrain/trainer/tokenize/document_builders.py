@@ -31,7 +31,7 @@ def find_text_problem(values: Any, key: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        return f"{key!r} has half of a character (a lone surrogate)"
+        return f"{key!r} contains a lone surrogate, which is not a valid character"
     return ""
 
 
@@ -101,7 +101,7 @@ class CompletionBuilder:
 
 
 class ChatBuilder:
-    """Builds one document per conversation. Only the assistant's turns, including their end tokens, contribute to the loss."""
+    """Builds one document per conversation. Only the assistant's turns, including their end-of-turn tokens, contribute to the loss."""
 
     has_loss_mask = True
 
@@ -141,7 +141,11 @@ def select_document_builder(options: PrepareOptions, tokenizer: BaseTokenizer) -
         hint = "use --prompt-key prompt --completion-key completion, or --chat with messages under --key"
         raise TrainingError("--prompt-key and --completion-key must be used together, and without --chat", place=ERROR_PLACE, hint=hint)
     if options.chat and eos_token is not None:
-        raise TrainingError("the chat template ends its messages itself", place=ERROR_PLACE, hint="omit --append-eos and --eos-token")
+        raise TrainingError(
+            "--append-eos and --eos-token cannot be used with --chat: the template ends each message",
+            place=ERROR_PLACE,
+            hint="omit --append-eos and --eos-token",
+        )
     if options.chat_template and not options.chat:
         raise TrainingError("--chat-template needs --chat", place=ERROR_PLACE, hint="add --chat")
     if options.chat:

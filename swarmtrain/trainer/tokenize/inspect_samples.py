@@ -20,7 +20,7 @@ _MAX_SHOWN_CHARS = 160
 """Maximum number of characters shown for a run of tokens. Of a longer text, the beginning and the end are shown."""
 LabelArray = npt.NDArray[np.str_]
 _LOSS_LABELS = {1: ("loss   ", "no loss"), 0: ("counts ", "ignored")}
-"""Labels for tokens that contribute to the loss (target shift 1) or the embedding (0), and for tokens that do not, by target shift."""
+"""By target shift: the label of tokens that contribute to the loss (shift 1) or the embedding (shift 0), and the label of other tokens."""
 DecodeFunction = Callable[[Sequence[int]], str]
 
 
@@ -46,9 +46,9 @@ def _format_sample(
     loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
     summary = (
         f"{int(spans.count.sum())} of {data.sequence_length} inputs, {loss_tokens} "
-        f"tokens count in the {'loss' if target_shift else 'vector'}"
+        f"tokens count in the {'loss' if target_shift else 'embedding'}"
     )
-    yield f"sample {number}: number {sample} of the data, in {file.prefix}; {summary}"
+    yield f"sample {number}: sample id {sample}, in {file.prefix}; {summary}"
     order = np.argsort(spans.column)
     for column, start, size in zip(spans.column[order].tolist(), spans.start[order].tolist(), spans.count[order].tolist(), strict=True):
         is_in_loss = np.concatenate([[False] * target_shift, targets[column : column + size] != IGNORE_INDEX])
@@ -80,7 +80,8 @@ def _format_token_span(
 def _build_decoder(file: MemoryMap, tokenizer: str | None) -> DecodeFunction:
     """Return a function that decodes tokens of `file` to text.
 
-    If the tokenizer of the file is unknown, missing or changed, the function returns the token ids as text.
+    `tokenizer`: path of the tokenizer; None: the tokenizer recorded in the file. If the recorded tokenizer is missing or has changed, or if
+    none is recorded, the function returns the token ids as text. Raises TrainingError if `tokenizer` cannot be read.
     """
     recorded = file.meta.get("prepared", {}).get("tokenizer", {})
     name = tokenizer or recorded.get("name")

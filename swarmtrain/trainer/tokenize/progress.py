@@ -12,7 +12,7 @@ class ProgressBar:
     """Prints the completed part of `total`, the rate, and the estimated remaining time.
 
     `total` is in bytes, or in `total_unit`. `initial`: the part of `total` that was completed earlier. `count_unit`: unit of a second
-    quantity, such as records, whose rate is shown too.
+    quantity, such as tokens, whose rate is shown too; empty if there is none. `verb`: first word of the progress line.
     """
 
     def __init__(self, count_unit: str, total: int, *, initial: int = 0, verb: str = "", total_unit: str = "") -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional_dependency
 
 _READ_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1024
@@ -26,7 +26,7 @@ _COMPRESSED_SUFFIXES = {".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4"}
 
 
 class RecordKind(StrEnum):
-    """The kind of records in a source file."""
+    """Type of the records in a source file: lines of JSONL, rows of Parquet, or one whole text."""
 
     lines = "lines"
     rows = "rows"
@@ -38,14 +38,14 @@ _KIND_OF_SUFFIX = {".jsonl": RecordKind.lines, ".ndjson": RecordKind.lines, ".js
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A source file, with its size and its stamp at the start of the job."""
+    """A source file, with its size and its fingerprint (`stamp`) at the start of the job."""
 
     name: str
     kind: RecordKind
     size: int
     """Size in bytes."""
     stamp: str
-    """Text that changes whenever the file changes: size, modification times and inode."""
+    """Fingerprint of the file, which changes whenever the file changes: size, modification time, inode change time and inode number."""
 
     def check_file_unchanged(self) -> None:
         """Raise TrainingError if the file has changed since the job started."""
@@ -57,7 +57,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a source file: the lines that begin at byte `first` or later, but before byte `end`, or a range of Parquet row groups.
+    """A part of a source file: the JSONL lines that begin in bytes `first` to `end` - 1, or the Parquet row groups `first` to `end` - 1.
 
     A file that is one whole text has a single part.
     """
@@ -119,7 +119,7 @@ def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes:
 
 
 def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
-    """Yield the records of `part`, with at least the values for `keys`. Blank lines are skipped."""
+    """Yield the records of `part`. The values of each readable record include those for `keys`. Blank lines are skipped."""
     if source.kind is RecordKind.rows:
         yield from _iterate_parquet_records(source, part, keys)
     elif source.kind is RecordKind.lines:
@@ -179,7 +179,9 @@ def _iterate_file_parts(file_number: int, source: SourceFile, keys: Sequence[str
         metadata = _open_parquet(source).metadata
         columns = metadata.schema.to_arrow_schema().names
         if missing := next((key for key in keys if key not in columns), None):
-            raise TrainingError(f"{source.name}: has no column {missing}", place=ERROR_PLACE, hint=f"it has {', '.join(columns)}")
+            raise TrainingError(
+                f"{source.name}: has no column {missing}", place=ERROR_PLACE, hint=f"choose one of its columns: {', '.join(columns)}"
+            )
         for group in range(metadata.num_row_groups):
             yield FilePart(file_number, group, group + 1, metadata.row_group(group).total_byte_size)
 
@@ -208,12 +210,12 @@ def _parse_jsonl_record(position: int, line: bytes, keys: Sequence[str]) -> Sour
     if not isinstance(value, dict):
         return SourceRecord(position, None, "is not a JSON object")
     if missing := next((key for key in keys if key not in value), None):
-        return SourceRecord(position, None, f"has no {missing!r}; it has {', '.join(map(repr, value)) or 'nothing'}")
+        return SourceRecord(position, None, f"has no key {missing!r}; its keys: {', '.join(map(repr, value)) or 'none'}")
     return SourceRecord(position, value)
 
 
 def _iterate_parquet_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
-    file, arrow_error = _open_parquet(source), import_optional("pyarrow").ArrowException
+    file, arrow_error = _open_parquet(source), import_optional_dependency("pyarrow").ArrowException
     position = sum(file.metadata.row_group(group).num_rows for group in range(part.first))
     batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=range(part.first, part.end), columns=list(keys), use_threads=False)
     while True:
@@ -229,8 +231,8 @@ def _iterate_parquet_records(source: SourceFile, part: FilePart, keys: Sequence[
 
 
 def _open_parquet(source: SourceFile) -> Any:
-    arrow = import_optional("pyarrow")
+    arrow = import_optional_dependency("pyarrow")
     try:
-        return import_optional("pyarrow.parquet").ParquetFile(source.name, memory_map=False)
+        return import_optional_dependency("pyarrow.parquet").ParquetFile(source.name, memory_map=False)
     except (arrow.ArrowException, OSError) as error:
         raise TrainingError(f"{source.name}: is not a Parquet file: {error}", place=ERROR_PLACE) from None

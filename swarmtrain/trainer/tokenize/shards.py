@@ -1,6 +1,6 @@
-"""Build one shard: encode its records as documents, and write them to three or four files.
+"""Build one shard: encode its records as documents, and write tokens, document lengths, loss mask (if any) and statistics to files.
 
-Each file is published atomically. The file that is published last marks the shard as finished.
+Each file is published atomically. The file with the statistics is published last, and marks the shard as finished.
 """
 
 from __future__ import annotations

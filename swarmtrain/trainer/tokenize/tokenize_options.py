@@ -25,7 +25,7 @@ class PrepareOptions:
     chat: bool = False
     """Whether records are conversations."""
     chat_template: str | None = None
-    """Path of a tokenizer_config.json with a chat template, or of a Jinja template. None: the default of ChatTemplate."""
+    """Path of a tokenizer_config.json with a chat template, or of a Jinja template. None: the tokenizer's own template, or ChatML."""
     eos_token: str | None = None
     """Text of the special token that is appended to each document; None: `append_eos` decides."""
     append_eos: bool = False
@@ -39,7 +39,7 @@ class PrepareOptions:
 BYTE_TOKENIZER = "bytes"
 
 
-def import_optional(name: str) -> ModuleType:
+def import_optional_dependency(name: str) -> ModuleType:
     """Import and return the optional dependency `name`. Raises TrainingError if it is not installed."""
     try:
         return importlib.import_module(name)

@@ -18,7 +18,7 @@ import numpy as np
 from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
-from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER, ERROR_PLACE, import_optional
+from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER, ERROR_PLACE, import_optional_dependency
 
 _COMMON_EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -74,7 +74,7 @@ def resolve_eos_token(tokenizer: BaseTokenizer, text: str | None, *, use_default
         raise TrainingError(
             f"{tokenizer.name}: has no token {text!r}",
             place=f"{ERROR_PLACE} --eos-token",
-            hint="its special tokens: " + ", ".join(tokenizer.special_tokens),
+            hint="choose one of its special tokens: " + ", ".join(tokenizer.special_tokens),
         )
     return token_id
 
@@ -107,7 +107,7 @@ class HuggingFaceTokenizer:
     """Tokenizer of Hugging Face's library `tokenizers`, without post-processing, truncation and padding."""
 
     def __init__(self, name: str) -> None:
-        library = import_optional("tokenizers")
+        library = import_optional_dependency("tokenizers")
         try:
             content = Path(name).read_bytes()
             settings = json.loads(content)
@@ -115,7 +115,9 @@ class HuggingFaceTokenizer:
             self._tokenizer: Any = library.Tokenizer.from_str(json.dumps(plain_settings))
         except OSError as error:
             raise TrainingError(
-                f"{name}: {describe_os_error(error)}", place=f"{ERROR_PLACE} --tokenizer", hint="pass a tokenizer.json, or bytes"
+                f"{name}: {describe_os_error(error)}",
+                place=f"{ERROR_PLACE} --tokenizer",
+                hint="pass the path of a tokenizer.json, or the word bytes",
             ) from None
         except Exception as error:  # noqa: BLE001  # the library raises plain Exception
             raise TrainingError(f"{name}: is not a valid tokenizer.json: {error}", place=f"{ERROR_PLACE} --tokenizer") from None
@@ -141,7 +143,7 @@ class HuggingFaceTokenizer:
         return token_id
 
 
-def find_eos_tokens(tokenizer: BaseTokenizer) -> set[int]:
+def find_eos_token_ids(tokenizer: BaseTokenizer) -> set[int]:
     """Return a set with the id of the tokenizer's EOS token; empty if the tokenizer has none."""
     try:
         token_id = resolve_eos_token(tokenizer, None, use_default=True)

@@ -22,7 +22,7 @@ _REBUILD_HINT = "tokenize it again, or copy it again from an intact copy"
 def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None) -> str:
     """Verify all token files of `prefix`, and return a one-line summary.
 
-    `document_token` separates documents in files without an index. Raises TrainingError for the first fault.
+    `document_token`: id of the token that separates documents, for formats without an index. Raises TrainingError for the first fault.
     """
     file = MemoryMap(prefix, use_mmap=False, format=format, document_token=document_token)
     file.check_document_boundaries()
@@ -36,17 +36,19 @@ def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileForma
     if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
         invalid_token = lowest if lowest < 0 else highest
         raise TrainingError(
-            f"{prefix}: has token {invalid_token}, and its tokenizer has {vocab_size or 'none below 0'}",
+            f"{prefix}: has token {invalid_token}, but tokens must be at least 0 and less than {vocab_size or 'the vocabulary size'}",
             place=_ERROR_PLACE,
             hint=_REBUILD_HINT,
         )
     if count != file.meta.get("token_count", count):
         raise TrainingError(
-            f"{prefix}: has {count:,} tokens, but its meta file says {file.meta['token_count']:,}", place=_ERROR_PLACE, hint=_REBUILD_HINT
+            f"{prefix}: has {count:,} tokens, but its meta.json specifies {file.meta['token_count']:,}",
+            place=_ERROR_PLACE,
+            hint=_REBUILD_HINT,
         )
     if loss_tokens != file.meta.get("loss_tokens", loss_tokens):
         raise TrainingError(
-            f"{prefix}: {loss_tokens:,} tokens count in the loss, but its meta file says {file.meta['loss_tokens']:,}",
+            f"{prefix}: {loss_tokens:,} tokens count in the loss, but its meta.json specifies {file.meta['loss_tokens']:,}",
             place=_ERROR_PLACE,
             hint=_REBUILD_HINT,
         )
@@ -83,7 +85,7 @@ def _count_loss_tokens(prefix: Path, loss_mask: MappedArray | PreadArray) -> int
         block = loss_mask[first : first + _BLOCK_TOKENS]
         if block.max() > 1:
             raise TrainingError(
-                f"{prefix}.mask.bin has {int(block.max())}, but only 0 and 1 are valid", place=_ERROR_PLACE, hint=_REBUILD_HINT
+                f"{prefix}.mask.bin has the value {int(block.max())}, but only 0 and 1 are valid", place=_ERROR_PLACE, hint=_REBUILD_HINT
             )
         loss_tokens += int(np.count_nonzero(block))
     return loss_tokens

@@ -48,7 +48,7 @@ class WorkerPool(Generic[TaskT, ResultT]):
         """Yield index and result of each task when it finishes, and None after each second without a finished task.
 
         Tasks are started in the order of `tasks`. If any fail, raises TrainingError for the first failed task in this order, after all
-        tasks before it have finished.
+        tasks before it have finished. If a worker process is killed, raises TrainingError at once.
         """
         next_number, running, failures = 0, dict[Connection, int](), dict[int, TaskFailure]()
         while running or (next_number < len(tasks) and not failures):
@@ -80,7 +80,7 @@ class WorkerPool(Generic[TaskT, ResultT]):
             result: ResultT | TaskFailure = worker.recv()
         except EOFError:
             hint = "lower --workers if memory is short; run the same command again to resume"
-            raise TrainingError("a worker was killed", place=ERROR_PLACE, hint=hint) from None
+            raise TrainingError("a worker process was killed", place=ERROR_PLACE, hint=hint) from None
         return result
 
     def kill_workers(self) -> None:
@@ -104,6 +104,6 @@ def _serve_tasks(connection: Connection, function: Callable[[TaskT], ResultT], p
             result = TaskFailure(
                 f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}",
                 ERROR_PLACE,
-                "run df -h to see which disk is full",
+                "check that the disk is mounted, readable and not full",
             )
         connection.send(result)

@@ -23,7 +23,7 @@ CurveValue = float | None
 
 
 class Curve:
-    """Curve: values by step, in ascending order of steps. None stands for a non-finite value."""
+    """Curve: values by step, in ascending order of steps. A non-finite value is stored as None."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -48,7 +48,10 @@ class Curve:
         del self.steps[index:], self.values[index:]
 
     def downsample_points(self, max_points: int = MAX_POINTS) -> dict[str, list[Any]]:
-        """Return the curve's steps and values, at most `max_points`. Dropped points are represented by their minimum and maximum."""
+        """Return the curve's steps and values, at most `max_points`.
+
+        A longer curve is divided into intervals, of which only the minimum and the maximum are kept.
+        """
         count = len(self.steps)
         if count <= max_points:
             chosen_indices: list[int] = list(range(count))

@@ -17,7 +17,7 @@ from swarmtrain.plan import build_probe_run_name
 from swarmtrain.protocol import Event
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator
 from swarmtrain.view.dashboard.page_data import PageData, build_line_data, build_page_data
-from swarmtrain.view.run_state import load_live_events
+from swarmtrain.view.run_state import load_live_run_events
 
 POLL_SECONDS = 1.5
 """Minimum seconds between two polls of a run, independent of the number of clients that view its page."""
@@ -78,7 +78,7 @@ class RunDataSource:
             return [build_line_data(line) for line in islice(self._lines, skipped, None)], self._line_count
 
     def read_last_output_lines(self) -> list[PageData]:
-        """Return the current last lines of all nodes, without waiting for more. Raises SwarmtrainError."""
+        """Return the current last lines of all nodes, without waiting for more. Raises SwarmtrainError if they cannot be read."""
         if self._launcher is None:
             self.get_page_data()
             return self.get_output_lines()[0]
@@ -114,7 +114,7 @@ class RunDataSource:
         self._add_events(
             launcher.read_events(self.run, self._newest_time - _OVERLAP_SECONDS)
             if self._newest_time
-            else load_live_events(launcher, self.run)
+            else load_live_run_events(launcher, self.run)
         )
         self._tasks = launcher.list_tasks(self.run)
 

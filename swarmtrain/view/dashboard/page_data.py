@@ -60,7 +60,7 @@ def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[Tas
         "why": {**diagnosis.to_dict(), "rank_label": diagnosis.rank_label} if diagnosis else None,
         "node_facts": collect_node_facts(timeline),
     }
-    clean: PageData = replace_non_finite(page_data)
+    clean: PageData = replace_non_finite_numbers(page_data)
     return clean
 
 
@@ -122,13 +122,13 @@ def collect_node_facts(timeline: Iterable[Event]) -> list[PageData]:
     ]
 
 
-def replace_non_finite(value: Any) -> Any:
+def replace_non_finite_numbers(value: Any) -> Any:
     """Return `value` with None for every non-finite number, since JSON does not support non-finite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): replace_non_finite(item) for key, item in value.items()}
-    return [replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): replace_non_finite_numbers(item) for key, item in value.items()}
+    return [replace_non_finite_numbers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _flatten_facts(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -163,7 +163,7 @@ def _build_node_page_data(run_status: RunStatus, timeline: Iterable[Event], now:
             *([f"quarantined: {quarantine.reason}"] if quarantine else []),
             *([str(run_status.straggler.get("message", ""))] if run_status.straggler.get("node") == task.node else []),
             *(
-                f"GPU {number} has {gpu['temperature']:.0f} °C"
+                f"GPU {number} is at {gpu['temperature']:.0f} °C"
                 for number, gpu in enumerate(usage.get("gpus") or [])
                 if (gpu.get("temperature") or 0) >= _HOT_GPU_CELSIUS
             ),

@@ -1,4 +1,7 @@
-"""HTTP server of the dashboard: the page, its data as JSON, the output lines, and /metrics. Starlette on uvicorn, the extra `dashboard`."""
+"""HTTP server of the dashboard: the page, its data as JSON, the output lines, and /metrics.
+
+It uses Starlette on uvicorn, which the extra `dashboard` installs.
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,10 @@ def check_gpu_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def expand_host_ranges(hosts: Any) -> Any:
-    """Return the list of hosts with ranges expanded, as in pdsh and Slurm: 'gpu-[01-03,7] slots=4' becomes four hosts."""
+    """Return the list `hosts` with ranges expanded, as in pdsh and Slurm: 'gpu-[01-03,7] slots=4' becomes four hosts.
+
+    A value that is not a list is returned unchanged. Raises ValueError if a range is invalid.
+    """
     return (
         tuple(expanded_host for host in hosts for expanded_host in _expand_host_range(host)) if isinstance(hosts, list | tuple) else hosts
     )

@@ -30,7 +30,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHM = "/dev/shm"  # noqa: S108  # a path in the container
 _MAX_IMAGE_LENGTH = 400
 HOST_NETWORK = "host"
-"""Value that selects the host network of the machines."""
+"""Value of runner.swarm.network that selects the host network of the machines."""
 
 
 def check_image_reference(text: str) -> str:

@@ -54,7 +54,7 @@ class ResourceRequest:
 
 
 @contextlib.contextmanager
-def waiting_for_resources(
+def wait_for_resources(
     engine: DockerEngine,
     request: ResourceRequest,
     lock: RunLock,

@@ -24,7 +24,7 @@ from swarmtrain.protocol import LABEL_STACK
 _INSUFFICIENT_RESOURCES = "insufficient resources"
 
 RequestedAmounts = Mapping[str, int]
-"""Requested amount of a resource, by the constraint that pins a node of the run: node.hostname==gpu-1."""
+"""Requested amount of a resource, by the placement constraint that selects the node, for example node.hostname==gpu-1."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject |
     return next((node for node in nodes if key in pinned and pinned[key](node)), None)
 
 
-def add_resource_holders(engine: DockerEngine, run: str, services: list[Service], states: list[TaskState]) -> list[TaskState]:
+def add_resource_holders_to_states(engine: DockerEngine, run: str, services: list[Service], states: list[TaskState]) -> list[TaskState]:
     """Return `states`, with the holders of the resources added to the reason of each node that waits for resources. Raises EngineError."""
     kinds = {kind for service in services for kind in count_resources_by_kind(get_reserved_resources(service.spec["TaskTemplate"]))}
     if not kinds or not any(_INSUFFICIENT_RESOURCES in state.reason for state in states):
@@ -79,10 +79,10 @@ def add_resource_holders(engine: DockerEngine, run: str, services: list[Service]
     supplies_by_kind = {
         kind: list(compute_resource_supplies(nodes, all_services, tasks, kind, excluded_stack=run).values()) for kind in sorted(kinds)
     }
-    return [append_holders_to_pending_reason(state, supplies_by_kind) for state in states]
+    return [append_resource_holders_to_pending_reason(state, supplies_by_kind) for state in states]
 
 
-def append_holders_to_pending_reason(state: TaskState, supplies_by_kind: Mapping[str, Sequence[ResourceSupply]]) -> TaskState:
+def append_resource_holders_to_pending_reason(state: TaskState, supplies_by_kind: Mapping[str, Sequence[ResourceSupply]]) -> TaskState:
     """Return `state`. If its node waits for resources, the reason also names the stacks that hold them, taken from `supplies_by_kind`."""
     if _INSUFFICIENT_RESOURCES not in state.reason:
         return state

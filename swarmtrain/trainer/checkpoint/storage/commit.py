@@ -24,7 +24,7 @@ T = TypeVar("T")
 _VISIBILITY_TIMEOUT_SECONDS = 10.0
 
 
-def run_translating_os_errors(save_dir: Path, action: Callable[[], T]) -> T:
+def run_and_convert_os_errors(save_dir: Path, action: Callable[[], T]) -> T:
     """Run `action`, which accesses `save_dir`, and return its result. An OSError is raised as CheckpointError."""
     try:
         return action()

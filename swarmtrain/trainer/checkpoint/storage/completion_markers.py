@@ -30,12 +30,15 @@ def write_completion_marker(folder: Path, rank: int, content: Mapping[str, Any])
 
 def find_missing_markers(folder: Path, ranks: Collection[int]) -> set[str]:
     """Return the names of the completion markers of `ranks` that are not in `folder`. Raises OSError if `folder` does not exist."""
-    # Listing the folder makes a network file system look again; looking up a name may return a cached miss.
+    # Listing the folder makes a network file system refresh its cache; looking up a single name may return a cached miss.
     return {_format_marker_name(rank) for rank in ranks} - set(os.listdir(folder))  # noqa: PTH208  # only names are needed
 
 
 def pop_completion_markers(folder: Path, ranks: Collection[int]) -> list[dict[str, Any]]:
-    """Remove the completion markers of `ranks` from `folder`, and return their contents in rank order. Raises OSError."""
+    """Remove the completion markers of `ranks` from `folder`, and return their contents in rank order.
+
+    Raises OSError if a marker cannot be read or removed.
+    """
     paths = [folder / _format_marker_name(rank) for rank in sorted(ranks)]
     contents = [json.loads(path.read_text()) for path in paths]
     for path in paths:

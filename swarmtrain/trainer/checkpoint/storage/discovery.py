@@ -23,8 +23,9 @@ from swarmtrain.trainer.checkpoint.storage.peer_transfer import exchange_files
 from swarmtrain.trainer.runtime import Runtime
 
 WarningReporter = Callable[[str], None]
-"""Called with a warning for the user, such as that a checkpoint is skipped or cannot be written."""
+"""Function that reports a warning to the user, for example that a checkpoint is skipped or cannot be written."""
 FoundCheckpoint = tuple[Path, Manifest]
+"""Path and manifest of a checkpoint."""
 
 
 def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warning: WarningReporter) -> FoundCheckpoint | None:
@@ -65,13 +66,15 @@ class NodeLocalFolders:
     report_warning: WarningReporter
 
     def find_newest_checkpoint(self) -> FoundCheckpoint | None:
-        """Copy the newest checkpoint of which each file is valid on some node to all nodes, and return it; None if there is none.
+        """Find the newest checkpoint whose files are each valid on at least one node, and copy it to all nodes.
+
+        Return its path and manifest; None if there is none.
 
         Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version.
         """
         scanned: list[tuple[Path, Manifest | CheckpointError]] = []
         collectives.run_on_all_ranks(lambda: scanned.extend(commit.scan_checkpoints(self.save_dir)))
-        local_copies = {_identify_checkpoint(content): (path, content) for path, content in scanned if isinstance(content, Manifest)}
+        local_copies = {_build_checkpoint_identity(content): (path, content) for path, content in scanned if isinstance(content, Manifest)}
         corrupt = [f"{path}: {content.message}" for path, content in scanned if isinstance(content, CheckpointError)]
         answers = collectives.all_gather_objects((tuple(local_copies), corrupt) if self.nodes.leader_group else ((), []))
         for rank, (_, messages) in enumerate(answers):
@@ -156,7 +159,7 @@ def _list_candidate_checkpoints(folder: Path, report_warning: WarningReporter) -
     return [(path, content.to_text()) for path, content in commit.list_checkpoints_newest_first(folder)]
 
 
-def _identify_checkpoint(content: Manifest) -> _CheckpointIdentity:
+def _build_checkpoint_identity(content: Manifest) -> _CheckpointIdentity:
     return _CheckpointIdentity(content.generation, content.step, content.fingerprint)
 
 

@@ -18,7 +18,7 @@ from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import CheckpointError, WorldError
 
 LOG = logging.getLogger("swarmtrain")
-NOT_SHARED_HINT = "mount a disk there that all nodes share; or, if each node has its own, set trainer.save_dir_shared: false"
+NOT_SHARED_HINT = "mount a file system there that all nodes share; or, if each node has its own disk, set trainer.save_dir_shared: false"
 _POLL_SECONDS = 0.1
 _LOG_AFTER_SECONDS = 2.0
 
@@ -52,7 +52,7 @@ def try_claim_generation(save_dir: Path, generation: int) -> bool:
     return True
 
 
-def wait_for_fence(save_dir: Path, generation: int, timeout_seconds: float = 60.0) -> None:
+def wait_for_fence_file(save_dir: Path, generation: int, timeout_seconds: float = 60.0) -> None:
     """Wait until this node sees the fence file that rank 0 has created: a network file system may show it late.
 
     Raises CheckpointError if save_dir cannot be written on this node, or if the file does not appear within `timeout_seconds`: save_dir is
@@ -93,7 +93,7 @@ def _build_unwritable_save_dir_error(save_dir: Path, error: OSError) -> Checkpoi
         return CheckpointError(message, place=place, hint="give the training user write access to it")
     owner_stat = existing_path.stat()
     owner, user = f"{owner_stat.st_uid}:{owner_stat.st_gid}", f"{os.geteuid()}:{os.getegid()}"
-    hint = f"chown -R {user} {existing_path}, or the folder that is mounted there"
+    hint = f"run chown -R {user} on {existing_path}, or on the host folder that is mounted there"
     if owner_stat.st_uid not in (0, os.geteuid()):
         hint = f"set runner.docker_config.user: {owner}; or {hint}"
     return CheckpointError(f"{message}; {existing_path} belongs to {owner}, and the ranks run as {user}", place=place, hint=hint)
@@ -118,7 +118,7 @@ def check_fence(save_dir: Path, generation: int) -> None:
     newest_generation = find_highest_generation(save_dir)
     if newest_generation > generation:
         raise WorldError(
-            f"world {generation} is cut off: world {newest_generation} has taken over {save_dir}",
+            f"world {generation} can no longer save: the newer world {newest_generation} has taken over {save_dir}",
             hint="no action needed: the newer world continues; this one has saved nothing since",
         )
     if newest_generation < generation:

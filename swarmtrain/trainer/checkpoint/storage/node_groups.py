@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.checkpoint.storage.commit import run_translating_os_errors
+from swarmtrain.trainer.checkpoint.storage.commit import run_and_convert_os_errors
 from swarmtrain.trainer.runtime import Runtime
 
 T = TypeVar("T")
@@ -59,9 +59,9 @@ class NodeGroups:
     def run_on_leaders(self, action: Callable[[], T], save_dir: Path) -> T:
         """Run `action` on every leader, and return this leader's result when all leaders have finished. Called by all leaders together.
 
-        Raises CheckpointError on every leader if `action` fails on any leader.
+        `save_dir` is named in errors. Raises CheckpointError on every leader if `action` fails on any leader.
         """
-        return collectives.run_on_all_ranks(lambda: run_translating_os_errors(save_dir, action), self.leader_group)[self.node]
+        return collectives.run_on_all_ranks(lambda: run_and_convert_os_errors(save_dir, action), self.leader_group)[self.node]
 
     def find_leader_rank(self, node: int) -> int:
         """Return the rank of the leader of the node with index `node`."""

@@ -1,7 +1,8 @@
 """Checkpoint writer for nodes that each have their own disk.
 
-To minimize network traffic, a node writes everything that its ranks hold. The shards are the same as on a shared disk: one per rank. If
-ranks of several nodes hold the tensors of a shard, each of these nodes writes it. For example, all ranks hold unsharded state.
+To minimize network traffic, a node writes every shard that one of its ranks holds completely. The shards are the same as on a shared file
+system: one per rank. If ranks of several nodes hold the tensors of a shard, each of these nodes writes it. For example, all ranks hold
+unsharded state.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class NodeLocalWriter(TensorStorageWriter):
         Called by all ranks together, after torch's save().
         """
         self.tensor_index = collectives.run_on_rank_zero(lambda: self.tensor_index)
-        parts = group_index_by_file(self.tensor_index)
+        parts = group_tensor_chunks_by_file(self.tensor_index)
         writable = collectives.all_gather_objects(
             [name for name, indices in parts.items() if all(index in self._tensors_by_index for index in indices)]
         )
@@ -67,7 +68,7 @@ class NodeLocalWriter(TensorStorageWriter):
         self._tensors_by_index = {}
 
 
-def group_index_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
+def group_tensor_chunks_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
     """Return the tensor chunks in `tensor_index` by file name, in the order of their offsets in the file."""
     chunks_by_file: dict[str, list[tuple[int, MetadataIndex]]] = defaultdict(list)
     for name, entry in tensor_index.items():

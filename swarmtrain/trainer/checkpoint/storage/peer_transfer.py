@@ -105,7 +105,10 @@ class _FileReceiver:
         self.fault: str | None = None
 
     def iterate_receive_buffers(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield a buffer for each block of the files `names`. Its content is written to disk when the next buffer is requested."""
+        """Yield a buffer for each block of the files `names`.
+
+        The caller fills the buffer with the received block. The block is written to disk when the next buffer is requested.
+        """
         for name in names:
             yield from self._receive_file(name)
 

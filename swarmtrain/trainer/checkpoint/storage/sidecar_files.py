@@ -20,10 +20,10 @@ _SIDECAR_NAMES = _METRICS_FILE, "wandb-id"
 
 
 def sync_sidecar_files(nodes: NodeGroups, save_dir: Path, step: int) -> None:
-    """Copy the sidecar files of the node that has recorded the most steps up to `step` to all nodes.
+    """Copy the sidecar files of the node whose metrics.jsonl has the most lines for steps up to `step` to all nodes.
 
-    Nothing is copied if the first node has recorded as many. Leaders copy; a no-op on other ranks. Raises CheckpointError on every leader
-    if the copy fails on any leader.
+    Nothing is copied if no node has more such lines than the first node. Leaders copy; a no-op on other ranks. Raises CheckpointError on
+    every leader if the copy fails on any leader.
     """
     if nodes.leader_group is None:
         return

@@ -50,13 +50,16 @@ class StorageBackend(Protocol):
     def claim_generation(self) -> int:
         """Claim a generation for this world, and return it. Worlds with lower generations can then no longer commit.
 
-        Raises CheckpointError if the folder cannot be written, or if trainer.save_dir_shared is wrong for the disks; CoordinatorError if
+        Raises CheckpointError if the folder cannot be written, or if trainer.save_dir_shared contradicts the disks; CoordinatorError if
         the coordinator cannot be reached.
         """
         ...
 
     def create_staging_folder(self, step: int, generation: int) -> Path:
-        """Create and return an empty staging folder for the checkpoint of `step`. Raises WorldError, CheckpointError."""
+        """Create and return an empty staging folder for the checkpoint of `step`. `generation`: generation of this world.
+
+        Raises WorldError if a newer world has taken over, CheckpointError if the folder cannot be created.
+        """
         ...
 
     def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
@@ -68,7 +71,7 @@ class StorageBackend(Protocol):
         ...
 
     def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
-        """Wait until `folder` has all shards, call `commit_files` with the digests of all files, and return its result.
+        """Wait until `folder` has all shards, call `commit_files` with the digests of all files, and return the checkpoint's path.
 
         Called by leaders, in a background thread. `all_written` is set when all ranks have written their shards.
 
@@ -94,12 +97,12 @@ class SharedStorage:
 
     def claim_generation(self) -> int:
         generation = collectives.run_on_rank_zero(lambda: fence.claim_generation(self._save_dir, _find_highest_generation(self._save_dir)))
-        fence.wait_for_fence(self._save_dir, generation)
+        fence.wait_for_fence_file(self._save_dir, generation)
         return generation
 
     def create_staging_folder(self, step: int, generation: int) -> Path:
         return collectives.run_on_rank_zero(
-            lambda: commit.run_translating_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
+            lambda: commit.run_and_convert_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
         )
 
     def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
@@ -108,7 +111,7 @@ class SharedStorage:
     def assign_shards(self, writer: TensorStorageWriter) -> None: ...
 
     def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
-        return commit.run_translating_os_errors(
+        return commit.run_and_convert_os_errors(
             self._save_dir, lambda: commit_files(collect_completion_markers(folder, range(self._runtime.world_size), all_written))
         )
 
@@ -117,7 +120,7 @@ class SharedStorage:
 
 
 class NodeLocalStorage:
-    """Storage in a folder on each node."""
+    """Storage in a folder on each node's disk."""
 
     def __init__(self, runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> None:
         self._runtime, self._save_dir, self._report_warning = runtime, save_dir, report_warning
@@ -148,7 +151,7 @@ class NodeLocalStorage:
         collectives.run_on_all_ranks(
             lambda: (
                 self.is_leader
-                and commit.run_translating_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
+                and commit.run_and_convert_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
             )
         )
         return commit.build_staging_path(self._save_dir, step, generation)
@@ -174,7 +177,9 @@ class NodeLocalStorage:
             try:
                 collectives.run_on_all_ranks(lambda: sidecar_files.sync_sidecar_files(self.nodes, self._save_dir, step))
             except CheckpointError as error:
-                self._report_warning(f"metrics.jsonl begins at step {step} on this node, the rest is on other nodes: {error}")
+                self._report_warning(
+                    f"metrics.jsonl begins at step {step} on this node; earlier lines cannot be copied from another node: {error}"
+                )
         return checkpoint
 
     def _obtain_next_generation(self, highest: int) -> int:

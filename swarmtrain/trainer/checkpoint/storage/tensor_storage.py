@@ -106,7 +106,7 @@ class TensorStorageWriter(StorageWriter):
     def stage_local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copy this rank's shard of `tensors` into the staging buffer, without communication.
 
-        Return the index of the tensors in this shard.
+        Return the tensor index of this shard: dtype, shape and chunks of each tensor, by name.
         """
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(tensors), is_coordinator=True)
@@ -115,7 +115,7 @@ class TensorStorageWriter(StorageWriter):
         index = {}
         for item in plan.items:
             if item.tensor_data is None:
-                raise CheckpointError("contains something that is not a tensor")
+                raise CheckpointError("the state to save contains a value that is not a tensor")
             file, offset = locations[item.index]
             chunk = item.tensor_data.chunk
             index[item.index.fqn] = {
@@ -164,7 +164,7 @@ class TensorStorageReader(StorageReader):
     """Reads tensors from the shards of the checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
 
     def __init__(self, folder: Path, tensor_index: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if `tensor_index` is invalid."""
+        """Parse `tensor_index`. Raises CheckpointError if it is invalid."""
         self.folder = folder
         self._locations: dict[MetadataIndex, tuple[str, int, torch.dtype, torch.Size]] = {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -181,7 +181,7 @@ class TensorStorageReader(StorageReader):
                         chunk.sizes,
                     )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"its index is invalid: {error!r}", place=str(folder)) from None
+            raise CheckpointError(f"the tensor index in its manifest is invalid: {error!r}", place=str(folder)) from None
         self._metadata = Metadata(entries)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -235,7 +235,7 @@ def resolve_item_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
     """Return the tensor to write for `item`. Raises CheckpointError if `item` is not a tensor."""
     data = planner.resolve_data(item)
     if item.type is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
-        raise CheckpointError("contains something that is not a tensor")
+        raise CheckpointError("the state to save contains a value that is not a tensor")
     return data
 
 

@@ -36,17 +36,17 @@ class DeterminedTrial:
         self._context: Any = None
         self._preemption_requested = self._reporting_failed = False
         if distributed_env.is_determined_trial(os.environ):
-            collectives.run_on_rank_zero(self._init_context)
+            collectives.run_on_rank_zero(self._connect_to_master)
 
     def should_preempt(self) -> bool:
         """Return whether the Determined master has requested preemption."""
         return self._preemption_requested
 
     def acknowledge_preemption(self) -> int:
-        """Return the exit code for a graceful exit. Called by all ranks together, after the last step is saved.
+        """Acknowledge a requested preemption, and return the exit code for a graceful exit.
 
-        If the Determined master has requested preemption, this method requests a restart of the trial, and the exit code is 0: the master
-        would treat any other exit code as a failure.
+        Called by all ranks together, after the last step is saved. The acknowledgment makes the Determined master restart the trial later.
+        The exit code is then 0, since the master would treat any other exit code as a failure. In all other cases it is EXIT_PLANNED.
         """
         return (
             EXIT_PLANNED
@@ -63,16 +63,16 @@ class DeterminedTrial:
             return
         step, metrics = values["step"], {name: value for name, value in values.items() if name != "step" and value is not None}
         if "validation_loss" in metrics:
-            self._try_reporting_metrics(lambda: self._context.train.report_validation_metrics(step, metrics))
+            self._run_and_log_error(lambda: self._context.train.report_validation_metrics(step, metrics))
         elif step % self._log_interval == 0 or step == self._total_steps:
-            self._try_reporting_metrics(lambda: self._context.train.report_training_metrics(step, metrics))
+            self._run_and_log_error(lambda: self._context.train.report_training_metrics(step, metrics))
 
     def close(self) -> None:
         """Send pending metrics, for at most 30 s, and disconnect."""
         if self._context is not None:
             self._run_with_timeout(self._context.close)
 
-    def _init_context(self) -> None:
+    def _connect_to_master(self) -> None:
         try:
             from determined import core
         except ImportError:
@@ -86,8 +86,10 @@ class DeterminedTrial:
             )
             self._context.start()
         except Exception as error:  # Determined's client may raise any error
-            raise TrainingError(str(error), place="Determined trial", hint="make its master reachable from the container") from error
-        threading.Thread(target=self._try_reporting_metrics, args=(self._poll_preemption,), daemon=True).start()
+            raise TrainingError(
+                str(error), place="Determined trial", hint="make the Determined master reachable from the container"
+            ) from error
+        threading.Thread(target=self._run_and_log_error, args=(self._poll_preemption,), daemon=True).start()
 
     def _poll_preemption(self) -> None:
         """Wait until the Determined master requests preemption.
@@ -104,12 +106,12 @@ class DeterminedTrial:
     def _run_with_timeout(self, action: Callable[[], object]) -> bool:
         """Run `action` in a thread, and wait for at most 30 s. Return whether it succeeded."""
         outcomes: list[bool] = []
-        thread = threading.Thread(target=lambda: outcomes.append(self._try_reporting_metrics(action)), daemon=True)
+        thread = threading.Thread(target=lambda: outcomes.append(self._run_and_log_error(action)), daemon=True)
         thread.start()
         thread.join(_CLOSE_TIMEOUT_SECONDS)
         return outcomes == [True]
 
-    def _try_reporting_metrics(self, action: Callable[[], object]) -> bool:
+    def _run_and_log_error(self, action: Callable[[], object]) -> bool:
         try:
             action()
         except Exception as error:  # noqa: BLE001  # the client may raise any error; training continues

@@ -1,4 +1,4 @@
-"""Metric sink `metrics.jsonl`: one JSON line per step, even if the run was interrupted.
+"""Metric sink `metrics.jsonl`: JSON lines with the metrics of each step. When a run resumes, the lines of later steps are removed.
 
 Also used for other JSON Lines files whose records have a step.
 """
@@ -47,7 +47,7 @@ class MetricsFile:
         self._file.close()
 
 
-def read_last_step(folder: Path) -> int:
+def read_last_metrics_step(folder: Path) -> int:
     """Return the last step in the `metrics.jsonl` of `folder`; 0 if there is none. Raises TrainingError if the file cannot be read."""
     return max(
         (values["step"] for line in _read_metrics_lines_or_raise(folder / FILE_NAME) if (values := _parse_metrics_line(line))), default=0

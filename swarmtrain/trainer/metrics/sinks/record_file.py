@@ -79,6 +79,6 @@ class RecordFile:
 
     def _log_write_error_once(self, message: str) -> bool:
         if not self._has_warned:
-            LOG.warning("%s: no more metrics while it cannot be written: %s", self.path, message)
+            LOG.warning("%s: cannot be written, so metrics are lost: %s", self.path, message)
         self._has_warned = True
         return False

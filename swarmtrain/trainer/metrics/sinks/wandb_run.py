@@ -50,7 +50,7 @@ class WandbRun:
         offline = runtime.config.logger.wandb_offline or os.environ.get("WANDB_MODE") == "offline"
         if not offline and not key:
             raise TrainingError(
-                "has no API key",
+                "needs an API key, but this run has none",
                 place="config logger.use_wandb",
                 hint=f"set runner.secrets: {{{API_KEY_SECRET}: path/of/a/file}}, or logger.wandb_offline: true",
             )
@@ -60,7 +60,7 @@ class WandbRun:
         """Lowest step that the W&B run still accepts."""
         if not offline and not _is_url_reachable(runtime.config.logger.wandb_host):
             LOG.warning(
-                "wandb: %s does not answer, so its files remain in %s; upload them with `wandb sync`",
+                "wandb: %s is unreachable, so the files of the W&B run remain in %s; upload them with `wandb sync`",
                 runtime.config.logger.wandb_host,
                 folder,
             )
@@ -73,8 +73,8 @@ class WandbRun:
             else:  # if the run was online before, the W&B service already has the earlier steps
                 self._min_step = history.step + 1 if offline and history.step else self._run.step
         except Exception as error:  # noqa: BLE001  # the client may raise any error; training continues
-            LOG.warning("wandb: disabled, %s", str(error).replace(key, "***") if key else error)
-            _kill_service()
+            LOG.warning("wandb: disabled, since it could not be started: %s", str(error).replace(key, "***") if key else error)
+            _kill_wandb_service()
         # Log again the lines that the wandb process may not have sent when an earlier world was killed.
         for line in history.lines:
             self.write(line)
@@ -99,7 +99,7 @@ class WandbRun:
         thread.join(_CLOSE_TIMEOUT_SECONDS)
         if thread.is_alive():
             LOG.warning("wandb: not everything was uploaded; run `wandb sync` on log_dir")
-            _kill_service()
+            _kill_wandb_service()
 
     def _call_wandb_or_disable_sink(self, method: str, *arguments: Any) -> None:
         if self._run is None:
@@ -135,7 +135,7 @@ def _build_init_options(wandb: Any, runtime: Runtime, folder: Path, mode: str, k
     }
 
 
-def _kill_service() -> None:
+def _kill_wandb_service() -> None:
     """Kill the W&B service process that wandb has started.
 
     Otherwise the service would retry for minutes, and this process would wait for it at exit.

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): adds a low-rank product to a linear layer: W x + (alpha / rank) B A x."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): adds a low-rank update to a linear layer: W x + (alpha / rank) B A x."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarmtrain.trainer.model.peft import zero_second_half_of_batch
 
 
 class Lora(nn.Module):
-    """The low-rank product (alpha / rank) B A x of one linear layer.
+    """LoRA of one linear layer: computes the low-rank update (alpha / rank) B A x.
 
     B is initialized with zeros, so that LoRA initially does not change the model's output.
     """
@@ -52,7 +52,7 @@ class LoraAdapters(nn.ModuleDict):
         )
 
     def forward_with_lora(self, name: str, layer: nn.Module, input: Tensor, noise: Tensor | None) -> Tensor:
-        """Return the output of `layer` plus the output of the LoRA product `name`, if there is one.
+        """Return the output of `layer` plus the output of the LoRA adapter `name`, if there is one.
 
         `noise` (batch, sequence): see Dropout.
         """
