@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,13 @@ def image_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def copy_checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """Return a function that copies the repository, including the wheels that were downloaded for an earlier image."""
-    return lambda: _copy_repository(tmp_path_factory.mktemp("checkout") / "swarmtrain")
+    copies = [ROOT]
+
+    def copy_repository() -> Path:
+        copies.append(_copy_repository(tmp_path_factory.mktemp("checkout") / "swarmtrain", wheel_sources=copies))
+        return copies[-1]
+
+    return copy_repository
 
 
 @pytest.fixture
@@ -118,14 +124,16 @@ def default_lab(create_lab: Callable[[str], Lab]) -> Iterator[Lab]:
     lab.tear_down(report_progress=print)
 
 
-def _copy_repository(target: Path) -> Path:
+def _copy_repository(target: Path, *, wheel_sources: Sequence[Path]) -> Path:
+    """Copy the repository to `target`, with the downloaded wheels of the first of `wheel_sources` that has them."""
     list_command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(list_command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    if (ROOT / "build" / "wheels" / ".complete").exists():
-        shutil.copytree(ROOT / "build" / "wheels", target / "build" / "wheels", copy_function=_link_or_copy)
+    wheel_folders = [source / "build" / "wheels" for source in wheel_sources]
+    if complete := [folder for folder in wheel_folders if (folder / ".complete").exists()]:
+        shutil.copytree(complete[0], target / "build" / "wheels", copy_function=_link_or_copy)
     return target
 
 
