@@ -1,4 +1,4 @@
-"""The training script: torchrun starts this file once per rank. Edit it as you like. To start it:
+"""The training script: torchrun starts this file once per rank. Edit it as needed. To start it:
 
 swarmtrain deploy examples/quickstart.yml                   on a Docker Swarm
 python training_code.py examples/quickstart.yml             on this machine, in one process

@@ -1,6 +1,6 @@
 """`python -m benchmarks [NAME …] [--docs]`: run the benchmarks, print the table, write build/bench.json.
 
-Earlier results stay in the file until they are measured again, so that one benchmark can be repeated alone.
+The file keeps the earlier results of benchmarks that are not selected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _run_benchmark(benchmark: Benchmark) -> list[Record]:
-    """Run one benchmark; the row of one that cannot be measured gives the reason. Its rows are in the file as soon as it is done."""
+    """Run `benchmark`, write its rows to the file, and return them. A benchmark that cannot run yields a row with the reason."""
     load, _, _ = os.getloadavg()
     _print_progress(f"{benchmark.name}: {benchmark.description} (load of the machine: {load:.1f})")
     rows: list[BenchmarkRow] = []

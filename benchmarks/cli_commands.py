@@ -1,4 +1,4 @@
-"""Commands that only read and write files: their CPU time, at startup and as a run grows."""
+"""Benchmarks of commands that only read and write files: CPU time at startup, and as a function of the number of nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NODE_COUNTS = (125, 250, 500, 1000)
 
 
 def measure_help() -> Iterator[BenchmarkRow]:
-    """`--help`, which every shell completion waits for too."""
+    """Measure the CPU time of `--help`. Shell completion has the same startup cost."""
     measure_swarmtrain = partial(_measure_cpu_milliseconds, [*SWARMTRAIN_ARGV, "--help"])
     for index, (requirement, program) in enumerate(
         ((third_party_tools.TORCHX, "torchx"), (third_party_tools.DSTACK, "dstack"), (third_party_tools.SKYPILOT, "sky"))
@@ -40,7 +40,7 @@ def measure_help() -> Iterator[BenchmarkRow]:
         try:
             argv = [str(third_party_tools.install_program(requirement, program)), "--help"]
             result, baseline = measure_in_turns(
-                _REPEATS if index == 0 else 3, measure_swarmtrain, partial(_measure_cpu_milliseconds, argv, foreign=True)
+                _REPEATS if index == 0 else 3, measure_swarmtrain, partial(_measure_cpu_milliseconds, argv, is_third_party=True)
             )
             yield build_row(result=result, baseline=baseline)
         except BenchmarkUnavailableError as error:
@@ -55,7 +55,7 @@ def measure_help() -> Iterator[BenchmarkRow]:
 
 
 def measure_generate() -> Iterator[BenchmarkRow]:
-    """`generate` for three nodes, against the equivalent of another launcher."""
+    """Measure the CPU time of `generate` for three nodes, and of the equivalent command of another launcher."""
     measure_swarmtrain = partial(
         _measure_cpu_milliseconds, [*SWARMTRAIN_ARGV, "generate", _QUICKSTART, "-o", "runner.hosts=[a,b,c]", "--output", str(_STACK_FILE)]
     )
@@ -72,13 +72,13 @@ def measure_generate() -> Iterator[BenchmarkRow]:
     result, baseline = measure_in_turns(
         _REPEATS,
         measure_swarmtrain,
-        partial(_measure_cpu_milliseconds, [str(torchx), "run", "--dryrun", "-s", "local_cwd", *job], foreign=True),
+        partial(_measure_cpu_milliseconds, [str(torchx), "run", "--dryrun", "-s", "local_cwd", *job], is_third_party=True),
     )
     yield build_row(result=result, baseline=baseline)
 
 
 def measure_generate_1000() -> Iterator[BenchmarkRow]:
-    """`generate` for 1,000 nodes, and how the cost of a node grows with their number."""
+    """Measure the wall time of `generate` for 1,000 nodes, and the CPU time per node as a function of the number of nodes."""
     argv = [
         *SWARMTRAIN_ARGV,
         "generate",
@@ -98,8 +98,8 @@ def measure_generate_1000() -> Iterator[BenchmarkRow]:
     yield BenchmarkRow("generate-1000/growth", description, "times", ratios, limit=1.3, note=note)
 
 
-def _measure_cpu_milliseconds(argv: list[str], *, foreign: bool = False) -> float:
-    return measure_cpu_seconds(argv, dict(third_party_tools.build_environment()) if foreign else None) * 1e3
+def _measure_cpu_milliseconds(argv: list[str], *, is_third_party: bool = False) -> float:
+    return measure_cpu_seconds(argv, dict(third_party_tools.build_environment()) if is_third_party else None) * 1e3
 
 
 def _build_host_overrides(count: int) -> list[str]:
@@ -108,7 +108,7 @@ def _build_host_overrides(count: int) -> list[str]:
 
 
 def _measure_generate_cpu(count: int) -> float:
-    """Return the CPU time, in seconds, of plan and generate, without the interpreter's start and without writing the file."""
+    """Return the CPU seconds of plan and generate, without interpreter startup and without writing the file."""
     from swarmtrain.config.loading import load_config
     from swarmtrain.launchers.planning import plan_run_offline
     from swarmtrain.render import stack_document

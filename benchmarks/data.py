@@ -1,4 +1,4 @@
-"""How fast a process loads batches from token files, and how fast it opens a large one."""
+"""Benchmarks of data loading: CPU time to load batches from token files, and time to open a large token file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MIN_SECONDS = 0.5
 
 
 def measure_data_loading() -> Iterator[BenchmarkRow]:
-    """Building and loading batches in one process, of 16-bit tokens in the page cache; and opening a sparse file of 100 GB."""
+    """Measure loading batches of 16-bit tokens from the page cache in one process, and opening a sparse file of 100 GB."""
     prefixes = [_FOLDER / name for name in ("a", "b")]
     for seed, prefix in enumerate(prefixes):
         generator = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def _measure_open_milliseconds(prefix: Path) -> float:
 
 
 def _create_large_file(prefix: Path) -> Path:
-    """Create a sparse token file of the size of a large one; its index is sparse too, except for the last entry."""
+    """Create a large sparse token file. Its index is also sparse, except for the last entry. Return its prefix."""
     documents, tokens = 50_000_000, _LARGE_FILE_BYTES // 2
     last_entry = np.array([0, tokens], dtype=np.int64)
     for suffix, size in (("bin", _LARGE_FILE_BYTES), ("idx", documents * 16)):

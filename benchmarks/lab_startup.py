@@ -1,4 +1,4 @@
-"""A lab for the duration of a benchmark, and the time that it takes to bring one up."""
+"""Create a lab for the duration of a benchmark, and measure the time to start a lab."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NODE_COUNT = 4
 
 
 @contextmanager
-def running_lab(nodes: int, components: Sequence[str] = ("swarm",)) -> Iterator[Lab]:
-    """Yield a lab that belongs to this process alone, and always remove it afterwards.
+def run_lab(nodes: int, components: Sequence[str] = ("swarm",)) -> Iterator[Lab]:
+    """Yield a lab that only this process uses, and remove it afterwards.
 
-    Raises LabError if this machine cannot host one.
+    Raises LabError if the lab cannot run on this machine.
     """
     new_lab = Lab(f"bench-{os.getpid()}")
     new_lab.check_prerequisites(components=components)
@@ -31,7 +31,7 @@ def running_lab(nodes: int, components: Sequence[str] = ("swarm",)) -> Iterator[
 
 
 def measure_lab_up() -> Iterator[BenchmarkRow]:
-    """Four engines in a swarm and a registry, against the same swarm made by hand, command by command."""
+    """Measure the start of a lab of four engines in a swarm and a registry, and of the same swarm created with Docker commands."""
     lab = Lab(f"bench-{os.getpid()}")
     lab.check_prerequisites()
 
@@ -41,7 +41,7 @@ def measure_lab_up() -> Iterator[BenchmarkRow]:
         )
 
     def measure_by_hand() -> float:
-        return _measure_start(lab, lambda: _bring_up_by_hand(lab))
+        return _measure_start(lab, lambda: _start_swarm_with_docker(lab))
 
     result, baseline = measure_in_turns(_REPEATS, measure_swarmtrain, measure_by_hand)
     baseline_description = "bare engines, one `docker swarm init` and three `docker swarm join`"
@@ -49,16 +49,16 @@ def measure_lab_up() -> Iterator[BenchmarkRow]:
     yield BenchmarkRow("lab-up-4", description, "s", result, baseline, baseline_description, limit=5)
 
 
-def _measure_start(lab: Lab, bring_up: Callable[[], object]) -> float:
+def _measure_start(lab: Lab, start_lab: Callable[[], object]) -> float:
     started_at = time.monotonic()
     try:
-        bring_up()
+        start_lab()
         return time.monotonic() - started_at
     finally:
         lab.tear_down(keep_images=True, report_progress=lambda line: None)
 
 
-def _bring_up_by_hand(lab: Lab) -> None:
+def _start_swarm_with_docker(lab: Lab) -> None:
     process.run_command([*SWARMTRAIN_ARGV, "lab", "up", "--bare", "--name", lab.name, "--nodes", str(_NODE_COUNT)])
     addresses = {node.node: node.address for node in lab.get_status()}
     first, *others = addresses

@@ -1,6 +1,6 @@
-"""The same three-node job with every launcher, from the command to its first optimizer step, against the same tools by hand.
+"""Benchmarks of every launcher: time to a three-node job's first optimizer step, with swarmtrain and with the launcher's own commands.
 
-Also what interrupted starts leave behind.
+Also count the objects that remain after an interrupted start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.lab_startup import running_lab
+from benchmarks.lab_startup import run_lab
 from benchmarks.measurement import (
     BUILD,
     SWARMTRAIN_ARGV,
@@ -44,7 +44,7 @@ _IMAGE = f"{REGISTRY_ADDRESS}/swarmtrain:bench"
 _NODE_JOB_FOLDER = Path("/mnt/shared") / _RUN_NAME
 _SCRIPT_NAME, _STEP_MARKER, _STOP_MARKER = "first_step.py", "stepped", "enough"
 _STATE_FOLDER = BUILD / "launchers-state"
-"""Where runs are stored: all nodes see it, as they see a home directory under Slurm."""
+"""Folder of the runs: shared by all nodes, like a home directory under Slurm."""
 _EXIT_TIMEOUT_SECONDS = 120.0
 _CLEANUP_TIMEOUT_SECONDS = 10.0
 """An engine still lists a container for a moment after it has exited."""
@@ -95,7 +95,7 @@ _MANUAL_COMMANDS = {
         "'srun sh -c \"exec {python} {torchrun} --node-rank=\\$SLURM_NODEID --master-addr={first} {script}\"'"
     ),
 }
-"""For each launcher, the shell command that starts the same job without it. It returns when the job has ended; that of a stack, earlier."""
+"""By launcher, the shell command that starts the same job without swarmtrain. Except for a stack, it returns when the job has ended."""
 _BASELINE_TOOLS = {
     "swarm": "docker stack deploy",
     "docker": "docker run",
@@ -106,11 +106,11 @@ _BASELINE_TOOLS = {
 
 
 def measure_first_steps() -> Iterator[BenchmarkRow]:
-    """Seconds to the first step, with swarmtrain and by hand in turns."""
+    """Measure the seconds to the first step, with swarmtrain and with the launcher's own commands in turns."""
     with _running_lab_with_image() as lab:
         for runner_type in _MANUAL_COMMANDS:
             result, baseline = measure_in_turns(
-                _REPEATS, partial(_measure_swarmtrain, lab, runner_type), partial(_measure_by_hand, lab, runner_type)
+                _REPEATS, partial(_measure_swarmtrain, lab, runner_type), partial(_measure_baseline_start, lab, runner_type)
             )
             print_progress(f"{runner_type}: ours {result.median:.1f} s, by hand {baseline.median:.1f} s")
             description = (
@@ -125,7 +125,7 @@ def measure_first_steps() -> Iterator[BenchmarkRow]:
 
 
 def measure_interrupted_starts() -> Iterator[BenchmarkRow]:
-    """Starts that get a Ctrl-C in their first seconds, each at another moment: what is left, after `down` if deploy asks for it."""
+    """Interrupt starts by Ctrl-C in the first seconds, at different times. Count the objects that remain, if needed after `down`."""
     starts = _INTERRUPTED_STARTS // len(_MANUAL_COMMANDS)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit an ignored SIGINT, as in a background job
     with _running_lab_with_image() as lab:
@@ -144,8 +144,8 @@ def measure_interrupted_starts() -> Iterator[BenchmarkRow]:
 
 @contextmanager
 def _running_lab_with_image() -> Iterator[Lab]:
-    """Yield a lab in which every launcher works, and whose engines have the image."""
-    with running_lab(len(_NODES), components=("swarm", "ssh", "slurm")) as lab:
+    """Yield a lab that supports every launcher, and whose engines have the image."""
+    with run_lab(len(_NODES), components=("swarm", "ssh", "slurm")) as lab:
         provide_image(lab)
         yield lab
 
@@ -157,7 +157,7 @@ def _measure_swarmtrain(lab: Lab, runner_type: str) -> float:
     return seconds
 
 
-def _measure_by_hand(lab: Lab, runner_type: str) -> float:
+def _measure_baseline_start(lab: Lab, runner_type: str) -> float:
     folder, env = _prepare_job(lab, runner_type), _build_environment(lab)
     job_folder = folder if runner_type == "local" else _NODE_JOB_FOLDER
     substitutions = {
@@ -176,7 +176,7 @@ def _measure_by_hand(lab: Lab, runner_type: str) -> float:
 
 
 def _measure_first_step(argv: list[str], folder: Path, env: dict[str, str]) -> float:
-    """Run a command, let the job end after its first step, and return the seconds to that step.
+    """Run a command that starts a job, return the seconds to the job's first step, and then end the job.
 
     Raises ProcessError, BenchmarkUnavailableError.
     """
@@ -196,7 +196,7 @@ def _measure_first_step(argv: list[str], folder: Path, env: dict[str, str]) -> f
 
 
 def _interrupt_deploy(lab: Lab, runner_type: str, delay_seconds: float) -> list[str]:
-    """Interrupt a deploy after `delay_seconds`, and return what is left of it."""
+    """Interrupt a deploy after `delay_seconds`, and return the objects and processes that remain."""
     folder, env = _prepare_job(lab, runner_type), _build_environment(lab)
     argv = [*SWARMTRAIN_ARGV, "deploy", "config.yml", "--name", _RUN_NAME]
     deploy = process.start_process(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -224,7 +224,7 @@ def _list_run_processes() -> list[str]:
 
 
 def _list_leftover_objects(lab: Lab) -> list[str]:
-    """Return what the engines and Slurm have of a run."""
+    """Return the run's remaining objects in the engines, and its remaining Slurm jobs."""
     objects = process.run_command(["squeue", "--noheader"], env=lab.build_client_environment()).splitlines()
     for node in _NODES:
         docker = ["docker", "-H", lab.get_docker_host(node)]
@@ -235,7 +235,7 @@ def _list_leftover_objects(lab: Lab) -> list[str]:
 
 
 def _prepare_job(lab: Lab, runner_type: str) -> Path:
-    """Return the job's folder, as this machine sees it, with the script and the config and without files of an earlier job."""
+    """Create the job's folder with the script and the config, without files of an earlier job. Return its path on this machine."""
     folder = _get_job_folder(lab)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(_STATE_FOLDER, ignore_errors=True)
@@ -249,7 +249,7 @@ def _prepare_job(lab: Lab, runner_type: str) -> Path:
 
 
 def _write_stack() -> Path:
-    """Write the stack of three services that a user would write by hand, each with torchrun."""
+    """Write a stack file as a user would write it: three services that run torchrun. Return its path."""
     nodes = {
         node: {
             "image": _IMAGE,

@@ -1,7 +1,7 @@
-"""`logs --follow` of 100 services that print 10,000 lines per second in total, over connections that are killed.
+"""Benchmark of `logs --follow` of 100 services that print 10,000 lines per second in total, over connections that are killed.
 
-The engine is a fake that implements the part of Docker's API that following uses: a real one on the same two cores would dominate the
-measurement. Its lines are numbered, and the exact set of them is compared with the output.
+A fake engine implements the endpoints of Docker's API that `logs --follow` uses: a real engine on the same two cores would dominate the
+measurement. Its log lines are numbered, so that lost and duplicated lines can be counted in the output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TICK_SECONDS = 0.05
 
 
 def measure_log_streams() -> Iterator[BenchmarkRow]:
-    """Cores in use, and lines that are lost or duplicated."""
+    """Measure the CPU time per second, and count the lines that are lost or duplicated."""
     cores, wrong_line_counts = [], []
     for _ in range(_REPEATS):
         cores_used, wrong_lines = _measure_follow()
@@ -59,7 +59,7 @@ def measure_log_streams() -> Iterator[BenchmarkRow]:
 
 
 def _measure_follow() -> tuple[float, int]:
-    """Return the CPU seconds per second of one follow, and the number of lines that do not appear exactly once."""
+    """Run `logs --follow` once. Return its CPU seconds per second, and the number of lines that do not appear exactly once."""
     with tempfile.TemporaryDirectory() as folder, FakeEngine(Path(folder) / "s") as engine:
         printed = Path(folder) / "printed"
         env = {"DOCKER_HOST": f"unix://{engine.path}", "XDG_STATE_HOME": folder}
@@ -87,7 +87,7 @@ def _measure_follow() -> tuple[float, int]:
 
 
 class FakeEngine(socketserver.ThreadingUnixStreamServer):
-    """An engine whose services print numbered lines for _SECONDS, from its start on, and then are gone."""
+    """Fake Docker engine whose services print numbered lines for _SECONDS after its start, and are then removed."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -104,7 +104,7 @@ class FakeEngine(socketserver.ThreadingUnixStreamServer):
         self.server_close()
 
     def kill_connections(self) -> None:
-        """Break all connections, in the middle of whatever they send."""
+        """Shut down all open connections, even in the middle of a response."""
         self.generation += 1
         for connection in list(self._open_connections):
             with suppress(OSError):

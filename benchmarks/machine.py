@@ -1,4 +1,4 @@
-"""The machine that the figures come from, described without its name: cores, processor, memory."""
+"""Describe this machine for the benchmark results: cores, processor and memory, without the host name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe_machine() -> str:
-    """Return for example `2 cores of Intel(R) Xeon(R) Processor, 24 GiB memory, Linux`."""
+    """Return a description of this machine, such as `2 cores of Intel(R) Xeon(R) Processor, 24 GiB memory, Linux`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{cores} core{'' if cores == 1 else 's'} of {_get_processor_name()}, {memory:.0f} GiB memory, {platform.system()}"

@@ -1,4 +1,4 @@
-"""Measurement tools: samples of several runs, two things in turns, the CPU time and memory of a program."""
+"""Measurement tools: samples of repeated measurements, measurements in turns, CPU time, wall time and peak memory of programs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class BenchmarkUnavailableError(SwarmtrainError):
 
 @dataclass(frozen=True)
 class Sample:
-    """The same thing measured several times. The median is reported."""
+    """Repeated measurements of one quantity. The median is reported."""
 
     values: tuple[float, ...]
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Sample:
-        """Return the sample of these values; there must be at least one."""
+        """Return a sample of `values`, which must not be empty."""
         return cls(tuple(values))
 
     @property
@@ -50,13 +50,13 @@ class Sample:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The smallest and the largest value."""
+        """The smallest and the largest value of the sample."""
         return min(self.values), max(self.values)
 
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """One row of the table. A row without figures gives the reason in `skip_reason`."""
+    """One row of the results table. If the benchmark cannot run, `skip_reason` contains the reason."""
 
     name: str
     description: str
@@ -67,19 +67,19 @@ class BenchmarkRow:
     limit: float | None = None
     """The maximum of `result`."""
     goal: float | None = None
-    """The ratio of `result` to `baseline` that should be reached: shown, and reported if it is not reached."""
+    """Target ratio of `result` to `baseline`. The table shows it, and marks results that do not reach it."""
     note: str = ""
     skip_reason: str = ""
 
 
 def print_progress(line: str) -> None:
-    """Print a line of progress on stderr."""
+    """Print the progress message `line` to stderr."""
     sys.stderr.write(f"  {line}\n")
     sys.stderr.flush()
 
 
 def measure_in_turns(repeats: int, *measurements: Callable[[], float], warm_up: bool = True) -> list[Sample]:
-    """Run `measurements` one after the other, `repeats` times; with `warm_up`, once more before, which is discarded."""
+    """Run `measurements` in turns, `repeats` times, and return one sample per measurement. `warm_up`: first run and discard one round."""
     if warm_up:
         for measure in measurements:
             measure()
@@ -88,7 +88,7 @@ def measure_in_turns(repeats: int, *measurements: Callable[[], float], warm_up: 
 
 
 def measure_in_turns_for(seconds: float, *measurements: Callable[[], float]) -> list[Sample]:
-    """Run `measurements` in turns for about `seconds`, at least MIN_ROUNDS and at most MAX_ROUNDS times."""
+    """Run `measurements` in turns for about `seconds`, in MIN_ROUNDS to MAX_ROUNDS rounds. Return one sample per measurement."""
     rounds: list[list[float]] = []
     deadline = time.monotonic() + seconds
     while len(rounds) < MIN_ROUNDS or (time.monotonic() < deadline and len(rounds) < MAX_ROUNDS):
@@ -97,7 +97,7 @@ def measure_in_turns_for(seconds: float, *measurements: Callable[[], float]) -> 
 
 
 def compute_median_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the true median of `ratios`; None if there are too few.
+    """Return the 95 % confidence interval of the true median of `ratios`; None if there are too few ratios.
 
     The median is below the k-th smallest of n values if fewer than k of them fell below it, with the chance of fewer than k heads in n
     coin tosses.
@@ -124,7 +124,7 @@ def measure_peak_memory(argv: Sequence[str], *, input: str = "") -> float:
 
     Raises ProcessError.
     """
-    # A process inherits the peak of the process that forked it, so that one should be small.
+    # A process inherits the peak memory of its parent, so a small process must start it.
     return int(process.run_command([sys.executable, "-c", _PEAK_MEMORY_SCRIPT, *argv], cwd=ROOT, input=input).rpartition("\n")[2]) * 1024.0
 
 
@@ -136,7 +136,7 @@ def measure_wall_seconds(argv: Sequence[str], env: Mapping[str, str] | None = No
 
 
 def wait_until(is_done: Callable[[], bool], description: str, *, seconds: float = 180.0, interval: float = 0.5) -> None:
-    """Return once `is_done` is true. Raises BenchmarkUnavailableError if it is not within `seconds`."""
+    """Block until `is_done` returns True. Raises BenchmarkUnavailableError with `description` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_done():
         if time.monotonic() > deadline:

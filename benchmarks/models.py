@@ -1,4 +1,4 @@
-"""Text into tokens, against the tokenizer alone; and the memory that this, and the export of a large model, take."""
+"""Benchmarks of tokenization, compared with the tokenizer alone, and of the peak memory of tokenization and export."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FOLDER = BUILD / "models"
 _VOCABULARY_SIZE = 16_384
 _TOKENIZER_TRAINING_BYTES = 20_000_000
 _TEXT_MEGABYTES = 1000
-"""Megabytes of text to tokenize."""
+"""Size of the text to tokenize, in MB."""
 _SHARD_BYTES = 2 * 10**9
 _MAX_MEMORY_RATIO = 1.2
-"""Maximum memory, relative to the baseline."""
+"""Maximum peak memory, relative to the baseline."""
 _BASELINE_SCRIPT = """
 import json, sys
 from itertools import islice
@@ -46,7 +46,7 @@ print(count)
 
 
 def measure_prepare() -> Iterator[BenchmarkRow]:
-    """`data tokenize` of real text, repeated with edits, against a script that only encodes it; and how memory grows."""
+    """Measure `data tokenize` on real text, a script that only encodes the same text, and peak memory as a function of text size."""
     full_text, tenth_of_text = (
         _write_text(_FOLDER / "whole.jsonl", _TEXT_MEGABYTES),
         _write_text(_FOLDER / "tenth.jsonl", _TEXT_MEGABYTES // 10),
@@ -71,14 +71,14 @@ def measure_prepare() -> Iterator[BenchmarkRow]:
         "MB",
         Sample.from_values([peaks[0]]),
         Sample.from_values([peaks[1]]),
-        "a tenth of this text",
+        "10 % of this text",
         limit=_MAX_MEMORY_RATIO * peaks[1],
     )
     shutil.rmtree(_FOLDER)
 
 
 def measure_export() -> Iterator[BenchmarkRow]:
-    """The memory that `export` takes for a model of 1.2 billion parameters, in files of at most 2 GB."""
+    """Measure the peak memory of `export` for a model of 1.2 billion parameters, in files of at most 2 GB."""
     shutil.rmtree(_FOLDER, ignore_errors=True)
     _FOLDER.mkdir(parents=True)
     print_progress("writing a checkpoint of 1.2 billion parameters")
@@ -128,7 +128,7 @@ def measure_export() -> Iterator[BenchmarkRow]:
 
 
 def _write_text(path: Path, megabytes: int) -> Path:
-    """Write `megabytes` of text as JSONL: the source of the standard library, repeated, each time with another word replaced."""
+    """Write `megabytes` MB of text as JSONL: copies of the standard library's source, each with a different word replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     texts = [text for source in sources if "site-packages" not in source.parts if (text := source.read_text(errors="replace"))]

@@ -1,4 +1,4 @@
-"""Rows as build/bench.json stores them: one list in the registry's order, in which the rows of one benchmark can be replaced."""
+"""Benchmark rows as records in build/bench.json: one list in the registry's order. The rows of one benchmark can be replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ratio (the median of the pairs' ratios) and its interval, limit, goal …
 
 
 def build_record(row: BenchmarkRow, load: float) -> Record:
-    """Return `row` as a record; `load` is the machine's load when its benchmark began."""
+    """Return `row` as a record; `load`: load average of the machine at the start of the benchmark."""
     return {
         "name": row.name,
         "description": row.description,
@@ -49,7 +49,7 @@ def write_records(file: Path, records: Sequence[Record]) -> None:
 def merge_records(previous: Sequence[Record], benchmark: str, records: Sequence[Record], names: Sequence[str]) -> list[Record]:
     """Return `previous` with the records of `benchmark` replaced by `records`, in the order of `names`.
 
-    `names` are all existing benchmarks; records of others are dropped.
+    `names`: names of all registered benchmarks; records of other benchmarks are dropped.
     """
     other_records = [found for found in previous if _get_benchmark_name(found) in names and _get_benchmark_name(found) != benchmark]
     return sorted([*other_records, *records], key=lambda found: list(names).index(_get_benchmark_name(found)))

@@ -1,4 +1,4 @@
-"""The cost of a failure and of scaling: seconds until the run makes progress again, against plain torchrun."""
+"""Benchmarks of recovery and scaling: seconds until the run completes a new step, with swarmtrain and plain torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.lab_startup import running_lab
+from benchmarks.lab_startup import run_lab
 from benchmarks.measurement import BUILD, SWARMTRAIN_ARGV, BenchmarkRow, measure_in_turns, print_progress, wait_until
 from benchmarks.run_startup import DEPLOY_OPTIONS, RUN_NAME, provide_image
 from swarmtrain import process
@@ -22,7 +22,7 @@ _REPEATS = 2
 _SCALE_REPEATS = 3
 _NODE_COUNT = 4
 _STEADY_STEPS = 15
-"""Steps after which a world is taken to be in a steady state."""
+"""Number of steps after which a world is in a steady state."""
 _AUDIT_FOLDER_NAME = f"{RUN_NAME}-audit"
 _STACK_FILE = BUILD / "recovery.yml"
 _DEPLOY_OPTIONS = [
@@ -39,16 +39,16 @@ _TORCHRUN_RESTART_OPTIONS = ["--rdzv-id=bench", "--max-restarts=1000", "training
 
 
 def measure_recovery() -> Iterator[BenchmarkRow]:
-    """From SIGKILL of a node's container to the first new step of the run."""
-    with running_lab(_NODE_COUNT) as lab:
+    """Measure the time from SIGKILL of a node's container to the first new step of the run."""
+    with run_lab(_NODE_COUNT) as lab:
         provide_image(lab)
 
         def measure_swarmtrain() -> float:
-            with _running_swarmtrain(lab, _NODE_COUNT):
+            with _run_swarmtrain(lab, _NODE_COUNT):
                 return _measure_recovery_seconds(lab)
 
         def measure_torchrun() -> float:
-            with _running_torchrun(lab):
+            with _run_torchrun(lab):
                 return _measure_recovery_seconds(lab)
 
         result, baseline = measure_in_turns(_REPEATS, measure_swarmtrain, measure_torchrun, warm_up=False)
@@ -60,12 +60,12 @@ def measure_recovery() -> Iterator[BenchmarkRow]:
 
 
 def measure_scale() -> Iterator[BenchmarkRow]:
-    """`swarmtrain scale` from two nodes to four, to the first step of four ranks."""
-    with running_lab(_NODE_COUNT) as lab:
+    """Measure the time from `swarmtrain scale` (two nodes to four) to the first step of four ranks."""
+    with run_lab(_NODE_COUNT) as lab:
         provide_image(lab)
 
         def measure_swarmtrain() -> float:
-            with _running_swarmtrain(lab, 2):
+            with _run_swarmtrain(lab, 2):
                 started_at = time.monotonic()
                 process.run_command(
                     [*SWARMTRAIN_ARGV, "scale", RUN_NAME, "--nodes", str(_NODE_COUNT), "--yes"], env=lab.build_client_environment()
@@ -101,8 +101,8 @@ def _measure_recovery_seconds(lab: Lab) -> float:
 
 
 @contextmanager
-def _running_swarmtrain(lab: Lab, nodes: int) -> Iterator[None]:
-    """Keep a run of swarmtrain on `nodes` nodes, in a steady state."""
+def _run_swarmtrain(lab: Lab, nodes: int) -> Iterator[None]:
+    """Run swarmtrain on `nodes` nodes during the body, which starts once the run is in a steady state."""
     environment = lab.build_client_environment()
     command = ["deploy", "examples/quickstart.yml", "--name", RUN_NAME, "--detach", *_DEPLOY_OPTIONS, "-o", f"runner.nodes={nodes}"]
     try:
@@ -115,8 +115,8 @@ def _running_swarmtrain(lab: Lab, nodes: int) -> Iterator[None]:
 
 
 @contextmanager
-def _running_torchrun(lab: Lab) -> Iterator[None]:
-    """Keep the same script running in the same containers under torchrun, in a steady state."""
+def _run_torchrun(lab: Lab) -> Iterator[None]:
+    """Run the same script in the same containers under torchrun during the body, which starts in a steady state."""
     environment = lab.build_client_environment()
     options = [*_DEPLOY_OPTIONS, "-o", f"runner.nodes={_NODE_COUNT}"]
     process.run_command(
@@ -136,10 +136,10 @@ def _running_torchrun(lab: Lab) -> Iterator[None]:
 
 
 def _replace_supervisor_with_torchrun(stack: dict[str, Any]) -> dict[str, Any]:
-    """Let torchrun start the script, without a coordinator and without swarmtrain's supervisor."""
+    """Return `stack` with torchrun as the launcher of the script, without coordinator and supervisor."""
     del stack["services"]["rendezvous"]
     for name, service in stack["services"].items():
-        # The default local address, the host name, is the container's id: a restarted node would not be found by it.
+        # The default local address, the host name, is the container's id: other nodes could not resolve it after a restart.
         service["entrypoint"] = [*_TORCHRUN_COMMAND, f"--local-addr={name}", *_TORCHRUN_RESTART_OPTIONS]
         del service["command"]
         environment = service["environment"]
@@ -170,7 +170,7 @@ def _find_highest_step(lab: Lab) -> int:
 
 
 def _read_audit(lab: Lab) -> Sequence[tuple[int, int]]:
-    """Return the generation and the newest step of each rank of each world, from the audit files."""
+    """Return the generation and the newest step of each rank of each world, read from the audit logs."""
     newest_steps = []
     for file in (lab.shared_disk / _AUDIT_FOLDER_NAME).glob("world-*-rank-*.jsonl"):
         complete_lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

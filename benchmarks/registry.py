@@ -1,4 +1,4 @@
-"""All benchmarks, in the order in which they run and appear in the table. A new one is registered here."""
+"""Registry of all benchmarks, in the order in which they run and appear in the table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.measurement import BenchmarkRow
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark: the names of its rows are its own name, or begin with it and a slash."""
+    """A benchmark. Its rows are named NAME or NAME/…, where NAME is the benchmark's name."""
 
     name: str
     description: str
@@ -22,30 +22,28 @@ BENCHMARKS = (
     Benchmark("help", "CPU time of --help, against other launchers", cli_commands.measure_help),
     Benchmark("generate", "CPU time of generate, against another launcher's dry run", cli_commands.measure_generate),
     Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", cli_commands.measure_generate_1000),
-    Benchmark("data", "tokens from warm token files, and a large one opened", data.measure_data_loading),
+    Benchmark("data", "loading tokens from cached files, and opening a large file", data.measure_data_loading),
     Benchmark("prepare", "text to tokens, against the tokenizer alone", models.measure_prepare),
-    Benchmark("export", "what memory the export of a large model takes", models.measure_export),
-    Benchmark("lab-up-4", "four engines up and joined", lab_startup.measure_lab_up),
+    Benchmark("export", "peak memory of the export of a large model", models.measure_export),
+    Benchmark("lab-up-4", "start of a lab with four engines", lab_startup.measure_lab_up),
     Benchmark("first-step", "deploy to the first optimizer step", run_startup.measure_first_step),
     Benchmark(
         "launchers",
-        "a job of three nodes to its first step by each launcher, against the same tools by hand",
+        "time to a three-node job's first step by launcher, against the launcher's own commands",
         launchers.measure_first_steps,
     ),
-    Benchmark(
-        "interrupted", "starts by each launcher that are interrupted, and remaining objects of them", launchers.measure_interrupted_starts
-    ),
+    Benchmark("interrupted", "remaining objects after interrupted starts, by launcher", launchers.measure_interrupted_starts),
     Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", run_startup.measure_doctor),
-    Benchmark("services-100", "a hundred services up and down", services.measure_services),
+    Benchmark("services-100", "deployment and removal of 100 services", services.measure_services),
     Benchmark("status-100", "status and plan of a run of a hundred services", services.measure_status_and_plan),
     Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
     Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.measure_scale),
-    Benchmark("checkpoint", "what a checkpoint in the background takes from training", training.measure_background_checkpoint),
-    Benchmark("logging", "what metrics and log take of a step", training.measure_logging),
+    Benchmark("checkpoint", "cost of a background checkpoint for training", training.measure_background_checkpoint),
+    Benchmark("logging", "time per step for metrics and logging", training.measure_logging),
     Benchmark("train", "the trainer against a plain PyTorch loop", training.measure_plain_pytorch),
     Benchmark("train-ddp", "two processes, against plain DistributedDataParallel", training.measure_plain_ddp),
     Benchmark("train-hf", "the trainer against Hugging Face's", training.measure_hugging_face),
     Benchmark("train-nanogpt", "the trainer against nanoGPT's", training.measure_nanogpt),
-    Benchmark("train-whole", "a whole run, in terms of its steps", training.measure_full_run),
+    Benchmark("train-whole", "overhead of a complete run, relative to its steps", training.measure_full_run),
 )

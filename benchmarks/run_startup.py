@@ -1,4 +1,4 @@
-"""A run of three nodes from the command to its first optimizer step, with swarmtrain and with plain Docker; doctor on four nodes."""
+"""Benchmarks of startup: time to the first optimizer step on three nodes, with swarmtrain and plain Docker; doctor on four nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-from benchmarks.lab_startup import running_lab
+from benchmarks.lab_startup import run_lab
 from benchmarks.measurement import (
     BUILD,
     ROOT,
@@ -37,8 +37,8 @@ _STACK_FILE = BUILD / "run" / "generated.yml"
 
 
 def measure_first_step() -> Iterator[BenchmarkRow]:
-    """The quickstart on a lab whose nodes already have the image."""
-    with running_lab(3) as lab:
+    """Measure the time to the first optimizer step of the quickstart, on a lab whose nodes already have the image."""
+    with run_lab(3) as lab:
         provide_image(lab)
         environment = lab.build_client_environment()
         launcher = SwarmLauncher(environment["DOCKER_HOST"])
@@ -57,7 +57,7 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
 
         def measure_command(label: str, argv: list[str]) -> float:
             started_at = time.time()
-            with _running_command(argv, environment):
+            with _run_command(argv, environment):
                 wait_until(lambda: _has_stepped(launcher), "the first step", seconds=300)
                 durations = _measure_phases(launcher, DockerEngine(environment["DOCKER_HOST"]), started_at)
             launcher.tear_down_run(RUN_NAME, lambda line: None)
@@ -75,8 +75,8 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
 
 
 def measure_doctor() -> Iterator[BenchmarkRow]:
-    """All queries and probes of doctor, on a lab whose nodes already have the image."""
-    with running_lab(4) as lab:
+    """Measure doctor with all queries and probes, on a lab whose nodes already have the image."""
+    with run_lab(4) as lab:
         provide_image(lab)
         argv = [*SWARMTRAIN_ARGV, "doctor", "examples/quickstart.yml", "-o", "runner.nodes=4", *DEPLOY_OPTIONS]
         [result] = measure_in_turns(_REPEATS, lambda: measure_wall_seconds(argv, env=lab.build_client_environment()))
@@ -85,7 +85,7 @@ def measure_doctor() -> Iterator[BenchmarkRow]:
 
 
 def provide_image(lab: Lab) -> None:
-    """Build the image and have every node pull it."""
+    """Build the image, push it to the lab's registry, and pull it on every node."""
     engine = DockerEngine(lab.get_docker_host("node0"), timeout=600)
     images.build_image(engine.client, ROOT, _IMAGE, report_progress=lambda line: None)
     print_progress("pushing the image")
@@ -98,7 +98,7 @@ def provide_image(lab: Lab) -> None:
 
 
 @contextmanager
-def _running_command(argv: list[str], environment: dict[str, str]) -> Iterator[None]:
+def _run_command(argv: list[str], environment: dict[str, str]) -> Iterator[None]:
     program = process.start_process(argv, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield

@@ -1,6 +1,6 @@
-"""A run of 100 services whose containers do nothing, deployed and removed by swarmtrain and by plain Docker.
+"""Benchmarks of a run of 100 idle services, deployed and removed by swarmtrain and by plain Docker.
 
-It measures what `deploy` does from the plan on, against `docker stack deploy` of the stack file of the same plan.
+Measures `deploy` after planning, against `docker stack deploy` of the stack file of the same plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from benchmarks.lab_startup import running_lab
+from benchmarks.lab_startup import run_lab
 from benchmarks.measurement import (
     BUILD,
     ROOT,
@@ -58,7 +58,7 @@ _NOISE_FACTOR = 1.1
 
 @dataclass(frozen=True)
 class ServiceTimes:
-    """Seconds after the command until the last service was created and all containers ran; seconds that the removal took."""
+    """Seconds from the command until all services were created and until all containers ran; duration of the removal in seconds."""
 
     created: float
     running: float
@@ -66,8 +66,8 @@ class ServiceTimes:
 
 
 def measure_services() -> Iterator[BenchmarkRow]:
-    """100 services on four engines."""
-    with running_lab(_NODE_COUNT) as lab:
+    """Measure deployment and removal of 100 services on four engines."""
+    with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
         _provide_image(engine)
         plan = _build_plan(lab)
@@ -83,8 +83,8 @@ def measure_services() -> Iterator[BenchmarkRow]:
 
 
 def measure_status_and_plan() -> Iterator[BenchmarkRow]:
-    """`status` and `plan` of such a run, from the command's start to its end."""
-    with running_lab(_NODE_COUNT) as lab:
+    """Measure the wall time of `status` and `plan` for a run of 100 services."""
+    with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
         _provide_image(engine)
         plan = _build_plan(lab)
@@ -156,7 +156,7 @@ def _measure_docker(engine: DockerEngine) -> ServiceTimes:
 
 
 def _wait_for_services(engine: DockerEngine, started_at: float) -> tuple[float, float]:
-    """Return the seconds until the last service was created and the last container ran, by the swarm's own times."""
+    """Return the seconds until the last service was created and the last container ran, by the swarm's timestamps."""
     wait_until(lambda: len(_list_running_tasks(engine)) == _SERVICE_COUNT, "not all containers run")
     services = engine.list_objects("/services", label=f"{protocol.LABEL_STACK}={_RUN_NAME}")
     created = max(_parse_timestamp(service["CreatedAt"]) for service in services)
@@ -178,7 +178,7 @@ def _parse_timestamp(timestamp: str) -> float:
 
 
 def _provide_image(engine: DockerEngine) -> None:
-    """Build an image with one program that waits forever, and push it. A run's services call it python3."""
+    """Build and push an image whose only program waits forever. The program is named python3, the command of a run's services."""
     program = build_idle_program()
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:

@@ -1,4 +1,4 @@
-"""build/bench.json → docs/reference/speed.md, and the table on the terminal."""
+"""Render the records in build/bench.json as docs/reference/speed.md, and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Measured on: {machine}.
 
 
 def render_page(records: Sequence[Record], names: Sequence[str], previous_page: str = "") -> str:
-    """Return the page of these records. `names` are all benchmarks; other rows of `previous_page` stay."""
+    """Return the Markdown page of `records`. Rows of `previous_page` without a new record are kept. `names`: names of all benchmarks."""
     cells = _collect_previous_lines(_ROW_PATTERN, previous_page, names) | {
         record["name"]: f"| {' | '.join(_format_cells(record))} |" for record in records
     }
@@ -47,15 +47,15 @@ def render_page(records: Sequence[Record], names: Sequence[str], previous_page: 
 
 
 def render_table(records: Sequence[Record]) -> str:
-    """Return the records as a table for a terminal."""
-    rows: list[tuple[str, ...]] = [("BENCHMARK", "OURS", "THE OTHER", "LIMIT", "RATIO", "")]
-    rows += [(*(cell.strip("`") for cell in _format_cells(record)), _format_outcome(record)) for record in records]
+    """Return `records` as a table for the terminal."""
+    rows: list[tuple[str, ...]] = [("BENCHMARK", "SWARMTRAIN", "OTHER TOOL", "LIMIT", "RATIO", "")]
+    rows += [(*(cell.strip("`") for cell in _format_cells(record)), _format_check_result(record)) for record in records]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def is_over_limit(record: Record) -> bool:
-    """Return whether the result is over its limit."""
+    """Return whether the result of `record` exceeds its limit."""
     return record["limit"] is not None and record["result"] is not None and bool(record["result"] > record["limit"])
 
 
@@ -98,7 +98,7 @@ def _format_number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _format_outcome(record: Record) -> str:
+def _format_check_result(record: Record) -> str:
     is_short_of_goal = bool(record.get("goal")) and record["ratio"] is not None and record["ratio"] < record["goal"]
     return record["skip_reason"] or ("OVER THE LIMIT" if is_over_limit(record) else "SHORT OF THE GOAL" if is_short_of_goal else "")
 

@@ -1,4 +1,4 @@
-"""Loops that are measured in turns: processes that wait, and take some steps when it is their turn."""
+"""Training loops that are measured in turns: each runs in its own processes, which run steps only on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swarmtrain import process
 
 @dataclass(frozen=True)
 class LoopProgram:
-    """A program of benchmarks/loops, and how to start it."""
+    """A program in benchmarks/loops, with its config, Python interpreter, environment variables and number of ranks."""
 
     name: str
     config: str
@@ -30,7 +30,7 @@ class LoopProgram:
 
 
 class SteppedLoop:
-    """A running loop. As a context manager, it ends with the body."""
+    """A running training loop. As a context manager, it stops the loop when the body exits."""
 
     def __init__(self, loop: LoopProgram) -> None:
         self._log = BUILD / f"{loop.name}.log"
@@ -46,7 +46,7 @@ class SteppedLoop:
             rank.stop()
 
     def measure_step_seconds(self, steps: int) -> float:
-        """Let all ranks take `steps` steps and return their total CPU seconds per step.
+        """Run `steps` steps on all ranks, and return the CPU seconds per step, summed over ranks.
 
         Raises BenchmarkUnavailableError if the loop has ended.
         """
@@ -54,7 +54,7 @@ class SteppedLoop:
             rank.request_steps(steps)
         answers = [rank.read_answer() for rank in self._ranks]
         if "" in answers:
-            log_lines = self._log.read_text(errors="replace").strip().splitlines() or ["it no output"]
+            log_lines = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
             raise BenchmarkUnavailableError(f"{self._log.stem} ended: {log_lines[-1]}", hint=f"less {self._log}")
         return sum(float(answer) for answer in answers) / steps
 

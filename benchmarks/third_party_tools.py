@@ -1,4 +1,4 @@
-"""Third-party programs, each in its own virtual environment under build/bench/, with a home directory that is not the user's."""
+"""Install third-party programs under build/bench/, each in a separate virtual environment, with a separate home directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.measurement import BUILD, BenchmarkUnavailableError, print_progr
 from swarmtrain import process
 from swarmtrain.errors import ProcessError
 
-# The versions behind the figures in docs/reference/speed.md.
+# The versions that docs/reference/speed.md reports on.
 TORCHX = "torchx==0.7.0"
 DSTACK = "dstack==0.22.5"
 SKYPILOT = "skypilot==0.14.1"
@@ -20,20 +20,20 @@ NANOGPT = "https://github.com/karpathy/nanoGPT"
 
 
 def install_program(requirement: str, program: str) -> Path:
-    """Return the path of `program`, which `requirement` installs. Raises BenchmarkUnavailableError if it cannot be installed."""
+    """Install `requirement` and return the path of its `program`. Raises BenchmarkUnavailableError if the installation fails."""
     return _create_environment([requirement]) / "bin" / program
 
 
-def install_beside_torch(*requirements: str) -> Path:
-    """Return a Python that has `requirements` and the packages installed here, above all torch.
+def install_with_shared_packages(*requirements: str) -> Path:
+    """Install `requirements` in a virtual environment that also has this environment's packages, such as torch. Return its Python.
 
-    Raises BenchmarkUnavailableError if it cannot be created.
+    Raises BenchmarkUnavailableError if the installation fails.
     """
     return _create_environment(requirements, shares_packages=True) / "bin" / "python"
 
 
 def clone_repository(address: str) -> Path:
-    """Return the folder of a clone of the repository at `address`; an existing one is reused. Raises BenchmarkUnavailableError."""
+    """Clone the repository at `address`, unless a clone exists. Return the clone's folder. Raises BenchmarkUnavailableError."""
     folder = BUILD / address.rpartition("/")[2]
     if not folder.exists():
         print_progress(f"cloning {address}")
@@ -41,13 +41,13 @@ def clone_repository(address: str) -> Path:
             process.run_command(["git", "clone", "--quiet", "--depth", "1", address, str(folder)], env={"GIT_TERMINAL_PROMPT": "0"})
         except ProcessError as error:
             raise BenchmarkUnavailableError(
-                f"{address} cannot be cloned: {_get_last_line(error)}", hint=f"git clone {address} {folder}"
+                f"{address} cannot be cloned: {_get_last_line(error)}", hint=f"run git clone {address} {folder}"
             ) from None
     return folder
 
 
 def build_environment() -> Mapping[str, str]:
-    """Return the variables that keep these programs from writing to the user's home, and from sending telemetry."""
+    """Return environment variables that prevent the programs from writing to the user's home, and from sending telemetry."""
     home = BUILD / "home"
     home.mkdir(parents=True, exist_ok=True)
     return {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "DSTACK_TELEMETRY": "0"}

@@ -1,6 +1,6 @@
-"""The trainer against other training loops, in turns step by step: tokens per second of CPU time, with one thread per process.
+"""Compare the trainer with other training loops, in alternating steps: tokens per second of CPU time, with one thread per process.
 
-This way, other load on the machine hardly matters: a step that waits for a core costs no more CPU time than one that does not.
+Other load on the machine hardly affects CPU time: a step that waits for a core costs no more CPU time than one that does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GPT_SHAPE = {**_LLAMA_SHAPE, "norm_type": "layernorm", "mlp_type": "default", "
 
 
 def measure_plain_pytorch() -> Iterator[BenchmarkRow]:
-    """One process, against a loop written by hand around the same model."""
+    """Compare one process with a plain PyTorch loop with the same model."""
     for precision in ("float32", "bfloat16"):
         config = _build_config(_LLAMA_SHAPE, precision)
         yield _compare_loops(
@@ -58,7 +58,7 @@ def measure_plain_pytorch() -> Iterator[BenchmarkRow]:
 
 
 def measure_plain_ddp() -> Iterator[BenchmarkRow]:
-    """Two processes, against DistributedDataParallel by hand."""
+    """Compare two processes with a plain PyTorch loop with DistributedDataParallel."""
     for precision in ("float32", "bfloat16"):
         config = _build_config(_LLAMA_SHAPE, precision, micro_batch_size=_BATCH_SIZE // 2)
         row = _build_row(
@@ -68,8 +68,8 @@ def measure_plain_ddp() -> Iterator[BenchmarkRow]:
 
 
 def measure_hugging_face() -> Iterator[BenchmarkRow]:
-    """Against Hugging Face's Trainer on transformers' Llama."""
-    python = str(third_party_tools.install_beside_torch(third_party_tools.TRANSFORMERS, third_party_tools.ACCELERATE))
+    """Compare with Hugging Face's Trainer and the Llama model of transformers."""
+    python = str(third_party_tools.install_with_shared_packages(third_party_tools.TRANSFORMERS, third_party_tools.ACCELERATE))
     baseline_description = f"Hugging Face's Trainer, {third_party_tools.TRANSFORMERS.replace('==', ' ')}, a model of the same shape"
     for precision, goal, compiled_goal in (("float32", 1.0, None), ("bfloat16", 1.1, 1.2)):
         baseline = LoopProgram(
@@ -85,7 +85,7 @@ def measure_hugging_face() -> Iterator[BenchmarkRow]:
 
 
 def measure_nanogpt() -> Iterator[BenchmarkRow]:
-    """Against nanoGPT's train.py, which has no bfloat16 on a CPU."""
+    """Compare with nanoGPT's train.py, which does not support bfloat16 on a CPU."""
     environment = {"BENCH_NANOGPT": str(third_party_tools.clone_repository(third_party_tools.NANOGPT))}
     baseline = LoopProgram("nanogpt", _build_config(_GPT_SHAPE, "float32"), environment=environment)
     for precision, goal in (("float32", 1.0), ("bfloat16", 2.2)):
@@ -94,7 +94,7 @@ def measure_nanogpt() -> Iterator[BenchmarkRow]:
 
 
 def measure_full_run() -> Iterator[BenchmarkRow]:
-    """A run with its checkpoint, metrics and log, relative to its steps."""
+    """Measure the overhead of a complete run with checkpoint, metrics and log, relative to its steps."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=BUILD) as folder:
         config = _build_config(_LLAMA_SHAPE, "float32", train_iterations=_FULL_RUN_STEPS, save_dir=folder)
@@ -110,7 +110,7 @@ def measure_full_run() -> Iterator[BenchmarkRow]:
 
 
 def measure_background_checkpoint() -> Iterator[BenchmarkRow]:
-    """The cost of background checkpoints, at the interval that `save_interval: auto` chooses for them."""
+    """Measure the cost of background checkpoints at the interval that `save_interval: auto` selects."""
     from swarmtrain.trainer.checkpoint import save_interval
 
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def measure_background_checkpoint() -> Iterator[BenchmarkRow]:
 
 
 def measure_logging() -> Iterator[BenchmarkRow]:
-    """The share of a step that logging takes, with the metrics on disk: by the trainer's own clock."""
+    """Measure the fraction of a step's time for logging, including metrics on disk, with the trainer's step timer."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=BUILD) as folder:
         config = _build_config(_LLAMA_SHAPE, "float32", train_iterations=_LOGGED_STEPS, save_dir=folder, save_interval=None)
@@ -190,7 +190,7 @@ def _build_config(shape: dict[str, Any], precision: str, micro_batch_size: int =
 
 
 def _write_tokens() -> Path:
-    """Return the prefix of a file of two million random tokens."""
+    """Write a file of two million random tokens, and return its prefix."""
     import numpy as np
 
     from swarmtrain.trainer.data import memory_map

@@ -1,7 +1,7 @@
 """Client of the coordinator. Each connection carries one request and one response, each as a line of JSON.
 
 Supervisors send heartbeats, and ranks post events. Each call opens a new connection, so that a coordinator may restart under a new address.
-Standard library only, so that a node whose image lacks torch can still report this.
+Standard library only, so that a node whose image lacks torch can still report the missing package.
 The server is swarmtrain.entrypoint.coordinator.server.
 """
 
@@ -35,7 +35,7 @@ class CoordinatorClient:
         return EventResponse(**self._send_request("post", kind=event.kind, data=event.data))
 
     def try_post_event(self, event: Event) -> EventResponse:
-        """Post `event` and return the coordinator's response. If it cannot be reached, log that to stderr and return an empty response."""
+        """Post `event` and return the coordinator's response. On CoordinatorError, log to stderr and return an empty response."""
         try:
             return self.post_event(event)
         except CoordinatorError as error:
@@ -44,7 +44,7 @@ class CoordinatorClient:
             return EventResponse()
 
     def register_node(self, node: str) -> None:
-        """Register the node `node`. From then on the coordinator expects a heartbeat of it every second.
+        """Register the node `node`. From then on the coordinator expects one heartbeat per second from it.
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
@@ -69,7 +69,7 @@ class CoordinatorClient:
         return self._send_supervisor_request("leave", node=node, exit_code=exit_code)
 
     def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
-        """Report the state of surviving rank `rank` of the failed world `world`. Return which ranks write a checkpoint.
+        """Report the state of surviving rank `rank` of the failed world `world`. Return the ranks that write a checkpoint.
 
         The rank calls this repeatedly until the just-in-time checkpoint is finished; if the calls stop, the rank counts as lost. Raises
         CoordinatorError if the coordinator cannot be reached.

@@ -2,7 +2,7 @@
 
     detect_torchrun_env(os.environ) → RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun would set them
 
-Standard library only, without network access: processes of a world agree on its addresses without communication.
+Standard library only, without network access: all processes of a world derive the same addresses without communication.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def compute_base_port(job_number: int) -> int:
 
 
 def get_first_host(hostlist: str) -> str:
-    """Return the first host name of the Slurm node list `hostlist`. Raises ValueError if there is none."""
+    """Return the first host name of the Slurm node list `hostlist`. Raises ValueError if the list is empty or invalid."""
     return next(expand_hostlist(hostlist))
 
 

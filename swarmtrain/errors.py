@@ -3,25 +3,25 @@
     SwarmtrainError             shown to the user: a message, a place, a hint; exit code 1
     ├── ConfigError             the YAML file or an override is wrong; carries every problem at once
     ├── PlanError               the config is valid, but the nodes cannot run what it requires
-    ├── ProcessError            a program we started failed; carries its command and its output
+    ├── ProcessError            a program that swarmtrain started failed; carries its command and output
     ├── EngineError             a Docker engine cannot be reached, or refused a request
-    ├── HostError               a host cannot be reached over SSH, or could not do what was requested
-    ├── ImageError              an image cannot be built, pushed, or found in its registry
-    ├── StackError              a stack cannot be brought up or taken down
+    ├── HostError               a host cannot be reached over SSH, or a request to it failed
+    ├── ImageError              an image cannot be built, pushed, pulled, or resolved to a digest
+    ├── StackError              a stack cannot be deployed, updated, or removed
     ├── RunNotFound             no such run; or no name was given, and there is not exactly one run
-    ├── StateDirectoryError     the folder of the runs on this machine cannot be read or written
+    ├── StateDirectoryError     the state directory of this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── CoordinatorError        the coordinator cannot be reached, or its answer is invalid
-    │   └── ProtocolMismatch    it uses another version of the protocol
+    │   └── ProtocolMismatch    the coordinator uses another version of the protocol
     ├── TrainingError           the trainer cannot continue (e.g. invalid data, model or topology)
     │   ├── DataError           the data contain tokens that the model does not have
     │   ├── WorldError          this world cannot continue, but another may: it is fenced off, or its ranks do not form complete replicas
     │   └── CheckpointError     a checkpoint is corrupt, or cannot be written
-    │       └── IncompatibleCheckpoint   it belongs to another model, other data or another format
+    │       └── IncompatibleCheckpoint   the checkpoint belongs to another model, other data or another format
     └── JobFailed               the job itself failed; exit code 3
 
 A traceback that reaches the user is a bug. The command line prints `error: PLACE: MESSAGE` and `hint: HINT`.
-Standard library only: the entrypoint imports this inside images in which everything else may be broken.
+Standard library only: the entrypoint imports this in images whose other packages may be broken.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class EngineError(SwarmtrainError):
 
 
 class HostError(SwarmtrainError):
-    """A host cannot be reached over SSH, or could not do what was requested."""
+    """A host cannot be reached over SSH, or a request to it failed."""
 
 
 class ImageError(SwarmtrainError):
@@ -139,7 +139,7 @@ class ImageError(SwarmtrainError):
 
 
 class StackError(SwarmtrainError):
-    """A stack cannot be brought up, changed, or taken down."""
+    """A stack cannot be deployed, updated, or removed."""
 
 
 class RunNotFound(SwarmtrainError):

@@ -110,7 +110,7 @@ class Plan:
     is_probe: bool = False
     """Whether the nodes run the doctor's probe instead of training."""
     coordinator_machine: Machine | None = None
-    """Manager machine that must run the coordinator, because the nodes are given its address; None: any manager."""
+    """Manager machine that must run the coordinator, because the nodes receive its address; None: any manager."""
     notes: tuple[str, ...] = ()
     """Decisions that do not follow from the config alone, with reasons, one line each."""
 
@@ -218,7 +218,7 @@ def add_notes(plan: Plan, *notes: str) -> Plan:
 
 
 def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine | None:
-    """Return the manager that must run the coordinator, because the nodes are given its address; None if any manager may run it.
+    """Return the manager that must run the coordinator, because the nodes receive its address; None if any manager may run it.
 
     The nodes need an address only on the host network, where service names do not resolve.
     """

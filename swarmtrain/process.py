@@ -131,7 +131,7 @@ def set_process_name(name: str) -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Context manager that defers SIGINT (Ctrl-C), SIGTERM and SIGHUP to its end, for code that creates objects and then records them.
+    """Context manager that defers SIGINT (Ctrl-C), SIGTERM and SIGHUP to its end, for example while a lock is released.
 
     Only the main thread is interrupted by signals, so in other threads this does nothing.
     """

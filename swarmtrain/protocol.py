@@ -3,7 +3,7 @@
     launcher --NodeEnv, CoordinatorEnv--> containers                (environment variables)
     containers --Event--> coordinator --JSON lines--> launcher      (the log of the rendezvous service)
 
-Only constants and dataclasses, standard library only: the entrypoint imports this in images in which all else may be broken.
+Only constants and dataclasses, standard library only: the entrypoint imports this in images whose other packages may be broken.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ misread a message.
 """
 ENV_PREFIX = "SWARMTRAIN_"
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
-"""Variable that is set for all ranks if a user's terminal is attached to one of them, which the user may pause for any time (debugger)."""
+"""Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 
 # Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: stop requested, state saved, run again.
 EXIT_PLANNED = 75
 
-# Labels by which the objects of a stack are found. The first two are Docker's own, so that `docker stack` recognizes our stacks.
+# Labels that identify the objects of a stack. The first two are Docker's own, so that `docker stack` recognizes our stacks.
 LABEL_STACK = "com.docker.stack.namespace"
 LABEL_STACK_IMAGE = "com.docker.stack.image"
 LABEL_RUN = "swarmtrain.run"
@@ -74,7 +74,7 @@ class _EnvironmentMessage:
         for item in fields(cls):
             name = ENV_PREFIX + item.name.upper()
             if name not in environ:
-                raise ValueError(f"environment variable {name} is not set: this program is started by swarmtrain, not by hand")
+                raise ValueError(f"environment variable {name} is not set: only swarmtrain may start this program")
             try:
                 values[item.name] = _decode_env_value(environ[name], hints[item.name])
             except ValueError as error:
@@ -87,7 +87,7 @@ def _check_protocol_version(environ: Mapping[str, str]) -> None:
     launcher_version = environ.get(f"{ENV_PREFIX}PROTOCOL", "")
     if launcher_version not in ("", str(PROTOCOL_VERSION)):
         own_version = f"swarmtrain {__version__} on this node uses version {PROTOCOL_VERSION}"
-        raise ValueError(f"the launcher uses protocol version {launcher_version}, but {own_version}: build the image again")
+        raise ValueError(f"the launcher uses protocol version {launcher_version}, but {own_version}: rebuild the image")
 
 
 def _encode_env_value(value: Any) -> str:
@@ -142,7 +142,7 @@ class NodeEnv(_EnvironmentMessage):
     numa: str
     """CPU binding of ranks to the cores near their GPUs, as one of torchrun's modes; empty: none."""
     protocol: int = PROTOCOL_VERSION
-    """Version of the protocol that the launcher uses. A node that uses another one reports both versions and does not start."""
+    """Version of the protocol that the launcher uses. A node with another version reports both versions and does not start."""
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,18 @@ class CoordinatorEnv(_EnvironmentMessage):
     bind: str
     """Address to listen on: 0.0.0.0 inside the run's own network, 127.0.0.1 for a run on one machine."""
     max_restarts: int
-    """Consecutive failures, without a new step in between, after which the run is given up."""
+    """Maximum consecutive restarts without a new step between them; the next failure ends the run."""
     max_restarts_per_hour: int
-    """Failures within an hour, regardless of progress, after which the run is also given up."""
+    """Maximum restarts within one hour, regardless of progress; the next failure ends the run."""
     min_nodes: int
     """Minimum number of nodes to train: a flaky node is quarantined if at least this many others are present."""
     protocol: int = PROTOCOL_VERSION
-    """Version of the protocol that the launcher uses. A coordinator that uses another one does not start."""
+    """Version of the protocol that the launcher uses. A coordinator with another version does not start."""
 
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """State of one surviving rank of a failed world. The model and optimizer state that the rank holds is complete."""
+    """State of one surviving rank of a failed world. Its model and optimizer state belong to one step, without a partial update."""
 
     step: int
     """Number of completed optimizer steps."""
@@ -222,13 +222,13 @@ EVENT_RESUMED = "resumed"
 # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom, step;
 # permanent: see PERMANENT_BEFORE_FIRST_STEP
 EVENT_FAILURE = "failure"
-# node, message: something that the user should know, for example a skipped corrupt checkpoint
+# node, message: text for the user, for example about a skipped corrupt checkpoint
 EVENT_NOTE = "note"
 # message, and rank, node, slowdown (0.3: its steps take 30 % longer), phase: data | compute; rank is null if there is no longer a straggler
 EVENT_STRAGGLER = "straggler"
 # step, and initial_validation_loss, final_validation_loss, bigram_baseline_loss if known: the last step is done and saved
 EVENT_TRAINING_FINISHED = "finished"
-# node, exit_code; null if the node became silent
+# node, exit_code; null if the node stopped sending heartbeats
 EVENT_NODE_LEFT = "left"
 # node, and the results of swarmtrain.entrypoint.probe.node_probe
 EVENT_NODE_PROBE = "probe"
@@ -242,7 +242,7 @@ EVENT_USAGE = "usage"
 EVENT_NODE_QUARANTINED = "quarantined"
 # node, reason: the node may train again
 EVENT_NODE_RELEASED = "released"
-# status: done | failed, reason, exit_code, hint if there is one
+# status: done | failed, reason, exit_code, and optionally hint
 EVENT_OUTCOME = "outcome"
 # operation: up | stop | down, nodes, and code: the commit that is checked out in the user's project. Not sent to the coordinator: the
 # machine on which the operation was requested stores it next to the run's events
@@ -337,15 +337,15 @@ class RescueAssignment:
     attempt: int = 0
     """Number of the current attempt: incremented when a writer is lost and new writers are chosen."""
     is_finished: bool = False
-    """Whether the checkpoint is committed, or not possible, so that the rank need not wait any longer."""
+    """Whether the checkpoint is committed or impossible. In both cases the rank stops waiting."""
 
 
 @dataclass(frozen=True)
 class SupervisorResponse:
-    """The coordinator's response to a supervisor. It stops if there is an outcome, else it joins the rendezvous round `round`."""
+    """The coordinator's response to a supervisor. The supervisor stops if `outcome` is set; otherwise it joins round `round`."""
 
     round: str
     """Run id (of torch's rendezvous) of the round. Each round has a new id, since a closed rendezvous accepts no further nodes."""
     outcome: RunOutcome | None = None
     wait: bool = False
-    """Whether to ask again in a moment, because other nodes are still arriving or this node is quarantined."""
+    """Whether the supervisor must repeat the request, because other nodes are still arriving or this node is quarantined."""

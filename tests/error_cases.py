@@ -238,7 +238,7 @@ class ErrorCase:
         if os.environ.get("REFRESH"):
             PAGE.write_text(render_page({**read_sections(), self.section.title: text}))
         recorded = read_sections().get(self.section.title)
-        assert recorded == text, f"{PAGE.relative_to(ROOT)} says something else of `{self.section.title}`; REFRESH=1 writes it anew"
+        assert recorded == text, f"{PAGE.relative_to(ROOT)} has another text for `{self.section.title}`; REFRESH=1 rewrites it"
 
     def _run_command(self, command: str, as_nobody: bool, timeout: float) -> subprocess.CompletedProcess[str]:
         if as_nobody:

@@ -68,10 +68,12 @@ SUITES = {
     "contract": Suite(
         ["contract", "lab/test_contract.py"],
         "the life of a run on each of the six launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with "
-        "`make test-all` on each, a killed node, a dead machine, a rank that fails, scaling, interruption, and what is refused",
+        "`make test-all` on each, a killed node, a failed machine, a failed rank, scaling, interruption, and rejected changes",
     ),
     "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
-    "configs": Suite(["trainer/test_any_config.py"], "200 generated configs that make a simulated step, and others that are refused"),
+    "configs": Suite(
+        ["trainer/test_any_config.py"], "200 generated configs that complete a simulated step, and invalid configs that are rejected"
+    ),
     "launchers": Suite(
         ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
         "local runs, hosts behind real sshds, a real Slurm; commands that are interrupted; the dashboard in a real browser",
@@ -79,7 +81,7 @@ SUITES = {
     "howto": Suite(
         list_test_files("howto", exclude=_TRAINING_PAGES),
         "the commands of the tutorial and of how-to pages, typed one after the other",
-        "each page uses features that have tests of their own in the gate",
+        "the gate tests the features that each page uses",
     ),
     "examples": Suite(
         [f"howto/{name}.py" for name in _TRAINING_PAGES],
@@ -88,7 +90,7 @@ SUITES = {
     ),
     "chaos": Suite(
         ["lab/test_chaos.py"],
-        "faults on a run of three nodes: no step is recomputed that a replica survived",
+        "faults on a run of three nodes: no step is recomputed if a replica of each shard survives",
         "each row is a whole run; in the gate `contract` kills nodes, `entrypoint` kills and stalls ranks, `lab` kills a container",
     ),
     "faults": Suite(
@@ -102,7 +104,7 @@ SUITES = {
     ),
     "newer": Suite(
         [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER_ENGINE_TESTS],
-        "tests of `lab` that depend on what an engine answers, with a newer engine",
+        "tests of `lab` that depend on the Docker API, with a newer engine",
         "downloads a second engine and repeats tests of `lab`",
     ),
 }

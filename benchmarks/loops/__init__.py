@@ -1,4 +1,4 @@
-"""Training loops that take steps on request: swarmtrain's, and those that it is measured against.
+"""Training loops that run steps on request: swarmtrain's loop, and the baselines.
 
-Each is a program, `python -m benchmarks.loops.NAME CONFIG`, in a process of its own. CONFIG is a swarmtrain config as JSON.
+Each loop runs in a separate process: `python -m benchmarks.loops.NAME CONFIG`. CONFIG is a swarmtrain config as JSON.
 """

@@ -1,4 +1,4 @@
-"""The cost of swarmtrain's checkpoints during training.
+"""Measure the cost of swarmtrain's checkpoints during training.
 
 Prints two numbers for each checkpoint: the seconds for which training stalled, and the CPU seconds of the process for all of the
 checkpoint's work.

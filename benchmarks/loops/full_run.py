@@ -1,4 +1,4 @@
-"""A complete run of swarmtrain, from the first line of `train` to the last: its cost on top of the steps.
+"""Measure the overhead of a complete run of `train`, relative to its steps.
 
 Prints two numbers: CPU seconds per step of the complete run, and of the median step.
 """

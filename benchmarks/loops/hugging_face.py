@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with transformers' Llama and their defaults: SDPA attention, fused AdamW, gradient clipping at 1.
+"""Hugging Face's Trainer with the Llama model of transformers and default settings: SDPA attention, fused AdamW, gradient clipping at 1.
 
 It does not import swarmtrain, so it reads the config as plain JSON.
 """

@@ -1,6 +1,6 @@
 """nanoGPT's own train.py, unmodified, from a clone in the folder BENCH_NANOGPT.
 
-It maps its token file again for every batch; that call is where its steps are controlled.
+It memory-maps its token file for every batch. The steps are controlled in that call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.loops.step_control import StepControl
 
 _EVALUATION_BATCHES = 2
-"""Batches that train.py reads before its first step: one of each split."""
+"""Number of batches that train.py reads before its first step: one of each split."""
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def _control_steps(step_control: StepControl) -> None:
     def memmap(*arguments: Any, **options: Any) -> Any:
         nonlocal seen
         seen += 1
-        if seen > _EVALUATION_BATCHES + 1:  # the batch of the first step is read before anything else
+        if seen > _EVALUATION_BATCHES + 1:  # train.py reads the batch of the first step first
             step_control.step()
         return original_memmap(*arguments, **options)
 

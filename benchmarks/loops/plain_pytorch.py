@@ -1,4 +1,4 @@
-"""A loop written by hand around the same model: fused AdamW, gradient clipping, and DistributedDataParallel for several ranks."""
+"""Plain PyTorch training loop with the same model: fused AdamW, gradient clipping, and DistributedDataParallel for several ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A loop's side of the pipes: it takes steps on request and reports how long they took, in seconds of CPU.
+"""The loop's side of the pipes: run steps on request, and report their CPU time in seconds.
 
-Standard library only, since it also runs in the environments of other tools.
+Imports only the standard library, since it also runs in the virtual environments of other tools.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import os
 import time
 
 PIPES_VARIABLE = "BENCH_STEP_PIPES"
-"""The environment variable with the file descriptors of two pipe ends, one to read from and one to write to."""
+"""Environment variable with the file descriptors of two pipe ends: the read end for requests and the write end for answers."""
 
 
 class StepControl:
-    """Blocks a loop before a step until a number of steps is requested."""
+    """Blocks a loop before each step that is not yet requested."""
 
     def __init__(self) -> None:
         reader, writer = (int(number) for number in os.environ[PIPES_VARIABLE].split())
@@ -21,7 +21,7 @@ class StepControl:
         self._steps_left, self._started_at = 0, 0.0
 
     def step(self) -> None:
-        """Begin a step, after those before it are done. The process exits here when no more steps are requested."""
+        """Wait until the next step is requested, and report the CPU time of a completed request. Exit the process if the pipe is closed."""
         if self._steps_left == 0:
             if self._started_at:
                 self._answers.write(f"{time.process_time() - self._started_at}\n")

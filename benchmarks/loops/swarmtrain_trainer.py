@@ -1,4 +1,4 @@
-"""swarmtrain's loop: `train`, with everything that it does for every run. Its optimizer controls the steps, since a step ends with it."""
+"""swarmtrain's training loop: `train`, unmodified. The optimizer controls the steps, since its update ends each step."""
 
 from __future__ import annotations
 

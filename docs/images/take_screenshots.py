@@ -292,7 +292,7 @@ def running_lab(name: str, *, keep: bool) -> Iterator[LabMachines]:
             # A second Ctrl-C would leave half a lab.
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-            print_progress("taking the lab down")
+            print_progress("removing the lab")
             subprocess.run(_build_command(*down_command.split()[1:]), cwd=ROOT, check=False)
 
 

@@ -40,7 +40,7 @@ def init(
 
 def plan(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     name: RunNameOption = None,
     debug: DebugOption = False,
     json: JsonOption = False,
@@ -58,7 +58,7 @@ def plan(
 
 def memory(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="Number of ranks. Default: as many as plan would start.", show_default=False)
     ] = None,
@@ -89,7 +89,7 @@ def memory(
 
 def generate(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     name: RunNameOption = None,
     output: Annotated[Path, typer.Option("--output", help="File to write; its configs are written to generated/ next to it.")] = Path(
         "compose/generated.yml"
@@ -108,7 +108,7 @@ def generate(
 
 def doctor(
     config_file: OptionalConfigFileArgument = None,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     name: RunNameOption = None,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node for some seconds.")] = True,
     json: JsonOption = False,
@@ -135,7 +135,7 @@ def doctor(
 
 def join(
     config_file: OptionalConfigFileArgument = None,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     manager: Annotated[bool, typer.Option("--manager", help="Join as a manager.")] = False,
     json: JsonOption = False,
 ) -> None:

@@ -90,7 +90,7 @@ def verify(
 @app.command()
 def inspect(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     samples: Annotated[int, typer.Option("--samples", min=1, help="Number of samples, starting with the first.")] = 3,
     tokenizer: Annotated[
         str | None,

@@ -15,7 +15,7 @@ def register_commands(app: typer.Typer) -> None:
 
 def make_environment(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     *,
     requirements: Annotated[
         Path | None, typer.Option("--requirements", "-r", help="File of NAME==VERSION lines. Default: the packages installed here.")
@@ -47,7 +47,7 @@ def make_environment(
     from swarmtrain.view.output import print_result
 
     runner = resolve_external_inputs(load_config(config_file, override), Path.cwd(), os.environ).runner
-    interpreter = python_environment.resolve_interpreter(runner, path, check=check)
+    interpreter = python_environment.resolve_interpreter(runner, path, check_only=check)
     interrupt_hint = "" if check else "each host has either the complete old environment or the complete new one"
     with show_progress(f"{'verifying' if check else 'creating'} {interpreter}", interrupt_hint=interrupt_hint) as report_progress:
         if check:

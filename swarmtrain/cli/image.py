@@ -43,7 +43,7 @@ def add(
     tag: Annotated[str, typer.Option("--tag", "-t", help="Tag of the new image.")],
     push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
 ) -> None:
-    """Add directories to an image, one layer each, next to the script; print the tag. Takes seconds, and only the new layers are pushed."""
+    """Add each directory to an image as a separate layer, next to the script; print the tag. Only the new layers are pushed."""
     from swarmtrain import images
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
@@ -59,7 +59,7 @@ def add(
 @app.command()
 def lock(folder: Annotated[Path, typer.Argument(help="Directory with requirements/image.txt.")] = Path()) -> None:
     """Regenerate requirements/image.lock, the hashes of image.txt's pinned packages for all CPU architectures; print its path."""
-    from swarmtrain.images.lock import write_lock_file
+    from swarmtrain.images.lock_file import write_lock_file
     from swarmtrain.view.console import show_progress
 
     with show_progress("locking requirements/image.txt") as report_progress:
@@ -85,7 +85,7 @@ def distribute(
     addresses: Annotated[
         list[str],
         typer.Option("--to", metavar="ADDRESS", help="Target engine, such as ssh://gpu-2. Repeatable. Default: all nodes, over SSH."),
-    ] = [],  # noqa: B006  # typer's way
+    ] = [],  # noqa: B006  # Typer's convention for lists
 ) -> None:
     """Copy an image to every node without a registry; print the tag to use in a config."""
     from swarmtrain import images
@@ -140,7 +140,7 @@ def down(
     from swarmtrain.view.console import show_progress
 
     with show_progress("stopping the registry") as report_progress:
-        registries.remove_registry(DockerEngine(), volume=volume, report_progress=report_progress)
+        registries.remove_registry(DockerEngine(), remove_images=volume, report_progress=report_progress)
 
 
 @registry.command()

@@ -56,8 +56,8 @@ def up(
         components=[part.strip() for part in components.split(",")],
         bare=bare,
         gpus=gpus,
-        engine=engine,
-        shared=shared,
+        engine_directory=engine,
+        shared_directory=shared,
         report_progress=_print_progress,
     )
 
@@ -121,7 +121,7 @@ def enter(
     command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", help="Command to run. Default: a shell.")] = None,
     name: LabNameOption = DEFAULT_NAME,
 ) -> None:
-    """Run a command or a shell on a node. docker is that node's own engine there. Options come before NODE."""
+    """Run a command or a shell on a node. There, docker uses the engine of that node. Options come before NODE."""
     from swarmtrain import process
 
     lab = _open_lab(name)

@@ -86,7 +86,7 @@ def sample(
     prompt: Annotated[
         list[str],
         typer.Option("--prompt", metavar="TEXT", help="Prompt. Repeatable. Default: standard input.", show_default=False),
-    ] = [],  # noqa: B006  # typer's way
+    ] = [],  # noqa: B006  # Typer's convention for lists
     prompts: Annotated[
         Path | None,
         typer.Option("--prompts", metavar="FILE", help="File with more prompts, one per line.", show_default=False, readable=False),
@@ -108,7 +108,7 @@ def sample(
             help="Nucleus sampling: sample from the most likely tokens with this cumulative probability. 1: from all tokens.",
         ),
     ] = 1.0,
-    stop: Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="Stop before this text. Repeatable.", show_default=False)] = [],  # noqa: B006  # typer's way
+    stop: Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="Stop before this text. Repeatable.", show_default=False)] = [],  # noqa: B006  # Typer's convention for lists
     seed: Annotated[
         int | None,
         typer.Option("--seed", min=0, help="Random seed: the same seed gives the same text.", show_default=False),
@@ -133,7 +133,7 @@ def embed(
     *,
     text: Annotated[
         list[str], typer.Option("--text", metavar="TEXT", help="Text to embed. Repeatable. Default: standard input.", show_default=False)
-    ] = [],  # noqa: B006  # typer's way
+    ] = [],  # noqa: B006  # Typer's convention for lists
     texts: Annotated[
         Path | None, typer.Option("--texts", metavar="FILE", help="File with more texts, one per line.", show_default=False, readable=False)
     ] = None,
@@ -179,7 +179,7 @@ def embed(
 
 def evaluate(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     *,
     model: Annotated[
         Path | None,
@@ -195,7 +195,7 @@ def evaluate(
             help="Tasks of lm-evaluation-harness to run instead of the validation loss. Repeatable.",
             show_default=False,
         ),
-    ] = [],  # noqa: B006  # typer's way
+    ] = [],  # noqa: B006  # Typer's convention for lists
     shots: Annotated[
         int | None,
         typer.Option("--num-fewshot", min=0, help="Number of few-shot examples. Default: as the task defines.", show_default=False),

@@ -11,7 +11,7 @@ from swarmtrain.errors import SwarmtrainError
 
 
 def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
-    """Return the prompts in `arguments` and in `file` (one per line). With neither, standard input is one prompt.
+    """Return the prompts in `arguments` and in `file` (one per line). If neither is passed, standard input is read as one prompt.
 
     Raises SwarmtrainError if there is no prompt, or `file` cannot be read.
     """
@@ -24,7 +24,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
 
 
 def read_texts(arguments: Sequence[str], file: Path | None) -> list[str]:
-    """Return the texts in `arguments` and in `file` (one per line). With neither, each line of standard input is a text.
+    """Return the texts in `arguments` and in `file` (one per line). If neither is passed, each line of standard input is one text.
 
     Raises SwarmtrainError if there is no text, `file` cannot be read, or a line is empty (the output has one row per text).
     """

@@ -27,7 +27,7 @@ def register_commands(app: typer.Typer) -> None:
 
 def deploy(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # typer's way
+    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     name: RunNameOption = None,
     *,
     debug: DebugOption = False,

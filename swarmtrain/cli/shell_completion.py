@@ -1,6 +1,6 @@
 """Shell completion of run names, labs and their nodes, config files, and the config keys that -o can override.
 
-Each completion function gets the incomplete word and returns the possible completions, with their help texts if they have any. On failure
+Each completion function takes the incomplete word and returns the possible completions, with their help texts if they have any. On failure
 it returns nothing. Functions that query engines have a timeout.
 """
 
@@ -42,7 +42,7 @@ def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
 
 def complete_runs(incomplete: str) -> CompletionItems:
     """Return the names of the runs that begin with `incomplete`, of every launcher that answers before the timeout."""
-    launcher_classes = _load_launcher_classes()  # before the timeout starts, which is for the engines, not for imports
+    launcher_classes = _load_launcher_classes()  # imported before the timeout starts: it limits only the queries to engines
     return [
         (run, "")
         for run in sorted(_collect_items_within_timeout(lambda: _iterate_run_names(launcher_classes)))
@@ -51,13 +51,13 @@ def complete_runs(incomplete: str) -> CompletionItems:
 
 
 def complete_config_files(incomplete: str) -> CompletionItems:
-    """Return the YAML files that begin with `incomplete`, and the folders in which YAML files may be."""
+    """Return the YAML files and the folders whose paths begin with `incomplete`."""
     directory = incomplete[: incomplete.rfind("/") + 1]
     matches = _list_matching_paths(directory, incomplete[len(directory) :])
     config_files = [(f"{directory}{path.name}", "") for path in matches if path.suffix in (".yml", ".yaml") and not path.is_dir()]
     folders = [f"{directory}{path.name}/" for path in matches if path.is_dir()]
     if not config_files and len(folders) == 1:
-        return complete_config_files(folders[0])  # a shell would append a space to the only candidate
+        return complete_config_files(folders[0])  # a shell would append a space to a single candidate
     return [*config_files, *((folder, "") for folder in folders)]
 
 
@@ -73,7 +73,7 @@ def complete_overrides(incomplete: str) -> CompletionItems:
     keys = [(name, help_text) for name, help_text in config_keys.list_config_keys() if name.startswith(key)]
     if len(keys) != 1:
         return keys
-    # Two candidates with a common prefix, as a shell would append a space to the only one.
+    # Return several candidates with a common prefix: a shell would append a space to a single candidate.
     (name, help_text), *_ = keys
     return [(f"{name}=", help_text), *((f"{name}={value}", help_text) for value in config_keys.suggest_values(name) or ("…",))]
 
@@ -104,7 +104,7 @@ def complete_lab_nodes(ctx: typer.Context, incomplete: str) -> CompletionItems:
 
 
 def _find_equals_sign(words: list[str], current: int) -> int | None:
-    """Return the index of the word `=` that follows `-o KEY`, searching `words` up to index `current`; None if there is none."""
+    """Return the index of the word `=` that follows `-o KEY`, searching `words` up to index `current`; None if it is missing."""
     positions = (position for position in range(3, current + 1) if words[position : position + 1] == ["="])
     return next((position for position in positions if words[position - 2] in ("-o", "--override")), None)
 
@@ -136,10 +136,10 @@ def _iterate_run_names(launcher_classes: "Sequence[Callable[[], Launcher]]") -> 
             yield from launcher_class().list_runs()
 
 
-def _collect_items_within_timeout(produce: Callable[[], Iterator[str]]) -> list[str]:
-    """Return the items that the generator `produce` yields before the completion timeout expires."""
+def _collect_items_within_timeout(generate_items: Callable[[], Iterator[str]]) -> list[str]:
+    """Return the items that the generator `generate_items` yields before the completion timeout expires."""
     results: list[str] = []
-    thread = threading.Thread(target=lambda: results.extend(produce()), daemon=True)
+    thread = threading.Thread(target=lambda: results.extend(generate_items()), daemon=True)
     thread.start()
     thread.join(_TIMEOUT_SECONDS)
     return list(results)

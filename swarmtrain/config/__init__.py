@@ -1,7 +1,7 @@
 """The config: one pydantic model, with one module per top-level key.
 
 `load_config` (in swarmtrain.config.loading) reads YAML and overrides into a Config and reports every error at once.
-Keys and fields that also exist in Aleph Alpha's Scaling have the same names as there.
+Keys and fields that exist in Aleph Alpha's Scaling have the same names as in Scaling.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Config(Section):
     def _check_trainer_and_logger(self) -> Config:
         for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
             if getattr(self.logger, name) and not (self.logger.log_dir or self.trainer.save_dir):
-                raise build_field_error(f"logger.{name}", "has no output directory", "set logger.log_dir, such as logs")
+                raise build_field_error(f"logger.{name}", "has no output directory", "set logger.log_dir, for example logger.log_dir: logs")
         vocabulary = self.transformer_architecture.vocab_size
         if out_of_range := [token for token in self.trainer.finetunable_token_ids if token >= vocabulary]:
             raise build_field_error(
@@ -152,7 +152,7 @@ def _check_preference_tuning(config: Config) -> None:
 
 
 def _check_contrastive_training(config: Config) -> None:
-    """Check the settings of contrastive training: each embedding is computed from a full text and compared with others."""
+    """Check the settings of contrastive training: each embedding is computed from a full text and compared with other embeddings."""
     trainer, key = config.trainer, "trainer.contrastive_config"
     enabled = trainer.contrastive_config is not None
     for name, is_set in (

@@ -1,6 +1,6 @@
 """Convert pydantic's validation errors to config problems.
 
-Each has a key path, a line and a reason, and for an unknown key the most similar known key.
+Each problem has a key path, a line and a reason; for an unknown key, also the most similar known key.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from swarmtrain.errors import Problem
 
 
 def convert_validation_error(
-    error: ValidationError, model: type[BaseModel], lines: Mapping[str, int], overridden: Collection[str] = (), *, prefix: str = ""
+    error: ValidationError, model: type[BaseModel], lines: Mapping[str, int], overridden_keys: Collection[str] = (), *, prefix: str = ""
 ) -> list[Problem]:
     """Return the problems in values that failed validation by the pydantic class `model`, with key paths prefixed by `prefix`.
 
-    `lines` maps each key path to its line in the file. Keys in `overridden` come from the command line, so they have no line.
+    `lines` maps each key path to its line in the file. Keys in `overridden_keys` come from the command line, so they have no line.
     """
     problems = []
     for detail in error.errors(include_url=False):
@@ -31,7 +31,7 @@ def convert_validation_error(
         if detail["type"] == "wrong_field":
             keys.append(detail["ctx"]["name"])
         path = f"{prefix}{'.'.join(keys)}"
-        is_overridden = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for key in overridden)
+        is_overridden = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for key in overridden_keys)
         message, hint = _build_problem_message(detail, keys, model)
         problems.append(Problem(path, message, None if is_overridden else _find_key_line(path, lines), hint))
     return problems

@@ -17,7 +17,7 @@ PUBLIC_MODE, SECRET_MODE = 0o644, 0o600
 
 
 class UnreadableFileError(Exception):
-    """A file cannot be read. The message gives the reason and fits after "FILE: ".
+    """Raised if a file cannot be read. The message is the reason, without the file name.
 
     `errno` is the system's error number; 0 if the error is not from the operating system.
     """

@@ -34,11 +34,11 @@ class FieldMapping:
     """Computes the field's value from the key's value and the whole config.json. None: the key's value is used."""
 
     def export_value(self, architecture: TransformerArchitectureConfig) -> Any:
-        """Return the value that the key has in the config.json of `architecture`."""
+        """Return the key's value in the config.json of `architecture`."""
         return self.to_hf(architecture) if self.to_hf else _get_field_by_path(architecture, self.config_path)
 
     def import_value(self, values: ConfigJson) -> Any:
-        """Return the value that the field has for the config.json `values`.
+        """Return the field's value for the config.json `values`.
 
         Raises KeyError, TypeError, ValueError or ZeroDivisionError if the value in config.json is invalid.
         """
@@ -248,7 +248,7 @@ FAMILIES = (
 
 
 def find_model_family(architecture: TransformerArchitectureConfig) -> ModelFamily:
-    """Return the family of `architecture`. Raises SwarmtrainError with the differences from the most similar family if there is none."""
+    """Return the family of `architecture`. Raises SwarmtrainError with the differences from the most similar family if none matches."""
     candidates = [(_list_family_mismatches(architecture, candidate), candidate) for candidate in FAMILIES]
     mismatches, nearest = min(candidates, key=lambda pair: len(pair[0]))
     if mismatches:

@@ -1,6 +1,6 @@
 """Read a YAML file and `-o key.path=value` overrides into a Config, and report all errors at once.
 
-Each error has its key path, its line in the file, and for an unknown key the most similar known key.
+Each error has its key path and its line in the file; for an unknown key, also the most similar known key.
 """
 
 from __future__ import annotations

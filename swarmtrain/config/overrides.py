@@ -20,7 +20,9 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[s
         key, equals, text = item.partition("=")
         key = _INDEX_SUFFIX.sub(r".\1", key.strip())
         if not equals or not key:
-            problems.append(Problem("", f"override {item!r} is not of the form key.path=value", hint="-o trainer.train_iterations=100"))
+            problems.append(
+                Problem("", f"override {item!r} is not of the form key.path=value", hint="for example: -o trainer.train_iterations=100")
+            )
             continue
         try:
             document = read_yaml(text)
@@ -54,7 +56,7 @@ def _set_value_at_path(values: dict[str, Any], keys: list[str], value: Any) -> N
 
 
 def _resolve_key_or_index(target: Any, keys: list[str], position: int) -> Any:
-    """Return the mapping key or list index of `target` that `keys[position]` refers to. Raises _NoSuchKeyError if there is none."""
+    """Return the mapping key or list index of `target` that `keys[position]` refers to. Raises _NoSuchKeyError if it does not exist."""
     key, parent_path = keys[position], ".".join(keys[:position])
     if isinstance(target, dict):
         return key

@@ -29,24 +29,25 @@ def partition_layers(topology: TopologyConfig, architecture: TransformerArchitec
     return tuple(range(first_layer, end_layer) for first_layer, end_layer in zip(first_layers, [*first_layers[1:], layers], strict=True))
 
 
-def count_scheduled_micro_batches(topology: TopologyConfig, assigned: int) -> int:
-    """Return the number of micro batches that a replica's pipeline runs per step: the `assigned` ones, and empty ones as padding.
+def count_scheduled_micro_batches(topology: TopologyConfig, assigned_micro_batches: int) -> int:
+    """Return the number of micro batches that a replica's pipeline runs per step: the `assigned_micro_batches` ones, and empty ones as
+    padding.
 
     1F1B needs at least as many micro batches as stages; interleaved 1F1B needs a multiple of the number of pipeline ranks.
     """
     if topology.pipe_stages_per_rank == 1:
-        return max(assigned, topology.pipeline_parallel_size)
-    return max(1, -(-assigned // topology.pipeline_parallel_size)) * topology.pipeline_parallel_size
+        return max(assigned_micro_batches, topology.pipeline_parallel_size)
+    return max(1, -(-assigned_micro_batches // topology.pipeline_parallel_size)) * topology.pipeline_parallel_size
 
 
-def compute_bubble_fraction(topology: TopologyConfig, assigned: int) -> float:
+def compute_bubble_fraction(topology: TopologyConfig, assigned_micro_batches: int) -> float:
     """Return the pipeline bubble: the fraction of a step (0 to 1) in which a rank is idle.
 
     A rank is idle while the pipeline fills and drains, and during empty micro batches.
     """
     stages_per_rank = topology.pipe_stages_per_rank
-    return 1 - stages_per_rank * assigned / (
-        stages_per_rank * count_scheduled_micro_batches(topology, assigned) + topology.pipeline_parallel_size - 1
+    return 1 - stages_per_rank * assigned_micro_batches / (
+        stages_per_rank * count_scheduled_micro_batches(topology, assigned_micro_batches) + topology.pipeline_parallel_size - 1
     )
 
 

@@ -10,7 +10,7 @@ from swarmtrain.errors import SwarmtrainError
 
 
 def _build_gpt2_config_json(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    # GPT-2's dropout is disabled, since it is no longer usual.
+    # GPT-2's dropout is disabled: pretraining without dropout is now usual.
     dropouts = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024, "vocab_size": 50257}
     return {"model_type": "gpt2", **sizes, **dropouts}

@@ -132,7 +132,7 @@ class _DocumentReader:
         self._node_count = 0
 
     def record_key_lines(self, node: yaml.Node, path: tuple[str, ...]) -> None:
-        """Record the line of each key path below `node`, and report duplicate keys, of which YAML would silently keep the last."""
+        """Record the line of each key path below `node`, and report duplicate keys, of which PyYAML would silently keep the last."""
         self._node_count += 1
         if len(path) > _MAX_DEPTH:
             raise YamlSyntaxError("nested too deeply", node.start_mark.line + 1)
@@ -157,17 +157,17 @@ class _DocumentReader:
     def to_json_values(self, value: Any, path: tuple[str, ...]) -> Any:
         """Return a copy of `value` that JSON can represent. Values that JSON cannot represent are omitted and reported as problems."""
         if isinstance(value, dict):
-            valid_items = {key: item for key, item in value.items() if self._check_json_value(key, (*path, str(key)), key=True)}
+            valid_items = {key: item for key, item in value.items() if self._check_json_value(key, (*path, str(key)), is_key=True)}
             return {key: self.to_json_values(item, (*path, str(key))) for key, item in valid_items.items()}
         if isinstance(value, list):
             return [self.to_json_values(item, (*path, str(index))) for index, item in enumerate(value)]
         return value if self._check_json_value(value, path) else None
 
-    def _check_json_value(self, value: Any, path: tuple[str, ...], *, key: bool = False) -> bool:
+    def _check_json_value(self, value: Any, path: tuple[str, ...], *, is_key: bool = False) -> bool:
         reason, hint = None, None
         if isinstance(value, str):
             reason = "contains a NUL character, which environment variables and paths cannot contain" if "\0" in value else None
-        elif key and (value is None or isinstance(value, bool)):
+        elif is_key and (value is None or isinstance(value, bool)):
             reason, hint = "is null or a boolean in YAML, but a key must be a string", "quote it"
         elif isinstance(value, int) and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
             reason = "is too large a number"

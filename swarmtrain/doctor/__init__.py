@@ -3,8 +3,8 @@
 check_registry     registers the checks
 cluster_checks     checks on the swarm, as its managers report it
 capacity_checks    checks on the machines that the plan uses
-probe              starts a probe on every node and takes it down
-probe_results      what the probes measured in the job's image, network, mounts and reservations
+probe              runs a probe on every node
+probe_results      the results of the probes
 node_checks        checks on the nodes
 gpu_checks         checks on the nodes' GPUs
 link_checks        checks on the network links between the nodes
@@ -42,7 +42,7 @@ def examine_cluster(report_progress: ProgressReporter) -> DoctorReport:
 def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, probe: bool = True) -> DoctorReport:
     """Run all checks for `plan` and return the report. A swarm's nodes are probed only if the cheaper checks have no fatal finding.
 
-    The probe is a run of its own, for a few seconds, and leaves nothing behind. Raises SwarmtrainError.
+    The probe is a separate run, which is removed after a few seconds. Raises SwarmtrainError.
     """
     check_results: list[CheckResult] = []
     snapshot = None
@@ -55,7 +55,7 @@ def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReport
     if report.fatal_count or snapshot is None or not probe:
         return report
     try:
-        results = run_probe(launcher, plan, report_progress, reserve=not capacity_checks.needs_to_wait_for_gpus(snapshot))
+        results = run_probe(launcher, plan, report_progress, reserve_gpus=not capacity_checks.needs_to_wait_for_gpus(snapshot))
     except StackError as error:
         finding = Finding(error.place or "stack", error.message, error.hint, why="the job's own services would not start either")
         return DoctorReport((*check_results, CheckResult("start", "the job's services can be started", (finding,))))
@@ -65,4 +65,4 @@ def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReport
 
 def _run_checks(checks: CheckRegistry[EvidenceT], evidence: EvidenceT) -> Iterator[CheckResult]:
     for check in checks.checks:
-        yield CheckResult(check.name, check.expectation, tuple(check.find(evidence)))
+        yield CheckResult(check.name, check.expectation, tuple(check.run_check(evidence)))

@@ -24,7 +24,7 @@ def _check_memory(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             (
                 "memory",
                 docker.memory,
-                "a limit above the machine's memory has no effect: when memory runs out, the OOM killer picks a victim",
+                "a limit above the machine's memory has no effect: when memory runs out, the OOM killer kills a process",
             ),
             ("shm_size", docker.shm_size, "it is the size of /dev/shm, a tmpfs: filling it uses up the machine's memory"),
         ):
@@ -86,7 +86,7 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 
 def needs_to_wait_for_gpus(snapshot: ClusterSnapshot) -> bool:
-    """Return whether a run with the plan's reservations must wait for GPUs held by another run, or by the run itself if it is up."""
+    """Return whether a run of the plan must wait for GPUs that another run, or a running deployment of the same run, has reserved."""
     if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
         return False
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource
@@ -133,7 +133,7 @@ def _describe_stack(snapshot: ClusterSnapshot, stack: str) -> str:
 
 
 def _suggest_command_to_free_resources(snapshot: ClusterSnapshot, stack: str) -> str:
-    """Return the command that releases the resources of the stack `stack`, or that shows to whom the stack belongs."""
+    """Return the command that releases the resources of the stack `stack`, or that shows the owner of the stack."""
     if _is_run_stack(snapshot, stack):
         return f"swarmtrain {'down' if stack in snapshot.terminating_runs else 'stop'} {stack}"
     return f"docker stack services {stack} shows the owner" if stack else "docker service ls shows the owner"

@@ -1,4 +1,4 @@
-"""Registry of checks: functions that take evidence and yield findings. Checks are registered by name, and reported in this order.
+"""Registry of checks: functions that take evidence and yield findings. Checks are reported in registration order.
 
 @CHECKS("quorum", "the managers can agree")
 def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]: ...
@@ -21,11 +21,11 @@ class Check(Generic[EvidenceT]):
 
     name: str
     expectation: str
-    find: Callable[[EvidenceT], Iterator[Finding]]
+    run_check: Callable[[EvidenceT], Iterator[Finding]]
 
 
 class CheckRegistry(Generic[EvidenceT]):
-    """The checks on one type of evidence, in report order."""
+    """Registry of the checks on one type of evidence, in report order."""
 
     def __init__(self) -> None:
         self.checks: list[Check[EvidenceT]] = []
@@ -35,8 +35,8 @@ class CheckRegistry(Generic[EvidenceT]):
     ) -> Callable[[Callable[[EvidenceT], Iterator[Finding]]], Callable[[EvidenceT], Iterator[Finding]]]:
         """Return a decorator that registers a function as the check `name`."""
 
-        def register(find: Callable[[EvidenceT], Iterator[Finding]]) -> Callable[[EvidenceT], Iterator[Finding]]:
-            self.checks.append(Check(name, expectation, find))
-            return find
+        def register(run_check: Callable[[EvidenceT], Iterator[Finding]]) -> Callable[[EvidenceT], Iterator[Finding]]:
+            self.checks.append(Check(name, expectation, run_check))
+            return run_check
 
         return register

@@ -1,4 +1,4 @@
-"""Snapshot of the swarm from its managers, taken without starting anything, and the checks on the swarm itself.
+"""Snapshot of the swarm from its managers, taken without starting containers, and the checks on the swarm itself.
 
 More checks on the same snapshot are in capacity_checks.py. Problems that the launcher's own check reports are not repeated: a missing
 image, engine versions with known GPU or image bugs, undeclared generic resources.
@@ -26,7 +26,7 @@ ApiObject = dict[str, Any]
 """An object as the engine's API returns it."""
 
 _MIN_ENGINE_VERSION = (20, 10)
-# Architecture as a node reports it → the same architecture in image platforms. All other names are equal.
+# Architecture as a node reports it → its name in image platforms. All other names are the same in both.
 _IMAGE_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv6l": "arm", "armv7l": "arm", "i386": "386", "i686": "386"}
 
 
@@ -63,12 +63,12 @@ class ClusterSnapshot:
         return [(node, planned) for node in self.nodes if (planned := self.find_planned_node(node))]
 
     def find_planned_node(self, node: ApiObject) -> PlannedNode | None:
-        """Return the planned node of the run that is pinned to the swarm node `node`; None if there is none."""
+        """Return the planned node of the run that is pinned to the swarm node `node`; None if no planned node is pinned to it."""
         pins = [f"node.id=={node['ID']}"]
         namesakes = [
             other for other in self.nodes if get_host_name(other) == get_host_name(node) and not _describe_node_unavailability(other)
         ]
-        if not (_describe_node_unavailability(node) and namesakes):  # if a machine has rejoined, its host name means the new node
+        if not (_describe_node_unavailability(node) and namesakes):  # the host name of a rejoined machine refers to its new node
             pins.append(f"node.hostname=={get_host_name(node)}")
         return next((planned for planned in (self.plan.nodes if self.plan else ()) if planned.constraint in pins), None)
 
@@ -101,7 +101,7 @@ def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
 def _pin_planned_image(engine: DockerEngine, plan: Plan | None) -> PinnedImage | None:
     try:
         return pin_image(engine, plan.config.runner.docker_config.docker_container) if plan else None
-    except ImageError:  # This problem is reported by the launcher's own check.
+    except ImageError:  # The launcher's own check reports this problem.
         return None
 
 
@@ -228,7 +228,7 @@ def _check_platforms(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 @CHECKS("addresses", "every node advertises an address that the others can reach")
 def _check_advertised_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for node in snapshot.nodes:
-        # Old engines report a leader's own address as 0.0.0.0; for a manager, the address that it advertises to the others counts.
+        # Old engines report the leader's own address as 0.0.0.0, so the address in ManagerStatus takes precedence.
         manager = (node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]")
         address = manager or node["Status"].get("Addr", "")
         if not _is_unreachable_address(address):

@@ -11,7 +11,7 @@ from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.swarm.generic_resources import count_resources, format_gpu_settings, list_resource_ids
 
-# Oldest driver by CUDA's major version: from 11 on, all minor versions work with the drivers of the first one.
+# Minimum driver by CUDA's major version: since CUDA 11, the minimum driver is the same for all minor versions.
 # NVIDIA, "CUDA Compatibility".
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 _RUNTIME_FIX = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
@@ -84,7 +84,7 @@ def _check_visible_gpus_of_node(results: ProbeResults, name: str, slots: int, fa
         )
     elif devices < slots:
         message = f"torch sees {_format_gpu_count(devices)} of {len(visible_gpus)}, for {slots} ranks"
-        yield Finding(results.describe_node(name), message, _RUNTIME_FIX, why="ranks without a GPU of their own fail, or share one")
+        yield Finding(results.describe_node(name), message, _RUNTIME_FIX, why="ranks without a dedicated GPU fail, or share one")
     elif assigned_gpus and len(visible_gpus) > len(assigned_gpus):
         message = f"Swarm assigned it {_format_gpu_count(len(assigned_gpus))}, but the container sees {len(visible_gpus)}"
         why = "only CUDA_VISIBLE_DEVICES restricts ranks to their GPUs; a process that ignores it uses other runs' GPUs"

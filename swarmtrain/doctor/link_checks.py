@@ -73,7 +73,7 @@ def _check_packet_sizes(results: ProbeResults) -> Iterator[Finding]:
 
 @CHECKS("bandwidth", "no link is much slower than the others")
 def _check_bandwidth(results: ProbeResults) -> Iterator[Finding]:
-    # A single slow node slows down two of three links, so the typical rate is the median of the faster half.
+    # With three nodes, one slow node slows down two of the three links, so the typical rate is the median of the faster half.
     rates = sorted(rate for link in results.working_links for rate in (link["forward_bandwidth"], link["backward_bandwidth"]))
     typical_rate = statistics.median(rates[len(rates) // 2 :] or [0.0])
     for link in results.working_links:

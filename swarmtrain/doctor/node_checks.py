@@ -126,7 +126,7 @@ def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
                 message,
                 "run docker stats on that node to see what uses the memory",
                 fatal=False,
-                why="when memory runs out, the kernel kills the largest process",
+                why="when memory runs out, the OOM killer kills a process",
             )
         for mount in facts["mounts"]:
             if mount["target"] == _get_save_mount_target(results.plan) and mount["free"] < _MIN_SAVE_DIR_BYTES:
@@ -143,7 +143,7 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
     shared = results.plan.config.trainer.save_dir_shared
     if target is None:
         why = (
-            "each node would write its part only into its own container"
+            "each node would write its checkpoint shards into its container only"
             if shared
             else "a node's checkpoints would be lost with its container"
         )

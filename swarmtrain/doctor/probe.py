@@ -19,16 +19,16 @@ from swarmtrain.protocol import Event
 _TIMEOUT_SECONDS = 300.0
 
 
-def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, reserve: bool = True) -> ProbeResults:
+def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, reserve_gpus: bool = True) -> ProbeResults:
     """Probe the nodes of `plan` and return the results. The probe is always removed afterwards.
 
-    If `reserve` is False because another run holds the GPUs, the probe sees the GPUs but reserves none, and does not wait. Raises
+    If `reserve_gpus` is False because another run holds the GPUs, the probe sees the GPUs but reserves none, and does not wait. Raises
     StackError if the probe cannot be started.
     """
     probe = replace(
-        plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve else _drop_gpu_reservation(plan.config)
+        plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve_gpus else _drop_gpu_reservation(plan.config)
     )
-    if not reserve:
+    if not reserve_gpus:
         report_progress("the GPUs are reserved by a run: the probe checks the nodes without reserving GPUs")
     if plan.run in launcher.list_runs():
         report_progress(f"{plan.run} is up: it keeps running, and shares its nodes with the probe for a few seconds")

@@ -64,7 +64,7 @@ class DoctorReport:
         if not findings:
             return f"{len(self.check_results)} checks, no problems found"
         warning_count = len(findings) - self.fatal_count
-        return f"{len(self.check_results)} checks: {self.fatal_count} to fix before the run can work, {warning_count} to be aware of"
+        return f"{len(self.check_results)} checks: {self.fatal_count} fatal, {warning_count} warnings"
 
 
 def _format_severity(finding: Finding) -> str:

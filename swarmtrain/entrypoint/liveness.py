@@ -36,7 +36,7 @@ def start_heartbeat_watchdog(*, interval: float = _HEARTBEAT_SECONDS, max_missed
     os.set_blocking(write_fd, False)
 
     def send_heartbeat(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):  # the guard process is gone
+        with contextlib.suppress(OSError):  # the watchdog process has exited
             os.write(write_fd, _HEARTBEAT_BYTE)
 
     signal.signal(signal.SIGALRM, send_heartbeat)

@@ -66,7 +66,7 @@ def choose_route(interface: str, coordinator_address: str) -> Route:
 
 
 def find_route_by_interface(interface: str) -> Route:
-    """Return the route by `interface`: an interface name, a subnet, or an address or host name of the interface.
+    """Return the route through `interface`: an interface name, a subnet, or an address or host name of the interface.
 
     Raises OSError if no such interface exists.
     """
@@ -89,7 +89,7 @@ def find_route_by_interface(interface: str) -> Route:
 
 
 def choose_advertised_address(route: Route) -> str | None:
-    """Return the address under which peers find this node's ranks; None if they find them by the host name.
+    """Return the address under which peers find this node's ranks; None if peers use the host name.
 
     In a container the host name is used: it is the container id, which is unique and resolvable by the peers. An address may be reused by
     a restarted container, which torch then mistakes for the dead one. A configured interface has no host name, so its address is used.

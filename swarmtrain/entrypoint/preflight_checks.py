@@ -38,7 +38,7 @@ def find_permanent_problems(env: NodeEnv) -> list[str]:
     try:
         Path(env.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problems.append(f"cannot make the log directory {env.log_dir}: {error.strerror}")
+        problems.append(f"cannot create the log directory {env.log_dir}: {error.strerror}")
     return problems
 
 

@@ -37,7 +37,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Cgroup:
-    """Cgroup of a container, version 1 or 2, seen from inside. `root` is where cgroups are mounted.
+    """Cgroup (version 1 or 2) of this container. `root` is the mount point of the cgroup file system.
 
     Values that the kernel does not provide are None.
     """
@@ -92,7 +92,7 @@ def count_usable_cores(cgroup: Cgroup | None = None) -> float:
 
 
 class UsageMeter:
-    """Measures the resource usage of this process and its descendants: with `cgroup` if given, else with /proc."""
+    """Measures the resource usage of this process and its descendants, from `cgroup`, or from /proc if `cgroup` is None."""
 
     def __init__(self, cgroup: Cgroup | None) -> None:
         self._cgroup = cgroup
@@ -101,8 +101,8 @@ class UsageMeter:
     def read_usage(self) -> dict[str, Any]:
         """Return the resource usage, with rates as averages since the last call.
 
-        The keys are cpu and cpus (in cores), memory and memory_limit (in bytes), received and sent (in bytes/s), and gpus if there are
-        any.
+        The keys are cpu and cpus (in cores), memory and memory_limit (in bytes), received and sent (in bytes/s), and gpus on a node
+        with GPUs.
         """
         sample = time.monotonic(), self._read_cpu_seconds(), *read_network_bytes()
         seconds, cpu_time, received, sent = (after - before for after, before in zip(sample, self._previous_sample, strict=True))

@@ -19,16 +19,16 @@ _SUITE = "bookworm"
 _PACKAGES = ("python3", "python3-venv", "ca-certificates", "libgomp1")
 
 
-def ensure_base_image(client: ImageClient, requested: str | None, *, report_progress: ProgressReporter) -> str:
-    """Return the name of a base image that the engine has: `requested`, or Python's official image. The image is pulled if needed.
+def ensure_base_image(client: ImageClient, requested_image: str | None, *, report_progress: ProgressReporter) -> str:
+    """Return the name of a base image that the engine has: `requested_image`, or Python's official image. The image is pulled if needed.
 
     If the default image cannot be pulled, build one from Debian packages and report that to `report_progress`. Raises ImageError if
-    `requested` cannot be pulled, or if no image can be built.
+    `requested_image` cannot be pulled, or if no image can be built.
     """
-    base = requested or DEFAULT_BASE_IMAGE
+    base = requested_image or DEFAULT_BASE_IMAGE
     if _has_image(client, base):
         return base
-    if requested is None and _has_image(client, DEBIAN_BASE_IMAGE):
+    if requested_image is None and _has_image(client, DEBIAN_BASE_IMAGE):
         report_progress(f"base image: {DEBIAN_BASE_IMAGE}, built earlier on this machine from Debian packages")
         return DEBIAN_BASE_IMAGE
     try:
@@ -36,7 +36,7 @@ def ensure_base_image(client: ImageClient, requested: str | None, *, report_prog
         follow_layer_transfer(client.pull(base, stream=True, decode=True), location=f"image {base}", report_progress=report_progress)
     except (OSError, ImageError) as error:
         message = describe_engine_error(error) if isinstance(error, OSError) else error.message
-        if requested is not None:
+        if requested_image is not None:
             raise ImageError(
                 f"cannot be pulled: {message}", place=f"image {base}", hint="use a base image that the engine already has, or omit --base"
             ) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images import contents, lock, wheels
+from swarmtrain.images import contents, lock_file, wheels
 from swarmtrain.images import folder_files as folders
 from swarmtrain.images import project as projects
 from swarmtrain.images.base_image import ensure_base_image
@@ -25,12 +25,14 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
     """
     project = projects.find_project(context)
     if project.lock:
-        lock.check_lock_file(project.pins, project.lock)
+        lock_file.check_lock_file(project.pins, project.lock)
     try:
         architecture = str(client.version()["Arch"])
     except OSError as error:
         raise ImageError(
-            f"no Docker engine available to build with: {describe_engine_error(error)}", place=f"image {tag}", hint="docker info"
+            f"no Docker engine available to build with: {describe_engine_error(error)}",
+            place=f"image {tag}",
+            hint="run docker info to see why the engine is not reachable",
         ) from None
     base = ensure_base_image(client, base, report_progress=report_progress)
     wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)

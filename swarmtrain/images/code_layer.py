@@ -1,4 +1,4 @@
-"""Add a folder of code to an existing image as a layer of its own, which is built and pushed in seconds."""
+"""Add a folder of code to an existing image as a separate layer, which is built and pushed in seconds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from swarmtrain.render.mounts import WORKSPACE
 
 def add_code_layer(
     client: ImageClient,
-    folders_of_code: Sequence[Path],
+    code_folders: Sequence[Path],
     base_image: str,
     tag: str,
     *,
     working_folder: Path,
     report_progress: ProgressReporter,
 ) -> None:
-    """Build the image `tag`: `base_image` plus one layer for each folder in `folders_of_code`, copied to the folder of the run's script.
+    """Build the image `tag`: `base_image` plus one layer for each folder in `code_folders`, copied to the folder of the run's script.
 
-    Each folder keeps its path relative to `working_folder`; a folder outside of `working_folder` is copied under its own name. The layer
+    Each folder keeps its path relative to `working_folder`; a folder outside of `working_folder` is copied under its base name. The layer
     is reproducible: equal files give an equal layer. Raises ImageError if a folder is missing or empty, or the build fails.
     """
     image = pull_image_if_missing(client, base_image, report_progress)
@@ -37,7 +37,7 @@ def add_code_layer(
     dockerfile = [f"FROM {image['Id']}"]
     with tempfile.TemporaryFile() as tar_file:
         with tarfile.open(fileobj=tar_file, mode="w") as archive:
-            for number, path in enumerate(folders_of_code):
+            for number, path in enumerate(code_folders):
                 name, entries = _get_path_in_image(path, working_folder), _list_entries(path)
                 image_contents = image_contents.copy_with_added_folder(name, entries, base_image=base_image)
                 staging_folder = f"{number}{WORKSPACE}"
@@ -57,7 +57,8 @@ def _get_path_in_image(path: Path, working_folder: Path) -> str:
 
 def _list_entries(path: Path) -> list[folders.ArchiveEntry]:
     if not path.is_dir():
-        raise ImageError("is not a folder" if path.exists() else "does not exist", place=str(path), hint="list single files in runner.code")
+        reason = "is not a folder" if path.exists() else "does not exist"
+        raise ImageError(reason, place=str(path), hint="list individual files, not folders, in runner.code")
     if not (entries := folders.list_files(path)):
         raise ImageError(f"is empty, or {folders.IGNORE_FILE} excludes all", place=str(path))
     return entries

@@ -42,7 +42,7 @@ def compute_entries_digest(entries: Iterable[ArchiveEntry]) -> str:
 def add_entries_to_archive(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, world_writable: str = "") -> None:
     """Add `entries` and their parent folders to `archive`, without owners and times, which would invalidate the build cache.
 
-    The folder `world_writable` gets the mode of /tmp: any user that the image runs as may write into it.
+    The folder `world_writable` is added with the mode of /tmp: any user that the image runs as can write to it.
     """
     added_folders: set[str] = set()
     for name, path in entries:

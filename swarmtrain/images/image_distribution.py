@@ -1,6 +1,6 @@
 """Copy an image to every node without a registry: save it from one engine and load it into the others, in parallel.
 
-The image is content-addressed: its tag on the nodes contains the beginning of its id. A run whose config has this tag is pinned to the
+The image is content-addressed: its tag on the nodes contains a prefix of its id. A run whose config has this tag is pinned to the
 image id; Swarm does not contact a registry for an id (see pinning.py).
 """
 
@@ -37,7 +37,7 @@ ConnectEngine = Callable[[str], ImageTransferClient]
 
 
 def distribute_image(
-    source: ImageTransferClient, image: str, targets: Mapping[str, str], connect: ConnectEngine, *, report_progress: ProgressReporter
+    source: ImageTransferClient, image: str, targets: Mapping[str, str], connect_engine: ConnectEngine, *, report_progress: ProgressReporter
 ) -> str:
     """Copy `image` from the engine `source` to the engines at `targets` (name → address). Return the copy's tag, the same on all engines.
 
@@ -48,7 +48,9 @@ def distribute_image(
         image_info = source.inspect_image(image)
     except OSError as error:
         raise ImageError(
-            f"the engine does not have it: {describe_engine_error(error)}", place=f"image {image}", hint="docker image ls"
+            f"the engine does not have it: {describe_engine_error(error)}",
+            place=f"image {image}",
+            hint="run docker image ls to list the images of the engine",
         ) from None
     image_id = str(image_info["Id"])
     tag = build_content_tag(image, image_id)
@@ -60,7 +62,9 @@ def distribute_image(
 
     def transfer_to(name: str) -> str:
         try:
-            _ImageTransfer(source, connect(targets[name]), image_id, tag, lambda line: report_progress(f"{name}: {line}")).transfer_image()
+            _ImageTransfer(
+                source, connect_engine(targets[name]), image_id, tag, lambda line: report_progress(f"{name}: {line}")
+            ).transfer_image()
         except SwarmtrainError as error:
             return describe_failure(name, f"{error.message} ({error.hint})" if error.hint else error.message)
         except OSError as error:

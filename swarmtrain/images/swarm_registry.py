@@ -47,7 +47,7 @@ class RegistryStatus:
 
     @property
     def daemon_json_line(self) -> str:
-        """The line for the daemon.json of every engine, which lets the engine pull from the registry without TLS."""
+        """The line for the daemon.json of every engine, which allows the engine to pull from the registry without TLS."""
         return f'"insecure-registries": {json.dumps(list(self.insecure_registries))}'
 
     def to_dict(self) -> dict[str, object]:
@@ -64,7 +64,7 @@ class RegistryStatus:
     def __str__(self) -> str:
         lines = [
             f"{self.address} on {self.host}, {self.image}, {self.state}" + (f": {self.reason}" if self.reason else ""),
-            f"this engine cannot use it yet: {self.trust_problem}" if self.trust_problem else "this engine can use it",
+            f"this engine cannot use the registry yet: {self.trust_problem}" if self.trust_problem else "this engine can use the registry",
             f"every engine needs this in its /etc/docker/daemon.json: {self.daemon_json_line}",
         ]
         return "\n".join(lines)
@@ -89,7 +89,7 @@ def start_registry(
             desired_spec["Labels"],
             _get_placement_constraints(desired_spec),
         ):
-            raise ImageError("it is already running with a different node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
+            raise ImageError("the registry is already running with a different node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
         report_progress("it is already running")
     else:
         desired_spec["TaskTemplate"]["ContainerSpec"]["Image"] = _pin_image_or_warn(engine, image, report_progress)
@@ -104,27 +104,27 @@ def start_registry(
     return get_registry_status(engine)
 
 
-def remove_registry(engine: ManagerEngine, *, volume: bool, report_progress: ProgressReporter) -> None:
-    """Remove the registry and wait until its container is gone; with `volume`, also remove its images.
+def remove_registry(engine: ManagerEngine, *, remove_images: bool, report_progress: ProgressReporter) -> None:
+    """Remove the registry and wait until its container is gone; with `remove_images`, also remove its images.
 
-    Raises ImageError if there is no registry, or if `volume` is set and the volume is on another node; EngineError if the engine rejects
-    a request.
+    Raises ImageError if there is no registry, or if `remove_images` is set and the volume is on another node; EngineError if the engine
+    rejects a request.
     """
     service = _get_service(engine)
     node = _get_placement_constraints(service["Spec"])[0].partition("==")[2]
-    if volume and node != get_engine_node_id(engine):
+    if remove_images and node != get_engine_node_id(engine):
         node_host = get_host_name(engine.get(f"/nodes/{node}"))
         raise ImageError(
-            f"its images are on {node_host}, which is another node's engine",
+            f"its images are in a volume on another node, {node_host}",
             place=_LOCATION,
-            hint=f"swarmtrain image registry down, and on {node_host}: docker volume rm {SERVICE_NAME}",
+            hint=f"run swarmtrain image registry down, then docker volume rm {SERVICE_NAME} on {node_host}",
         )
     engine.delete(f"/services/{SERVICE_NAME}")
     report_progress("waiting for its container to stop")
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while [task for task in engine.list_objects("/tasks") if task.get("ServiceID") == service["ID"]] and time.monotonic() < deadline:
         time.sleep(0.2)
-    if volume:
+    if remove_images:
         _remove_volume(engine, deadline)
 
 
@@ -239,7 +239,7 @@ def _find_service(engine: ManagerEngine) -> dict[str, Any] | None:
 def _get_service(engine: ManagerEngine) -> dict[str, Any]:
     service = _find_service(engine)
     if service is None or "swarmtrain.registry.port" not in service["Spec"].get("Labels", {}):
-        raise ImageError("there is no registry in this swarm", place=_LOCATION, hint="swarmtrain image registry up")
+        raise ImageError("there is no registry in this swarm", place=_LOCATION, hint="run swarmtrain image registry up to start one")
     return service
 
 
@@ -255,7 +255,9 @@ def _find_node(engine: ManagerEngine, name: str | None) -> dict[str, Any]:
         if node_name in (node["ID"], get_host_name(node)):
             return node
     known_hosts = ", ".join(sorted(get_host_name(node) for node in nodes))
-    raise ImageError(f"unknown node; available nodes: {known_hosts}", place=f"node {node_name}", hint="docker node ls")
+    raise ImageError(
+        f"unknown node; available nodes: {known_hosts}", place=f"node {node_name}", hint="run docker node ls to list the nodes"
+    )
 
 
 def _get_placement_constraints(spec: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ def follow_layer_transfer(
         verb = "was" if len(existing_layers) == 1 else "were"
         report_progress(
             f"{_format_layer_count(len(transferred_bytes))}, {format_bytes(sum(transferred_bytes.values()))}; "
-            f"{_format_layer_count(len(existing_layers))} {verb} there already"
+            f"{_format_layer_count(len(existing_layers))} {verb} already present"
         )
 
 
@@ -65,7 +65,7 @@ def _format_layer_count(count: int) -> str:
 
 
 def pull_image_if_missing(client: ImageClient, image: str, report_progress: ProgressReporter) -> dict[str, Any]:
-    """Return the engine's inspection of `image`, which is pulled first if the engine does not have it. Raises ImageError if that fails."""
+    """Return the `docker inspect` data of `image`; pull it first if the engine does not have it. Raises ImageError if the pull fails."""
     try:
         return client.inspect_image(image)
     except OSError:

@@ -27,7 +27,7 @@ _MANYLINUX_VERSIONS = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
 def download_pinned_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
     """Download the wheels of the project's pins into the project's wheel folder, for the engine's `architecture`.
 
-    Every file except torch's is checked against the lock. Nothing is downloaded while the pins are unchanged. Raises ImageError if pip
+    Every file except torch's is checked against the lock file. Nothing is downloaded while the pins are unchanged. Raises ImageError if pip
     fails.
     """
     lock_bytes = project.lock.read_bytes() if project.lock else b""
@@ -50,7 +50,7 @@ def download_pinned_wheels(project: Project, architecture: str, *, report_progre
 
 
 def download_extra_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
-    """Download the additional wheels that the project's requirements.txt needs to the project's folder of extra wheels.
+    """Download the additional wheels for the project's requirements.txt into the project's extra wheel folder.
 
     Raises ImageError if the download fails.
     """

@@ -108,9 +108,10 @@ class ImportedConfig:
 
 
 def import_config_file(path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None) -> ImportedConfig:
-    """Import the file at `path`, for a run on the hosts in `hostsfile`. `source_format` overrides detection by content.
+    """Return the config imported from the file at `path`, for a run on the hosts in `hostsfile`.
 
-    Raises ConfigError with all problems of the file, or SwarmtrainError if the file cannot be read or has an unknown format.
+    `source_format` overrides detection by content. Raises ConfigError with all problems of the file, or SwarmtrainError if the file cannot
+    be read or has an unknown format.
     """
     text = _read_source_text(path)
     hosts = deepspeed.parse_hostfile(_read_source_text(hostsfile), str(hostsfile)) if hostsfile else ()
@@ -119,7 +120,7 @@ def import_config_file(path: Path, *, hostsfile: Path | None = None, source_form
 
 
 def parse_source_format(name: str | None) -> SourceFormat | None:
-    """Return the format with this name; None for None. Raises SwarmtrainError if it is unknown."""
+    """Return the format `name`; None if `name` is None. Raises SwarmtrainError if the format is unknown."""
     if name is not None and name not in list(SourceFormat):
         raise SwarmtrainError(f"{name!r} is not a known format", place="--from", hint=f"available formats: {', '.join(SourceFormat)}")
     return None if name is None else SourceFormat(name)
@@ -128,8 +129,9 @@ def parse_source_format(name: str | None) -> SourceFormat | None:
 def import_config_text(
     text: str, source: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
 ) -> ImportedConfig:
-    """Import the content `text` of the file `source`; `model_folder` is the file's folder if it also contains the model's weights.
+    """Return the config imported from the content `text` of the file `source`.
 
+    `model_folder` is the file's folder if it also contains the model's weights.
     Raises SwarmtrainError and ConfigError as `import_config_file` does.
     """
     if not text.strip():

@@ -111,7 +111,7 @@ def _parse_environment(environment: Any) -> dict[str, Any]:
 
 
 def _get_node_rank(report: MigrationReport, name: str, launch: LaunchCommand) -> int:
-    """Return the node rank in the launch command or variables of service `name`; 0 if there is none, which keeps the order of the file."""
+    """Return the node rank in the launch command or variables of service `name`; 0 if it is unset, which keeps the order of the file."""
     variables = _parse_environment(report.get_source_value(("services", name, "environment")))
     text = launch.flags.get("node_rank", str(variables.get("NODE_RANK", variables.get("RANK", ""))))
     return int(text) if text.isdigit() else 0
@@ -171,7 +171,7 @@ def _map_service_field(report: MigrationReport, service_key: KeyPath, field: str
 
 
 def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value: Any) -> bool:
-    """Map a field of a service that concerns the machine: network, GPUs, adapters. Return whether `field` is such a field."""
+    """Map a field of a service that concerns the machine: network, GPUs, adapters. Return whether the field was mapped."""
     if field == "network_mode" and value == "host":
         report.map_key(key, "runner.swarm.network", "host")
     elif field == "runtime" and value == "nvidia":

@@ -1,4 +1,4 @@
-"""Parse command lines that start training: torchrun and its equivalents, with the script and wrappers such as srun or a container."""
+"""Parse command lines that start training: torchrun and its equivalents, including the script and wrappers such as srun or a container."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def split_first_command(text: str) -> list[str]:
 
 
 def _split_commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return the commands and redirections in a line of shell, each as its operator (such as && or >) and its words.
+    """Return the commands and redirections in a line of shell, as pairs of an operator (such as && or >) and words.
 
     Raises ValueError if the line cannot be parsed.
     """

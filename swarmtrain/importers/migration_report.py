@@ -1,6 +1,6 @@
 """Migration report of an import: each key of the source file is either mapped into the config or reported as unmapped, with a reason.
 
-A format's module fills a MigrationReport and builds its result; keys that it did not handle are reported as unknown.
+A format's module fills a MigrationReport and builds its result; keys that the module did not handle are reported as unknown.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MigrationReport:
         self._notes: list[str] = []
 
     def get_source_value(self, key: str | KeyPath, default: Any = None) -> Any:
-        """Return the source file's value at `key`; `default` if there is none."""
+        """Return the source file's value at `key`; `default` if the key is missing."""
         value: Any = self.source
         for key_part in _parse_key(key):
             if not isinstance(value, dict | list):
@@ -90,12 +90,12 @@ class MigrationReport:
         return value
 
     def get_source_mapping(self, key: str | KeyPath) -> dict[str, Any]:
-        """Return the source file's mapping at `key`; an empty mapping if there is none."""
+        """Return the source file's mapping at `key`; an empty mapping if the key is missing."""
         value = self.get_source_value(key)
         return value if isinstance(value, dict) else {}
 
     def get_source_list(self, key: str | KeyPath) -> list[Any]:
-        """Return the source file's list at `key`; an empty list if there is none."""
+        """Return the source file's list at `key`; an empty list if the key is missing."""
         value = self.get_source_value(key)
         return value if isinstance(value, list) else []
 
@@ -103,12 +103,12 @@ class MigrationReport:
         """Return whether the source file has a value at `key`; null counts as a value."""
         return self.get_source_value(key, _ABSENT) is not _ABSENT
 
-    def rename_key(self, section: KeyPath, old: str, new: str) -> None:
-        """In the source's values, rename the key `old` of `section`, which is an outdated name, to its current name `new`."""
-        mapping, old_path = self.get_source_value(section) if section else self.source, ".".join((*section, old))
-        if isinstance(mapping, dict) and old in mapping and new not in mapping:
-            mapping[new] = mapping.pop(old)
-            new_path = ".".join((*section, new))
+    def rename_key(self, section: KeyPath, old_name: str, new_name: str) -> None:
+        """In the source's values, rename the key `old_name` of `section`, which is an outdated name, to its current name `new_name`."""
+        mapping, old_path = self.get_source_value(section) if section else self.source, ".".join((*section, old_name))
+        if isinstance(mapping, dict) and old_name in mapping and new_name not in mapping:
+            mapping[new_name] = mapping.pop(old_name)
+            new_path = ".".join((*section, new_name))
             self._lines |= {
                 new_path + path.removeprefix(old_path): line for path, line in self._lines.items() if f"{path}.".startswith(f"{old_path}.")
             }
@@ -147,7 +147,7 @@ class MigrationReport:
         self._origins.pop(_parse_key(path), None)
 
     def get_config_value(self, path: str | KeyPath) -> Any:
-        """Return the value set so far for the config field `path`; None if there is none."""
+        """Return the value set so far for the config field `path`; None if the field is not set."""
         return self._values.get(_parse_key(path))
 
     def add_unmapped_key(self, key: str | KeyPath, reason: UnmappedReason, replacement: str = "", *, value: Any = _ABSENT) -> None:
@@ -190,7 +190,7 @@ class MigrationReport:
         return self._lines.get(".".join(key))
 
     def set_runner_type(self, runner_type: str, key: str | KeyPath = ()) -> None:
-        """Set the config's runner type to `runner_type`. `key` is the source key that specifies it, if there is one."""
+        """Set the config's runner type to `runner_type`. `key` is the source key that specifies it; (): none."""
         if key:
             self.map_key(key, "runner.runner_type", runner_type)
         else:

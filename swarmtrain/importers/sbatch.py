@@ -150,7 +150,7 @@ def parse_sbatch_script(text: str, source: str) -> MigrationReport:
 
 
 def _assign_line_keys(lines: list[tuple[int, str]]) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the lines keyed by the beginning of each line, made unique, and the line number of each key."""
+    """Return the lines by a unique key derived from the beginning of each line, and the line number of each key."""
     values: dict[str, str] = {}
     numbers: dict[str, int] = {}
     for number, line in lines:
@@ -412,7 +412,7 @@ def _append_slurm_setting(report: MigrationReport, source_key: KeyPath, name: st
 
 
 def _map_option_to_slurm_launcher(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
-    """Map an sbatch option to its setting of the Slurm launcher; without one, copy it to runner.slurm.options."""
+    """Map an sbatch option to its setting of the Slurm launcher; if the launcher has none, copy the option to runner.slurm.options."""
     lead_match = re.search(r"@(\d+)$", value)
     if name in _SLURM_SETTINGS and _has_slurm_setting(report, _SLURM_SETTINGS[name]) and (value.isdigit() or name not in _INTEGER_OPTIONS):
         report.map_key(source_key, f"runner.slurm.{_SLURM_SETTINGS[name]}", int(value) if name in _INTEGER_OPTIONS else value)

@@ -1,4 +1,4 @@
-"""Import a config of Aleph Alpha's Scaling. Most fields have the same names and meanings; this module lists the others."""
+"""Import a config of Aleph Alpha's Scaling. Most fields have the same names and meanings; this module maps the fields that differ."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _map_master_address(report: MigrationReport, key: KeyPath) -> None:
         report.add_unmapped_key(
             key,
             UnmappedReason.is_default if report.get_source_value(key) is None else UnmappedReason.done_differently,
-            "the coordinator is found automatically",
+            "the coordinator's address is detected automatically",
         )
     else:
         report.map_key(key, key)
@@ -262,7 +262,7 @@ _KEY_HANDLERS = {
 
 
 def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
-    """Compute the global batch size. Scaling derives it from the number of ranks, which swarmtrain's config may not contain."""
+    """Compute the global batch size. Scaling derives it from the number of ranks, which a swarmtrain config need not contain."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "model_parallel_size", "pipe_parallel_size")
     micro_batch_size, accumulation_steps, tensor_parallel_size, pipeline_parallel_size = (
         report.get_source_value(f"topology.{name}") for name in names

@@ -1,9 +1,9 @@
-"""CPU share: the number of this machine's cores that each node of a lab counts as its own.
+"""CPU share: the number of cores with which each node of a lab sizes its thread pools.
 
-All nodes run on the same cores. If a node sized its thread pools for all of these cores, it would slow down the other nodes. So each node
-gets its share in the environment variable SWARMTRAIN_CORES. In containers, a wrapper around runc sets the variable; machine.sh mounts this
-wrapper over the real runc. In SSH sessions and Slurm tasks, the settings of sshd and slurmd set it. The kernel still runs the threads of a
-node on any free core.
+All nodes run on the same cores. If a node sized its thread pools for all of these cores, it would slow down the other nodes. So the
+environment variable SWARMTRAIN_CORES contains the share of each node. In containers, a wrapper around runc sets the variable; machine.sh
+mounts this wrapper over the real runc. In SSH sessions and Slurm tasks, the settings of sshd and slurmd set it. The kernel still runs the
+threads of a node on any free core.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ exec /run/runc-of-this-machine "$@"
 
 
 def compute_cores_per_node(description: LabDescription) -> int:
-    """Return the number of cores that each node counts as its own, at least 1."""
+    """Return the CPU share of each node in cores, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // len(description.nodes))
 
 

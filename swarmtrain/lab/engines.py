@@ -18,7 +18,7 @@ from swarmtrain.lab.state import LabDescription
 _OVERLAY_ADDRESS_POOL = "10.128.0.0/9"
 # Docker's default socket: on a machine of the lab, this is the machine's own engine.
 OWN_SOCKET = "unix:///var/run/docker.sock"
-# dockerd waits 15 s for containerd, but loading containerd from a busy disk may take longer. At a second attempt, it is in the page cache.
+# dockerd waits 15 s for containerd, but loading containerd from a busy disk may take longer. The retry finds it in the page cache.
 _CONTAINERD_TIMEOUT_TEXT = "timeout waiting for containerd to start"
 
 

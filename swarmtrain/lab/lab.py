@@ -70,8 +70,8 @@ class Lab:
         components: Sequence[str] = ("swarm",),
         bare: bool = False,
         gpus: int = 0,
-        engine: Path | None = None,
-        shared: Path | None = None,
+        engine_directory: Path | None = None,
+        shared_directory: Path | None = None,
         report_progress: ProgressReporter,
     ) -> None:
         """Start the lab: its machines, given by number or by names, with `components` of state.COMPONENTS.
@@ -80,22 +80,22 @@ class Lab:
         engines are not in a swarm; the engines of a `bare` lab do not trust a registry, either. With `ssh`, each machine has an sshd. With
         `slurm`, each is a node of a Slurm cluster whose slurmctld is on the first.
 
-        `engine` is a directory with a different dockerd and containerd; `shared` is the directory that all nodes share. Each engine
-        declares `gpus` simulated GPUs, so that their assignment to runs can be tested.
+        `engine_directory` is a directory with a different dockerd and containerd; `shared_directory` is the directory that all nodes share.
+        Each engine declares `gpus` simulated GPUs, so that their assignment to runs can be tested.
 
         If anything fails, everything that was created is removed. A lab of this name whose machines are all dead is removed first. A
         running one is left unchanged; if its settings differ, LabError is raised.
         """
         state.check_components(components)
-        self.check_prerequisites(engine, components)
+        self.check_prerequisites(engine_directory, components)
         names = tuple(f"node{index}" for index in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
         if not 1 <= len(names) <= state.MAX_NODES:
             raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
         if gpus and bare:
             raise LabError("cannot be used for a bare lab: its engines have no settings until you configure them", place="lab up --gpus")
         with state.lock_labs(self._base):
-            shared_path = (shared or self._own_shared_disk).absolute()
-            engine_path = str(engine.absolute()) if engine else None
+            shared_path = (shared_directory or self._own_shared_disk).absolute()
+            engine_path = str(engine_directory.absolute()) if engine_directory else None
             subnet = state.choose_subnet(self.name, state.list_taken_subnets(self._base))
             desired = LabDescription(
                 self.name,
@@ -152,7 +152,7 @@ class Lab:
         description = self._require_node(node)
         if self._get_init_pid(node) is not None:
             raise LabError("is already running", place=node, hint=self._format_lab_command("status"))
-        machines.power_off_node(self.directory, description, node)  # remove what is left of a machine that died by itself
+        machines.power_off_node(self.directory, description, node)  # remove the leftovers of a machine that died by itself
         machines.boot_node(self.directory, description, node)
         if description.has_engines:
             engines.wait_until_engine_up(self.directory, node)
@@ -180,7 +180,7 @@ class Lab:
         """Reconnect the node to the lab's network, at full speed."""
         self._require_running_node(node)
         network.set_link_up(self.name, node)
-        report_progress(f"{node}: network up, full speed")
+        report_progress(f"{node}: reconnected, without a bandwidth limit")
 
     def limit_node_bandwidth(self, node: str, rate: str, *, report_progress: ProgressReporter) -> None:
         """Limit the node's network to `rate` (100mbit, 1gbit) in both directions."""
@@ -362,7 +362,7 @@ class Lab:
         description = state.read_lab_description(self.directory)
         if description is None:
             lab_names = ", ".join(lab_description.name for lab_description in state.list_labs(self._base))
-            known_text = f"there is: {lab_names}" if lab_names else "this machine has no labs"
+            known_text = f"existing labs: {lab_names}" if lab_names else "this machine has no labs"
             raise LabError(f"no such lab; {known_text}", place=f"lab {self.name}", hint="swarmtrain lab up --nodes 3")
         return description
 

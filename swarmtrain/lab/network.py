@@ -1,4 +1,4 @@
-"""The lab's network: a bridge in a namespace of its own, and one veth pair from it to each machine.
+"""The lab's network: a bridge in a separate network namespace, and a veth pair from the bridge to each machine.
 
 The bridge's end of a pair is named after its node and lives in the bridge's namespace; the other end is the machine's eth0. Nothing is
 added to the host's own network namespace: there, the FORWARD rules of a Docker engine would block traffic between the machines.
@@ -159,7 +159,7 @@ def _list_link_ends(lab: str, node: str) -> list[tuple[str, str]]:
 
 
 def _derive_mac_address(address: str) -> str:
-    """Return the MAC address derived from an IPv4 address. It must stay the same after a reboot, because peers cache it for seconds."""
+    """Return the MAC address derived from an IPv4 address. It must stay the same after a reboot, because peers cache it (ARP)."""
     return ":".join(["02", "42", *(f"{int(octet):02x}" for octet in address.split("."))])
 
 

@@ -20,7 +20,7 @@ exec {argv} "$@"
 
 
 def get_shim_folder(directory: Path) -> Path:
-    """Return the folder of the wrapper scripts."""
+    """Return the folder of the PATH shims (wrapper scripts)."""
     return directory / "bin"
 
 

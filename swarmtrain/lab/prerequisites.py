@@ -47,7 +47,7 @@ def check_machine_prerequisites(engine: Path | None, components: Collection[str]
     Raises LabError if one of these conditions does not hold.
     """
     if sys.platform != "linux":
-        raise LabError("needs Linux namespaces, but this is not Linux", place="lab", hint="run it in a Linux virtual machine")
+        raise LabError("needs Linux namespaces, but this is not Linux", place="lab", hint="run swarmtrain lab in a Linux virtual machine")
     check_root()
     if engine and not os.access(engine / "dockerd", os.X_OK):
         raise LabError(

@@ -125,7 +125,7 @@ def check_directory_visible(directory: Path, hint: str) -> None:
 def choose_subnet(name: str, taken_networks: Collection[str]) -> str:
     """Return a free /24 subnet of 10.77.0.0/16 for the lab `name`.
 
-    A name always gets the same subnet, unless that subnet overlaps with `taken_networks`. `taken_networks` are in CIDR notation. Raises
+    The same name results in the same subnet, unless that subnet overlaps with `taken_networks` (in CIDR notation). Raises
     LabError if no subnet is free.
     """
     networks = [ipaddress.ip_network(network, strict=False) for network in taken_networks]
@@ -150,7 +150,7 @@ def list_labs(base: Path) -> list[LabDescription]:
 
 
 def read_lab_description(directory: Path) -> LabDescription | None:
-    """Return the description of the lab in `directory`; None if there is none. Raises LabError if its lab.json is invalid."""
+    """Return the description of the lab in `directory`; None if it does not exist. Raises LabError if its lab.json is invalid."""
     try:
         fields = json.loads((directory / "lab.json").read_text())
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}

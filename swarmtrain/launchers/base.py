@@ -22,7 +22,7 @@ ProgressReporter = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Finding:
-    """Problem found by a check: the component or setting that has it (`place`), a message, and a `hint`.
+    """Problem found by a check: the affected component or setting (`place`), a message, and a `hint`.
 
     The hint is the command or change that fixes the problem. A `fatal` problem prevents a run from working.
     """
@@ -69,7 +69,7 @@ class Change(Protocol):
 
     @property
     def interrupts(self) -> bool:
-        """Whether the change restarts something that is running."""
+        """Whether the change interrupts running processes or containers."""
         ...
 
 
@@ -81,7 +81,7 @@ class Action:
     name: str
     cause: str
     interrupts: bool = False
-    """Whether the change restarts something that is running."""
+    """Whether the change interrupts running processes or containers."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.name}: {self.cause}"
@@ -97,7 +97,7 @@ class Launcher(Protocol):
 
     @staticmethod
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write a file to `output` with which `plan` can be started without swarmtrain, for `swarmtrain generate`.
+        """Write the deployment file of `plan` to `output`, which starts the run without swarmtrain. Used by `swarmtrain generate`.
 
         Return text for the user: the path of the file, and the command that starts the run. Needs no connection
         to the engine, cluster or hosts on which the run would be deployed.
@@ -113,7 +113,7 @@ class Launcher(Protocol):
         ...
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
-        """Return the inventory: the machines that `runner` may use, in the order in which they are used."""
+        """Return the inventory: the machines that `runner` may use, in the order of use."""
         ...
 
     def check_plan(self, plan: Plan) -> list[Finding]:
@@ -125,11 +125,11 @@ class Launcher(Protocol):
         ...
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Make the run match `plan`: create, change and remove the objects that differ, and leave the others unchanged.
+        """Make the run match `plan`: create, change and remove only the objects that differ.
 
         A first deploy that fails or is interrupted removes the objects that it created, except those that another command has changed
-        since. `deploy_run`, `stop_run` and `tear_down_run` of one run are serialized by a lock, on whichever machines they are called: a
-        second command waits, and reports who holds the lock. The lock is held during changes only, not while
+        since. `deploy_run`, `stop_run` and `tear_down_run` of one run are serialized by a lock, also across machines: a concurrent
+        command waits, and reports the holder of the lock. The lock is held during changes only, not while
         containers start: a deploy that waits for containers fails if another command changes the run.
         """
         ...
@@ -137,8 +137,8 @@ class Launcher(Protocol):
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config (with its hosts) and the cargo (script, files, secrets) with which `run` was deployed.
 
-        A new plan can be made from them. The content of a secret cannot be read back, but its digest can, which is enough if the secret is
-        unchanged. Raises RunNotFound if the run does not exist.
+        A new plan can be made from them. Only the digest of a secret can be read back, not its content; the digest suffices if the secret
+        is unchanged. Raises RunNotFound if the run does not exist.
         """
         ...
 
@@ -154,20 +154,20 @@ class Launcher(Protocol):
         ...
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each service of `run`, nodes first. Raises RunNotFound if there is no such run."""
+        """Return the state of each service of `run`, nodes first. Raises RunNotFound if the run does not exist."""
         ...
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return the coordinator's events so far, oldest first. Raises RunNotFound if there is no such run.
+        """Return the coordinator's events so far, oldest first. Raises RunNotFound if the run does not exist.
 
-        Events before `since` (seconds since the epoch) may be omitted, to save work.
+        Events before `since` (seconds since the epoch) may be omitted.
         """
         ...
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run: all of the coordinator's events, and new output and task states.
 
-        Ends at the run's outcome or removal. Raises RunNotFound if there is no such run.
+        Ends at the run's outcome or removal. Raises RunNotFound if the run does not exist.
         """
         ...
 
@@ -181,20 +181,20 @@ class Launcher(Protocol):
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes, or of `node`, as one stream ordered by time. Raises RunNotFound if there is no such run.
+        """Yield the output of all nodes, or of `node`, as one stream ordered by time. Raises RunNotFound if the run does not exist.
 
         `tail`: only the last lines of each node. `since`: only lines from this time on, in seconds since the epoch. `report_progress` is
-        called when the logs cannot be read for a while, and when they can be read again.
+        called when reading the logs fails temporarily, and when it works again.
         """
         ...
 
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
 
-        Raises RunNotFound if there is no such run.
+        Raises RunNotFound if the run does not exist.
         """
         ...
 
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Remove the run and wait until the removal is complete. Raises RunNotFound if there is no such run."""
+        """Remove the run and wait until the removal is complete. Raises RunNotFound if the run does not exist."""
         ...

@@ -19,27 +19,24 @@ from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inv
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config that no longer refers to files or environment variables of this machine, its files, and notes for the user.
-
-    `cargo` contains the files that are shipped with the config.
-    """
+    """A config without references to this machine's files or environment variables, its shipped files (`cargo`), and notes for the user."""
 
     config: Config
     cargo: Cargo
     notes: tuple[str, ...]
 
     def make_plan(self, inventory: Inventory, run: str) -> Plan:
-        """Return the plan for `run` on the machines of `inventory`. Raises PlanError if they do not suffice."""
+        """Return the plan for `run` on the machines of `inventory`. Raises PlanError if the machines do not suffice."""
         return add_notes(make_plan(self.config, inventory, self.cargo, run=run), *self.notes)
 
 
 def resolve_config(config: Config, folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
-    """Return `config` with resolved values, where it takes them from this machine: files, environment variables, the owner of save_dir.
+    """Return `config` with the values that depend on this machine resolved: files, environment variables, the owner of save_dir.
 
-    Paths are relative to `folder`. Raises SwarmtrainError if a file cannot be read. `load_running_config` returns the config of the run as
-    it is deployed, or None.
+    Paths are relative to `folder`. Raises SwarmtrainError if a file cannot be read. `load_running_config` returns the deployed
+    config of the run, or None.
     """
-    config = resolve_external_inputs(config, folder, os.environ)  # the hostsfile, the env file, and variables of this shell
+    config = resolve_external_inputs(config, folder, os.environ)  # the hostsfile, the env file, and environment variables
     cargo = read_cargo(config, folder)  # the script, its files and secrets
     config, user_note = resolve_container_user(config, load_running_config)  # the owner of save_dir
     return ResolvedConfig(config, cargo, (user_note,))
@@ -55,7 +52,7 @@ def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
 
 
 def plan_run_offline(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan for `run` on the `hosts` that the config lists, without querying a cluster. If it lists none, use the inventory."""
+    """Return the plan for `run` on the config's `hosts`, without querying a cluster. Without `hosts`, the inventory is used."""
     resolved = resolve_config(config, folder, lambda: None)
     return resolved.make_plan(_read_offline_inventory(resolved.config), run)
 

@@ -88,7 +88,7 @@ def discover_runs() -> tuple[dict[str, Launcher], list[tuple[Launcher, str]], li
 def _convert_listing_error(runner_type: str, error: Exception) -> SwarmtrainError:
     """Return `error`, which a launcher raised while it listed its runs, as a SwarmtrainError.
 
-    Raises `error` again if it is a bug of a built-in launcher.
+    Re-raises `error` if it is a bug of a built-in launcher.
     """
     if runner_type in BUILT_IN_LAUNCHERS:
         if isinstance(error, EngineError | StateDirectoryError):

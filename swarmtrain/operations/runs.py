@@ -88,7 +88,7 @@ def deploy_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
         git_checkout = read_git_checkout(Path.cwd())
         history_store.record_operation(plan.run, "up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
         history_store.save_git_diff(plan.run, git_checkout.diff if git_checkout else "")
-        with show_progress(f"bringing {plan.run} up") as report_progress:
+        with show_progress(f"deploying {plan.run}") as report_progress:
             launcher.deploy_run(plan, report_progress)
     except KeyboardInterrupt:
         print_message(f"interrupted: {_describe_remaining_run(launcher, plan.run)}")
@@ -243,7 +243,7 @@ def stop_run(launcher: Launcher, run: str) -> None:
 def remove_run(launcher: Launcher, run: str) -> None:
     """Remove a run and record the removal, so that its history is not attributed to a later run of the same name."""
     with show_progress(
-        f"taking {run} down on {launcher.location}", interrupt_hint=f"swarmtrain down {run} again removes what is left"
+        f"removing {run} from {launcher.location}", interrupt_hint=f"swarmtrain down {run} again removes what is left"
     ) as report_progress:
         launcher.tear_down_run(run, report_progress)
         history_store.record_operation(run, "down")

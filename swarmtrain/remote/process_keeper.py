@@ -1,6 +1,6 @@
 """Process keeper: restarts one process of a run, as Swarm's `restart_policy: on-failure` does: after any exit code except 0.
 
-`python -m swarmtrain.remote.process_keeper SPEC`, started by the launcher in its own session. SIGTERM is forwarded to the process, which is
+The launcher starts `python -m swarmtrain.remote.process_keeper SPEC` in its own session. SIGTERM is forwarded to the process, which is
 then not restarted. The state is written to a sidecar file of SPEC with the suffix .state.
 """
 
@@ -80,7 +80,7 @@ class ProcessKeeper:
     def _prepare_process(self, errors: IO[bytes]) -> int:
         """Run the prepare command of the process, and return its exit code; -SIGTERM if a stop was requested.
 
-        If the command fails, leftovers of an earlier process are removed, and the command is run once more.
+        If the command fails, leftovers of an earlier process are removed, and the command is retried once.
         """
         code = self._run_prepare_command(subprocess.DEVNULL)
         if code and not self.stop_requested:

@@ -24,9 +24,9 @@ class ProcessSpec:
     stderr: str
     content_digest: str
     cleanup_command: list[str] = field(default_factory=list)
-    """Command that removes leftovers: run if `prepare_command` fails, and after the process has ended for good."""
+    """Command that removes leftovers: run if `prepare_command` fails, and after the final exit of the process."""
     prepare_command: list[str] = field(default_factory=list)
-    """Command that is run before each start. It is never interrupted: the objects that it creates would be created even without it."""
+    """Command that is run before each start. It is never interrupted: the engine would still create the container."""
     stop_command: list[str] = field(default_factory=list)
     """Command that stops the process gracefully; needed if SIGTERM to the process of `argv` would not reach it, as in a container."""
 

@@ -72,7 +72,7 @@ class RemoteAgent:
         }
 
     def check_interpreter(self, argv: list[str], env: dict[str, str]) -> dict[str, Any]:
-        """Return which version of swarmtrain the interpreter `argv` can import, and whether it can import torch; otherwise the `error`."""
+        """Return which version of swarmtrain the interpreter `argv` can import, and whether it can import torch, or the `error`."""
         try:
             completed = subprocess.run(
                 [*argv, "-c", _CHECK_SCRIPT],
@@ -114,7 +114,7 @@ class RemoteAgent:
         return False
 
     def inspect_run(self, run: str) -> dict[str, Any]:
-        """Return the content of the run's folder: path, marker (None: there is no such run here), specs, states, and live processes."""
+        """Return the content of the run's folder: path, marker (None if the run does not exist), specs, states, and live processes."""
         folder = self._get_run_folder(run)
         names = folder.list_process_names()
         # List live processes first: a process that starts later is then missing, instead of alive without its spec.
@@ -291,7 +291,7 @@ def serve_requests(base: Path) -> None:
         try:
             method, fields = json.loads(line)
             reply = {"answer": agent.handle_request(method, fields)}
-        except Exception as error:  # noqa: BLE001  # the caller must learn of any error
+        except Exception as error:  # noqa: BLE001  # any error is reported to the caller
             text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             location = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
             reply = {"error": location + text.lower() if isinstance(error, OSError) else f"{type(error).__name__}: {text}"}

@@ -1,6 +1,6 @@
 """Folder of a run on a machine that runs its processes, and the process keepers of these processes.
 
-local.json          marker of a run, with the facts that a later launcher needs; removed last
+local.json          marker of a run, with the record that a later launcher process reads; removed last
 deployed.json       the config as deployed             config.json   the resolved config, which the nodes read
 code/ secrets/      files shipped with the run         logs/         files that ranks write
 NODE.spec NODE.state  spec and state of a process under a process keeper   lock   held by the process that changes the run
@@ -74,14 +74,14 @@ class HostRunFolder:
         return sorted(names, key=lambda name: (not name.startswith("node"), len(name), name))
 
     def load_process_spec(self, name: str) -> ProcessSpec | None:
-        """Return the spec of the process `name`; None if there is none."""
+        """Return the spec of the process `name`; None if it does not exist."""
         try:
             return ProcessSpec.load(self.path / f"{name}.spec")
         except (OSError, ValueError, TypeError):
             return None
 
     def load_process_state(self, name: str) -> ProcessState | None:
-        """Return the state of the process `name`; None if there is none.
+        """Return the state of the process `name`; None if it does not exist.
 
         A process keeper that died without a stop request counts as failed.
         """
@@ -107,7 +107,7 @@ class HostRunFolder:
         with self.get_log_path(spec.name).open("ab") as log, defer_signals():
             keeper = start_process(argv, cwd=spec.cwd, stdout=log, stderr=log, new_session=True)
             write_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))))
-            # For a moment, a process that was just started has no command line, by which a concurrent stop of the run recognizes it.
+            # A process that was just started has no command line for a moment, and a concurrent stop identifies it by its command line.
             deadline = time.monotonic() + _KEEPER_START_TIMEOUT_SECONDS
             while keeper.poll() is None and not self._is_keeper_process(keeper.pid, spec.name) and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -126,7 +126,7 @@ class HostRunFolder:
         if specs_with_cleanup and not grace:
             for spec in specs_with_cleanup:
                 run_cleanup_command(spec)
-        # A process keeper that is creating a container finishes that first, so that no container is left behind.
+        # A process keeper that is creating a container completes the creation first. Otherwise the container would be orphaned.
         self._wait_for_keepers_to_exit(
             keepers, grace + _EXIT_GRACE_SECONDS if grace else _PREPARE_TIMEOUT_SECONDS if specs_with_cleanup else 0.0
         )

@@ -43,8 +43,8 @@ def _convert_service_to_compose(plan: Plan, name: str, service: dict[str, Any], 
     converted |= {
         "container_name": f"{plan.run}-{name}",
         "environment": {variable: unescape_go_template(value) for variable, value in service["environment"].items()},
-        # After exit code 0, a container is not restarted; after any other, it is, and also when the engine is restarted. The coordinator
-        # keeps the restart budget.
+        # A container is restarted after every exit code except 0, and when the engine restarts. The coordinator enforces the restart
+        # budget.
         "restart": "on-failure",
     }
     if "volumes" in service:

@@ -67,7 +67,7 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
 def _build_flight_recorder_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
     """Return the variables that make NCCL's flight recorder store the last collectives of each rank, and dump them to the logs on a hang.
 
-    If the user has set a variable under its older name, the new name is not set, because torch would prefer it.
+    If the user has set a variable under its older name, the new name is not set, because torch prefers the new name.
     """
     config = plan.config
     folder = config.logger.log_dir or config.trainer.save_dir or PurePath(layout.log_dir)

@@ -22,16 +22,16 @@ from swarmtrain.render.process_environment import NodeLayout, build_coordinator_
 NODE_TASK_MODULE = "swarmtrain.launchers.slurm.node_task"
 JOB_COMMENT = "swarmtrain"
 GRACEFUL_EXIT_SIGNAL = "URG"
-"""Signal that requests the ranks to save and exit. Slurm sends it to all processes of the job; programs ignore SIGURG by default."""
+"""Signal that makes the ranks save and exit. Slurm sends it to all processes of the job; programs ignore SIGURG by default."""
 TERMINATED_FILE = "terminated.state"
 """Marker file in the run's folder: it exists if Slurm itself has sent SIGTERM to the ranks since the job began."""
-# Stands for the coordinator's host, which only the nodes of the job know. The variables that contain it are left out of the script.
+# Placeholder for the coordinator's host, which only the nodes of the job know. The variables that contain it are left out of the script.
 _PLACEHOLDER_HOST = "here"
 
 
 @dataclass(frozen=True)
 class JobLayout:
-    """Layout of a Slurm job: its paths as seen from the nodes, on a file system that all of them share."""
+    """Layout of a Slurm job: its paths as seen from the nodes, on a shared file system."""
 
     run_folder: PurePath
     cwd: str
@@ -146,7 +146,7 @@ def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
 
 
 def build_apptainer_prefix(apptainer: ApptainerConfig, plan: Plan, job_layout: JobLayout) -> list[str]:
-    """Return the command prefix that runs a command in the Apptainer container; empty if there is no image."""
+    """Return the command prefix that runs a command in the Apptainer container. Empty if no image is configured."""
     if not apptainer.image:
         return []
     flags = ["--nv"] if apptainer.nv else []

@@ -1,6 +1,6 @@
-"""Convert a plan to a stack document: the input of `docker stack deploy`, from which the Swarm launcher also makes service specs.
+"""Convert a plan to a stack document: the input of `docker stack deploy`, from which the Swarm launcher also builds service specs.
 
-Only keys that `docker stack deploy` supports are used, so that both give the same services. The same plan gives the same bytes.
+Only keys that `docker stack deploy` supports are used, so that both create the same services. The output is deterministic.
 Nothing in the services depends on the *current* number of nodes: scaling does not change the other nodes.
 """
 
@@ -203,7 +203,7 @@ def _build_rendezvous_service(plan: Plan, objects: _SwarmObjects) -> dict[str, A
 
 
 def _build_home_env(docker: DockerConfig) -> dict[str, str]:
-    """Return a writable HOME for a user that the image does not know: HOME would be / otherwise."""
+    """Return the variable HOME with a writable folder, for a user without an account in the image, whose HOME would be /."""
     return {"HOME": docker.cache_dir or "/tmp"} if docker.user else {}  # in the container, which has its own /tmp
 
 
@@ -256,7 +256,7 @@ def _build_deploy_section(plan: Plan, objects: _SwarmObjects, role: str, constra
         "endpoint_mode": "dnsrr",
         "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: objects.config_digest, **labels},
         "placement": {"constraints": constraints},
-        # After exit code 0, a task is not restarted; after any other, it is. The coordinator keeps the restart budget.
+        # A task is restarted after every exit code except 0. The coordinator enforces the restart budget.
         "restart_policy": {
             "condition": "on-failure",
             "delay": _RESTART_DELAY_ON_HOST_NETWORK if plan.coordinator_machine else _RESTART_DELAY,
@@ -295,7 +295,7 @@ def _build_network(plan: Plan) -> dict[str, Any]:
     swarm = plan.config.runner.swarm
     if swarm.network:
         return {"external": True, "name": swarm.network}
-    # The store has no authentication: nobody else may join.
+    # The store has no authentication: no other container may join.
     network: dict[str, Any] = {"driver": "overlay", "attachable": False}
     options = {}
     if swarm.mtu:

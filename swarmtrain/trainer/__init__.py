@@ -3,10 +3,10 @@
 runtime         config, rank, world size and device of this process
 data            token files, samples and their order
 model           a decoder-only transformer
-objectives      what a model is trained for: next-token prediction, preference tuning, contrastive training
+objectives      training objectives: next-token prediction, preference tuning (DPO), contrastive learning
 parallel        one device mesh; tensor, context and pipeline parallelism within a replica, data parallelism between replicas
 optim           AdamW, SGD, Muon, parameter groups, learning rate schedules, gradient clipping
-memory          estimate of the memory that each rank needs, before a cluster is used
+memory          estimates of each rank's memory, without a cluster
 loop            train(): steps, validation, checkpoints, graceful exit
 checkpoint      checkpoints: written in the background, restored in any topology
 metrics         log lines, events, metric sinks

@@ -4,7 +4,7 @@ bench       benchmark a config on this machine, interactively; also under torchr
 data        create and inspect token files; started by `swarmtrain data`
 export, sample, embed, evaluate
             started by the `swarmtrain` commands of the same names, one process per rank: each process reads its request as JSON from
-            standard input, and can use the terminal
+            standard input, and has access to the terminal
 memory      started by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
             the response to standard output as JSON, {"error": …} on failure
 """
@@ -51,24 +51,24 @@ REQUEST_HANDLERS = {"memory": estimate_memory}
 @handle_cli_errors
 def main(argv: Sequence[str]) -> int:
     """Run the command that `argv` names, and return its exit code."""
-    verb_name, arguments = (argv[0], argv[1:]) if argv else ("", argv)
-    if verb_name == "bench":
+    command_name, arguments = (argv[0], argv[1:]) if argv else ("", argv)
+    if command_name == "bench":
         from swarmtrain.trainer import bench
 
         return bench.main(arguments)
-    if verb_name == "data":
+    if command_name == "data":
         from swarmtrain.trainer.tokenize import command
 
         return command.main(arguments)
-    if verb_name in _COMMAND_MODULES and not arguments:
-        return int(importlib.import_module(_COMMAND_MODULES[verb_name]).main(json.load(sys.stdin)))
-    if verb_name not in REQUEST_HANDLERS or arguments:
+    if command_name in _COMMAND_MODULES and not arguments:
+        return int(importlib.import_module(_COMMAND_MODULES[command_name]).main(json.load(sys.stdin)))
+    if command_name not in REQUEST_HANDLERS or arguments:
         sys.stderr.write(
             f"usage: python -m swarmtrain.trainer bench CONFIG, or {'|'.join((*REQUEST_HANDLERS, *_COMMAND_MODULES))} < request.json\n"
         )
         return EXIT_USAGE
     try:
-        response = REQUEST_HANDLERS[verb_name](json.load(sys.stdin))
+        response = REQUEST_HANDLERS[command_name](json.load(sys.stdin))
     except SwarmtrainError as error:
         response = {"error": {"message": error.message, "place": error.place, "hint": error.hint}}
     sys.stdout.write(json.dumps(response))

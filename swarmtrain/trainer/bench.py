@@ -59,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", dest="override", metavar="KEY=VALUE", action="append", default=[], help="override a config value")
     parser.add_argument("--steps", type=_parse_positive_int, default=_DEFAULT_STEPS, help=f"number of steps to measure ({_DEFAULT_STEPS})")
     parser.add_argument(
-        "--warmup", type=int, default=_DEFAULT_WARMUP_STEPS, help=f"number of warmup steps before them ({_DEFAULT_WARMUP_STEPS})"
+        "--warmup",
+        type=int,
+        default=_DEFAULT_WARMUP_STEPS,
+        help=f"number of warm-up steps before the measured steps ({_DEFAULT_WARMUP_STEPS})",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(argv)
@@ -79,7 +82,7 @@ def run_benchmark(
 
     Return the results: seconds per step and per phase, tokens per second, memory in bytes.
 
-    Called by all ranks together.
+    Collective: all ranks must call it.
     """
     config, step_seconds, phase_seconds, tokens = runtime.config, [], [], 0
     with StopFlag() as stop, StepInstruments(runtime, model, optimizer, CollectiveTimeout(model.mesh.process_groups)) as instruments:

@@ -72,7 +72,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
     for _, failure in outcomes:
         if failure is not None:
             raise _build_rank_error(*failure)
-    return [value for value, _ in outcomes]  # type: ignore[misc]  # a value of None belongs to T here
+    return [value for value, _ in outcomes]  # type: ignore[misc]  # None is a valid value of T
 
 
 def _build_rank_error(rank: int, message: str, place: str | None, hint: str | None, error_class: type[SwarmtrainError]) -> SwarmtrainError:

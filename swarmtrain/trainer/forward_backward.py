@@ -1,4 +1,4 @@
-"""Forward and backward passes of this rank's micro batches of one step, and forward passes alone for the validation loss."""
+"""Forward and backward passes of this rank's micro batches of one step, and forward passes for the validation loss."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _compute_vector_loss(
         rows_per_sample=data.rows_per_sample,
         first_sample=first,
         global_batch_size=topology.samples_per_step,
-        group=mesh.data_group,
+        group=mesh.data_parallel_group,
     )
 
 

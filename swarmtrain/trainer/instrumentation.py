@@ -55,9 +55,9 @@ class StepInstruments:
         self._watchdog.__exit__(kind, error, trace)
 
     def start_step_timer(self, data: TokenDataset, step: int) -> StepTimer:
-        """Start measuring with the step after `step`. Return the step timer, which the code of a step notifies of each phase.
+        """Start timing with the step after `step`, and return the step timer, which is notified at the start of each phase.
 
-        Called by all ranks together. Raises TrainingError if an output file cannot be opened.
+        Collective: all ranks must call it. Raises TrainingError if an output file cannot be opened.
         """
         self._tensor_stats = TensorStatsRecorder(self._runtime, self._model, step)
         self._rank_timer, self._timer = RankTimer(self._runtime, self._model, data), StepTimer(self._runtime.device)
@@ -67,23 +67,23 @@ class StepInstruments:
     def record_tensor_statistics(self) -> None:
         """Record the tensor statistics of the step. Call it after the backward passes, once gradients are summed over replicas.
 
-        Called by all ranks together.
+        Collective: all ranks must call it.
         """
         self._tensor_stats.record_gradients()
 
     def gather_rank_timings(self) -> list[RankTiming] | None:
         """Return the timings of all ranks, in rank order, if a comparison is due after this step, else None.
 
-        Called by all ranks together.
+        Collective: all ranks must call it.
         """
         return self._rank_timer.gather_timings()
 
     @contextmanager
     def instrument_step(self, number: int) -> Iterator[None]:
-        """Context manager for step `number`, which runs in the body. Called by all ranks together.
+        """Context manager for step `number`, which runs in the body. Collective: all ranks must call it.
 
-        It times the step, detects a hang, and explains out-of-memory and NaN errors. It runs garbage collection, the profiler and tensor
-        statistics if they are due.
+        It times the step, detects hangs, and re-raises out-of-memory and NaN errors with an explanation. It runs garbage collection, the
+        profiler and the tensor statistics recorder if they are due.
         """
         self._profiler.start_trace_if_due()
         self._tensor_stats.start_recording_if_due(number)

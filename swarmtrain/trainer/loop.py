@@ -48,14 +48,14 @@ def train(
     *,
     extra_metrics: Mapping[str, Any],
 ) -> TrainingResult:
-    """Train to the config's last step, resuming from the newest checkpoint. Called by all ranks together.
+    """Train to the config's last step, resuming from the newest checkpoint. Collective: all ranks must call it.
 
     `extra_metrics` are added to the event that reports the end of the run.
 
     If a stop is requested on any rank (SIGTERM, or preemption by the Determined master), all ranks save a checkpoint of the same step and
     raise SystemExit(EXIT_PLANNED). If the Determined master was notified that the trial is not finished, the exit code is 0 instead.
 
-    If a rank dies, the surviving ranks save a just-in-time checkpoint: the newest step of which they hold all shards.
+    If a rank dies, the surviving ranks save a just-in-time checkpoint of the newest step for which they hold all shards.
 
     Raises TrainingError if training cannot continue, CheckpointError if a checkpoint cannot be written or loaded.
     """
@@ -130,7 +130,7 @@ def train(
                         after_backward=instruments.record_tensor_statistics,
                     )
                     non_finite_policy.apply_policy(result, position, data)
-                audit_log.write_step_record(result)  # before `progress`, so that a step that surviving ranks save is recorded
+                audit_log.write_step_record(result)  # before `progress` advances, so every step in a just-in-time checkpoint is recorded
                 progress = progress.advance_to_step(number, position + runtime.config.topology.samples_per_step)
                 with timer.time_phase(LOGGING):
                     reporter.report_step(result, instruments.phase_seconds)

@@ -36,7 +36,7 @@ class NonFinitePolicy:
         self._skipped_positions: set[int] = set().union(*collectives.run_on_all_ranks(self._read_skipped_positions))
 
     def skip_excluded_batches(self, progress: Progress) -> Progress:
-        """Return `progress`, advanced past the next batches as long as they are recorded as batches to skip."""
+        """Return `progress`, advanced past all consecutive next batches that are recorded as batches to skip."""
         while progress.consumed_samples in self._skipped_positions:
             progress = replace(progress, consumed_samples=progress.consumed_samples + self._runtime.config.topology.samples_per_step)
         return progress
@@ -79,7 +79,7 @@ class NonFinitePolicy:
             raise CheckpointError(message, place=str(file), hint="remove the file; then no batch is skipped") from None
 
     def _record_non_finite_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
-        """Record the sample ids of a non-finite step in save_dir; if `skip_position` is given, also the batch there as a batch to skip.
+        """Record the sample ids of a non-finite step in save_dir, and the batch at `skip_position`, if set, as a batch to skip.
 
         Return a note that names the file; empty if nothing was recorded. Raises CheckpointError if a batch to skip cannot be recorded.
         """

@@ -15,8 +15,8 @@ TARGET_KEY = "_target_"
 def instantiate(values: Mapping[str, Any], /, *arguments: Any, **kwargs: Any) -> Any:
     """Import the class or function at the dotted path `values["_target_"]`, call it, and return the result.
 
-    It is called with `arguments`, the other `values` and `kwargs`. Values that have a `_target_` of their own are instantiated first. So a
-    config can execute arbitrary code.
+    It is called with `arguments`, the other `values` and `kwargs`. Nested values with a `_target_` are instantiated first. A config can
+    therefore execute arbitrary code.
 
         optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-3}                 # config, below script:
         optimizer = instantiate(options["optimizer"], model.parameters())    # script

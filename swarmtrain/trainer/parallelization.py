@@ -105,7 +105,7 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
 
 
 def select_trained_parameter_names(names: Iterable[str], config: Config) -> list[str]:
-    """Return those of the parameter `names` that the config selects for training.
+    """Return the names in `names` whose parameters the config selects for training.
 
     Raises TrainingError if no parameter is selected, or none in some pipeline stage: no gradient would flow back from that stage.
     """
@@ -199,12 +199,12 @@ def _build_shard_initializer(
 def _wrap_model(
     model: Transformer, runtime: Runtime, layout: Mesh, materialize: Materializer, *, tied_index: int | None
 ) -> SingleReplicaModel | DdpModel | FsdpModel | PipelineModel:
-    """Return `model`, materialized and wrapped for data parallelism or for the pipeline.
+    """Return `model`, materialized and wrapped for data parallelism or pipeline parallelism.
 
-    `tied_index`: index of the parameter that has a tied copy on another pipeline stage; None if there is none.
+    `tied_index`: index of the parameter that has a tied copy on another pipeline stage; None if no parameter has one.
     """
     config = runtime.config
-    # A sum of two numbers is rounded only once, so it needs no float64 to be independent of the order.
+    # A sum of two numbers is rounded only once, so it is independent of the order even without float64.
     sum_in_fp64 = config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) > 2
     if not _has_sharded_state(config):
         materialize(model)
@@ -221,7 +221,7 @@ def _wrap_model(
         return FsdpModel(model, config, layout, materialize)
     return (
         SingleReplicaModel(model, sum_in_fp64=sum_in_fp64)
-        if layout.data_group.size() == 1
+        if layout.data_parallel_group.size() == 1
         else DdpModel(model, layout, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_in_fp64=sum_in_fp64)
     )
 

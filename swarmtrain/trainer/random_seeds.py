@@ -1,4 +1,4 @@
-"""Seeds of the random number generators, derived from their purpose (such as step and micro batch), so independent of the topology."""
+"""Random seeds, derived by hashing values such as step and micro batch. They do not depend on the topology."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def seed_everything(*components: object) -> None:
 def seed_torch(value: int) -> None:
     """Seed torch's CPU generator, and its CUDA generators if CUDA is initialized.
 
-    torch.manual_seed is not used: until CUDA is initialized, it records each call with its traceback, which takes 2 ms per call and is
-    never freed.
+    torch.manual_seed is not used: until CUDA is initialized, it records each call with its traceback, which takes 2 ms per call and memory
+    that is never freed.
     """
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's function has no types

@@ -1,4 +1,4 @@
-"""Report of the environment in which a run executes, written each time that the run starts or restarts.
+"""Run report: the environment of a run, written at each start and restart.
 
 The full report is written to report.json in the run's folder, a summary to the log, and one entry per node is posted to the coordinator.
 The report includes only those environment variables that configure devices and communication. For the variables in the config's `env` it
@@ -57,7 +57,7 @@ class RankPlacement:
 
 
 def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -> ReportFields:
-    """Gather the placement of all ranks, and return the run report. Called by all ranks together.
+    """Gather the placement of all ranks, and return the run report. Collective: all ranks must call it.
 
     `generation`: generation of the current world (rendezvous round).
     """

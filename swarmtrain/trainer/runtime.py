@@ -153,7 +153,7 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
     if not already_initialized:
         _init_process_group(runtime)
     _check_same_device_type(runtime)
-    _install_excepthook()  # init_process_group has replaced our hook by its own, which prefixes every line with the rank
+    _install_excepthook()  # init_process_group has installed its own hook, which prefixes every line with the rank
     if config.transformer_architecture.float8_layers:
         collectives.run_on_all_ranks(lambda: float8.check_float8_support(config.transformer_architecture, device))
     try:
@@ -243,7 +243,7 @@ def _select_device(local_rank: int) -> torch.device:
 
 
 def _configure_determinism(device: torch.device, mode: DeterminismMode) -> None:
-    # CPU operations are deterministic anyway, except for some that no model of swarmtrain uses.
+    # All CPU operations that swarmtrain's models use are deterministic.
     if mode is DeterminismMode.require or (mode is DeterminismMode.prefer and device.type == "cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix multiplication
         torch.use_deterministic_algorithms(True, warn_only=mode is DeterminismMode.prefer)

@@ -103,8 +103,8 @@ def train_step(
             after_backward()
     timer.start_phase(OPTIMIZER)
     update = optimizer.prepare_step(number, *local_sums)
-    # The last collective comes before the first parameter update. A rank that gets past it can complete the step alone; if a peer dies
-    # before it, the state after the previous step is intact.
+    # The last collective comes before the first parameter update. A rank that has completed it can finish the step without its peers.
+    # If a peer dies earlier, the state after the previous step is intact.
     timer.start_phase(COMMUNICATION)
     loss_sum, correct = update.extra_scalars
     replica_means = _build_replica_loss_means(model, data, local_micro_batches, loss_sum)
@@ -164,7 +164,7 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
 
 
 def is_stop_requested(stop: StopFlag) -> bool:
-    """Return True on every rank if a stop was requested on any rank. Called by all ranks together."""
+    """Return True on every rank if a stop was requested on any rank. Collective: all ranks must call it."""
     return collectives.all_reduce_sum([stop.is_set])[0] > 0
 
 
@@ -175,7 +175,7 @@ def _get_accuracy(model: ParallelModel, correct_fraction: float) -> float | None
 def _describe_non_finite_values(loss: float, update: OptimizerUpdate) -> str:
     """Return a description of what is NaN/Inf in this step, loss or gradients; empty if both are finite.
 
-    Called by all ranks together.
+    Collective: all ranks must call it.
     """
     if math.isfinite(loss) and math.isfinite(update.gradient_norm):
         return ""

@@ -69,7 +69,7 @@ def _iterate_changed_files(new: Cargo, old: Cargo) -> Iterator[str]:
         old_digests, new_digests = _map_digests_by_file_name(old_files), _map_digests_by_file_name(new_files)
         for name in sorted({*old_digests, *new_digests}):
             if old_digests.get(name) != new_digests.get(name):
-                yield f"{label}{name}: {'new' if name not in old_digests else 'gone' if name not in new_digests else 'edited'}"
+                yield f"{label}{name}: {'new' if name not in old_digests else 'removed' if name not in new_digests else 'changed'}"
 
 
 def _map_digests_by_file_name(files: Sequence[RunFile]) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _iterate_changed_nodes(plan: Plan, tasks: Sequence[TaskState]) -> Iterator[s
         elif current_hosts[node.name] not in ("", node.host):
             yield f"{node.name}: moves from {current_hosts[node.name]} to {node.host}"
     for name in sorted(current_hosts.keys() - {node.name for node in plan.nodes}):
-        yield f"{name}: leaves {current_hosts[name]}"
+        yield f"{name}: removed from {current_hosts[name]}"
 
 
 def _abbreviate_value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Table of known failure modes: how each is recognized, what it means, and how to fix it.
+"""Table of known failure modes: detection pattern, meaning, and fix of each.
 
 The first matching entry is used, so specific entries come before general ones. Tests inject each failure mode.
 """
@@ -45,7 +45,7 @@ class FailureEvidence:
 
 @dataclass(frozen=True)
 class FailureSignature:
-    """Known failure mode. It matches if all of its conditions are met: the signal, whether memory ran out, and the text pattern."""
+    """Known failure mode. It matches if all its conditions are met: signal, OOM kill, and text pattern."""
 
     name: str
     meaning: str
@@ -81,7 +81,7 @@ def get_signal_name(number: int) -> str:
 FAILURE_SIGNATURES = (
     FailureSignature(
         "memory",
-        "the kernel killed the process because memory ran out: when a container reaches its memory limit, its largest process is killed",
+        "the process was OOM-killed: when a container reaches its memory limit, the kernel kills its largest process",
         "lower topology.micro_batch_size, or raise runner.docker_config.memory (/dev/shm counts toward it; null: no limit but the "
         "machine's memory)",
         out_of_memory=True,
@@ -265,7 +265,7 @@ FAILURE_SIGNATURES = (
     ),
     FailureSignature(
         "killed",
-        "the process was killed from outside: the kernel counted no out-of-memory kill in its container",
+        "the process was killed from outside: the kernel counted no OOM kill in its container",
         "check dmesg on that node to see whether the machine itself ran out of memory, and docker events for other causes",
         signal="SIGKILL",
     ),
@@ -279,12 +279,12 @@ FAILURE_SIGNATURES = (
         "node lost",
         "the machine or its engine is down, or the network to it is unavailable",
         "run docker node ls; " + _RESUME_TEXT + " when the node is back, or on other nodes",
-        pattern=r"was lost|fell silent",
+        pattern=r"was lost|stopped sending heartbeats|fell silent",
     ),
     FailureSignature(
         "peer lost",
         "another rank died first, without reporting the reason",
-        "check what the other ranks did; run docker node ls to see whether a machine was lost",
+        "check the logs of the other ranks; run docker node ls to see whether a machine was lost",
         pattern=r"connection (was )?(closed|reset|refused)|Broken pipe|DistNetworkError|DistStoreError|RendezvousConnectionError",
     ),
 )

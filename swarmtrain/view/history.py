@@ -136,5 +136,7 @@ def _format_event(event: Event) -> str:
 
 def _format_node_exit(data: Mapping[str, Any]) -> str:
     code = data.get("exit_code")
-    description = {None: "fell silent", 0: "has ended", EXIT_PLANNED: "has exited, as requested"}.get(code, f"exited with exit code {code}")
+    description = {None: "stopped sending heartbeats", 0: "has ended", EXIT_PLANNED: "has exited, as requested"}.get(
+        code, f"exited with exit code {code}"
+    )
     return f"{data.get('node')} {description}"

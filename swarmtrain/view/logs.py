@@ -19,7 +19,7 @@ from swarmtrain.view.update_printer import print_log_line
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Filter of log lines. `tail` limits the lines of each node before `rank` and `pattern` select among them."""
+    """Filter of log lines. `tail` is a number of lines per node, applied before `rank` and `pattern`."""
 
     tail: int | None = None
     since: float | None = None
@@ -37,7 +37,7 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
         return None if text is None else re.compile(text)
     except re.error as error:
         raise SwarmtrainError(
-            f"`{text}` is not a regular expression: {error}", place="--grep", hint="put a \\ before each of ( [ * + ?"
+            f"`{text}` is not a regular expression: {error}", place="--grep", hint="escape each of ( [ * + ? with \\"
         ) from None
 
 

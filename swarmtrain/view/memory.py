@@ -63,8 +63,8 @@ class MemoryEstimate:
         rows += [
             (category, *(_format_size(rank["memory_by_category"].get(category, 0)) for rank in self.ranks)) for category in shown_categories
         ]
-        rows += [("peak of a step", *(_format_size(rank["peak"]) for rank in self.ranks))]
-        rows += [("while it starts", *(_format_size(rank["startup_peak"]) for rank in self.ranks))]
+        rows += [("peak during a step", *(_format_size(rank["peak"]) for rank in self.ranks))]
+        rows += [("peak during startup", *(_format_size(rank["startup_peak"]) for rank in self.ranks))]
         lines = [f"memory of each rank, with a world size of {self.world_size}", *_format_rank_table(rows)]
         return "\n".join([*lines, *self._format_memory_fit()])
 
@@ -85,7 +85,11 @@ class MemoryEstimate:
             )
             for change in sorted(smaller, key=lambda change: int(change["peak"]))
         ]
-        return [*lines, "it would need", *_format_rank_table(rows)] if rows else [*lines, "no setting that was tried needs less memory"]
+        return (
+            [*lines, "peak with other settings:", *_format_rank_table(rows)]
+            if rows
+            else [*lines, "none of the tested settings needs less memory"]
+        )
 
 
 def estimate_memory(config: Config, ranks: int, device_memory: int | None) -> MemoryEstimate:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 _BAR_WIDTH = 40
 
 
-def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bool = False) -> RenderableType | None:
-    """Return the progress bar for a progress event's data; None if the data have no steps.
+def render_progress_bar(progress: Mapping[str, Any], *, show_time_left: bool, show_metrics: bool = False) -> RenderableType | None:
+    """Return the progress bar for a progress event's data; None if the data have no total number of steps.
 
-    With `training`, include the time left; with `loss`, the step and metrics.
+    With `show_time_left`, include the time left; with `show_metrics`, the step and metrics.
     """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -29,11 +29,11 @@ def render_progress_bar(progress: Mapping[str, Any], *, training: bool, loss: bo
     if not steps or step is None:
         return None
     labels = [f"{100 * step // steps:3} %"]
-    if loss:
+    if show_metrics:
         labels += [f"step {step:,} of {steps:,}"]
         labels += [f"loss {progress['loss']:.4f}"] if progress.get("loss") is not None else []
         labels += [f"{progress['tokens_per_second']:,.0f} tokens/s"] if progress.get("tokens_per_second") else []
-    labels += [f"{format_duration(seconds_left)} left"] if seconds_left is not None and training else []
+    labels += [f"{format_duration(seconds_left)} left"] if seconds_left is not None and show_time_left else []
     table = Table.grid(padding=(0, 2))
     table.add_row("", ProgressBar(total=steps, completed=step, width=_BAR_WIDTH), "  ".join(labels))
     return table
@@ -54,7 +54,9 @@ def show_progress_bar() -> Iterator[Callable[[Event], None]]:
     with Live(console=Console(highlight=False), auto_refresh=False, transient=True) as live:
 
         def update_bar(event: Event) -> None:
-            if event.kind == protocol.EVENT_PROGRESS and (rendered := render_progress_bar(event.data, training=True, loss=True)):
+            if event.kind == protocol.EVENT_PROGRESS and (
+                rendered := render_progress_bar(event.data, show_time_left=True, show_metrics=True)
+            ):
                 live.update(rendered, refresh=True)
 
         yield update_bar

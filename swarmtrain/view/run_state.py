@@ -77,7 +77,7 @@ def show_diagnosis(run: str | None, *, as_json: bool) -> None:
     """Print why a run failed, on one screen, even if the run is down. Raises RunNotFound if nothing is known of the run."""
     name, diagnosis = _diagnose_run(run)
     if diagnosis is None:
-        print_message(f"nothing of {name} has failed\nhint: swarmtrain status {name}")
+        print_message(f"run {name} has no failures\nhint: swarmtrain status {name}")
         if as_json:
             print_json({"run": name, "error": None})
     else:

@@ -125,7 +125,7 @@ def _insert_progress_bar(text: str, status: RunStatus | None) -> RenderableType:
     from rich.text import Text
 
     title, _, remaining_text = text.partition("\n")
-    progress_bar = render_progress_bar(status.progress, training=status.state == "training") if status else None
+    progress_bar = render_progress_bar(status.progress, show_time_left=status.state == "training") if status else None
     if progress_bar is None:
         return Text(text, no_wrap=True, overflow="ellipsis")
     return Group(Text(title, no_wrap=True, overflow="ellipsis"), progress_bar, Text(remaining_text, no_wrap=True, overflow="ellipsis"))

@@ -181,7 +181,9 @@ def _find_lost_node_failure(events: Sequence[Event]) -> Event | None:
         )
     node = silent_exits[-1].data.get("node")
     return Event(
-        protocol.EVENT_FAILURE, {"node": node, "error": f"{node} fell silent: {outcome.data.get('reason')}"}, silent_exits[-1].time
+        protocol.EVENT_FAILURE,
+        {"node": node, "error": f"{node} stopped sending heartbeats: {outcome.data.get('reason')}"},
+        silent_exits[-1].time,
     )
 
 

@@ -67,9 +67,9 @@ def describe_restart_cause(event: Event) -> str:
     if event.kind == protocol.EVENT_FAILURE:
         return format_failure(event.data)
     if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") is None:
-        return f"{node} fell silent"
+        return f"{node} stopped sending heartbeats"
     if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
-        return f"{node} was asked to stop"
+        return f"{node} received a stop request"
     if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code"):
         return f"{node} exited with exit code {event.data['exit_code']}"
     if event.kind == protocol.EVENT_COORDINATOR_STARTED:

@@ -229,26 +229,26 @@ class Contract:
         assert different == ([] if self.kind == "swarm" else [(f"  runner_type: {self.kind}".encode(), b"  runner_type: swarm")])
         assert json.loads(target("plan", "contract.yml", "--json"))["up"] is False
 
-    @feature("`plan` says who would run what, and changes nothing")
+    @feature("`plan` prints the assignment of nodes to hosts, and changes nothing")
     def test_a_plan_changes_nothing(self, target: LaunchTarget) -> None:
         plan = json.loads(target("plan", "contract.yml", "--json"))
         assert [(node["name"], node["slots"]) for node in plan["nodes"]] == [("node0", 1), ("node1", 1)]
         target.check_nothing_left()
 
-    @feature("What is missing is reported before anything starts, with exit code 1", gate=False)
+    @feature("`deploy` reports a missing requirement before it starts the run, with exit code 1", gate=False)
     def test_what_is_missing_is_reported(self, target: LaunchTarget, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             for name, value in target.invalid_env.items():
                 patch.setenv(name, value)
-            told = target.deploy("--name", "never", *target.invalid_options, code=1)
-        assert "error: " in told
-        assert "hint: " in told
+            printed = target.deploy("--name", "never", *target.invalid_options, code=1)
+        assert "error: " in printed
+        assert "hint: " in printed
         target("status", "never", code=1)
         target.check_nothing_left()
 
-    @feature("Ctrl-C while a run comes up leaves nothing, or what it says", gate=False)
+    @feature("Ctrl-C while a run starts removes the run, or `deploy` prints the command that removes it", gate=False)
     def test_interrupted(self, target: LaunchTarget) -> None:
-        ended = interrupt_at_line("bringing", "deploy", "contract.yml", "--name", "brief", cwd=target.project)
+        ended = interrupt_at_line("deploying", "deploy", "contract.yml", "--name", "brief", cwd=target.project)
         assert (ended.code, "Traceback" in ended.err) == (130, False), ended.err
         if "no part of the run remains" not in ended.err:
             assert "swarmtrain down brief removes it" in ended.err or "detached; brief continues" in ended.err, ended.err
@@ -256,11 +256,13 @@ class Contract:
         target("status", "brief", code=1)
         target.check_nothing_left()
 
-    @feature("A rank that fails ends the run: `deploy` says why, and its exit code is 3; the rank's own is in `status`", gate=False)
+    @feature(
+        "A failed rank ends the run: `deploy` prints the reason and exits with code 3; `status` shows the exit code of the rank", gate=False
+    )
     def test_a_rank_fails(self, target: LaunchTarget) -> None:
         try:
-            told = target.deploy("--name", "bad", "-o", "runner.script=fail.py", "-o", "runner.max_restarts=0", code=3)
-            assert re.search(r"failed with exit code 7: node\d rank 1", told), told
+            printed = target.deploy("--name", "bad", "-o", "runner.script=fail.py", "-o", "runner.max_restarts=0", code=3)
+            assert re.search(r"failed with exit code 7: node\d rank 1", printed), printed
             assert "no such thing" in target("why", "bad")
             status = target.read_status("bad")
             assert (status["state"], status["exit_code"]) == ("failed", 7)
@@ -273,13 +275,13 @@ class Contract:
         step = target_with_run.read_status()["progress"]["step"]
         target_with_run.wait_until(lambda status: status["progress"]["step"] > step)
 
-    @feature("A run that is not there is said to be, with exit code 1", gate=False)
+    @feature("Commands reject an unknown run, with exit code 1", gate=False)
     def test_no_such_run(self, target_with_run: LaunchTarget) -> None:
         for command in (["status"], ["logs"], ["scale", "--nodes", "2"], ["stop"], ["down"]):
-            told = target_with_run(command[0], "never", *command[1:], code=1)
-            assert told.startswith("error: run never: unknown run; existing runs: life")
+            printed = target_with_run(command[0], "never", *command[1:], code=1)
+            assert printed.startswith("error: run never: unknown run; existing runs: life")
 
-    @feature("`plan` says what a deploy would change in a run that is up", gate=False)
+    @feature("`plan` prints the changes that a deploy would make to an existing run", gate=False)
     def test_a_plan_of_what_is_up(self, target_with_run: LaunchTarget) -> None:
         assert json.loads(target_with_run("plan", "contract.yml", "--name", RUN, "--json"))["changes"] == []
         worlds = target_with_run.read_status()["worlds"]
@@ -288,11 +290,13 @@ class Contract:
         assert changed["changes"]
         assert target_with_run.read_status()["worlds"] == worlds
 
-    @feature("A deploy that restarts what runs is asked about, and refused where nobody can be", gate=False)
+    @feature(
+        "`deploy` asks for confirmation before it restarts nodes; without a terminal, it is rejected unless `--yes` is passed", gate=False
+    )
     def test_a_restart_is_asked_about(self, target_with_run: LaunchTarget) -> None:
         assert "this would restart" in target_with_run.deploy("--name", RUN, "-o", "runner.env.MORE=yes, indeed", code=1)
 
-    @feature("`status` says how each node stands, the world and the step")
+    @feature("`status` shows the state of each node, the world and the step")
     def test_status(self, target_with_run: LaunchTarget) -> None:
         status = target_with_run.read_status()
         assert (status["run"], status["state"], status["world"]["world_size"]) == (RUN, "training", 2)
@@ -300,7 +304,7 @@ class Contract:
         assert [task["host"] for task in status["tasks"]][:2] == ["node0", "node1"]
         assert "run life: training" in target_with_run("status", RUN)
 
-    @feature("`logs` has the lines of all ranks as one stream, each with its node and rank")
+    @feature("`logs` merges the output of all ranks into one stream, with node and rank on each line")
     def test_logs(self, target_with_run: LaunchTarget) -> None:
         lines = target_with_run("logs", RUN).splitlines()
         for rank in (0, 1):
@@ -318,7 +322,7 @@ class Contract:
     def test_in_a_container(self, target_with_run: LaunchTarget) -> None:
         assert target_with_run.is_in_container("node1") == self.has_feature(IN_A_CONTAINER)
 
-    @feature("Ctrl-C detaches a follower, and the run continues", gate=False)
+    @feature("Ctrl-C detaches `deploy`, and the run continues", gate=False)
     def test_detaching(self, target_with_run: LaunchTarget) -> None:
         worlds = target_with_run.read_status()["worlds"]
         ended = interrupt_at_line("Ctrl-C detaches", "deploy", "contract.yml", "--name", RUN, cwd=target_with_run.project)
@@ -331,7 +335,7 @@ class Contract:
         target_with_run.kill_node("node1")
         assert target_with_run.wait_for_training(2, worlds + 1)["state"] == "training"
 
-    @feature("`stop` lets the ranks save; a deploy resumes from there")
+    @feature("`stop` lets the ranks save a checkpoint; a deploy resumes from this checkpoint")
     def test_stop_and_resume(self, target_with_run: LaunchTarget) -> None:
         worlds = len(target_with_run.read_status()["worlds"])
         target_with_run("stop", RUN)
@@ -376,7 +380,7 @@ class Contract:
         finally:
             target_with_run.restart_machines()
 
-    @feature("Who follows a run ends with it: exit code 0 when it is done")
+    @feature("A command that follows a run exits when the run ends, with code 0 if the run succeeded")
     def test_done(self, target_with_run: LaunchTarget, follower: subprocess.Popen[str]) -> None:
         (target_with_run.shared / f"{RUN}.enough").touch()
         out, err = follower.communicate(timeout=_TIMEOUT_SECONDS)
@@ -390,7 +394,7 @@ class Contract:
         target_with_run("stop", RUN)
         assert "another version of swarmtrain" in target_with_run("scale", RUN, "--nodes", "1", code=1)
 
-    @feature("`down` leaves nothing but what was logged, which `logs` and `history` show afterwards")
+    @feature("`down` removes the run except for its saved logs and events, which `logs` and `history` show afterwards")
     def test_down(self, target_with_run: LaunchTarget) -> None:
         target_with_run("down", RUN)
         target_with_run.check_nothing_left()

@@ -16,35 +16,35 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "launchers.md"
 YES = "yes"
 Test = TypeVar("Test", bound=Callable[..., None])
 
-IN_A_CONTAINER = "Ranks are in a container"
-NODE_DIES = "A machine dies, and the others continue"
+IN_A_CONTAINER = "Ranks run in containers"
+NODE_DIES = "If a machine fails, the run continues on the other machines"
 SCALE_DOWN = "`scale` removes a node without interrupting the others"
 SCALE_UP = "`scale` adds a node without interrupting the others"
-_FIXED_JOB_NODES = "no: a job's nodes are fixed; all save and exit, and a new job resumes"
+_FIXED_JOB_NODES = "no: the nodes of a job are fixed; all ranks save and exit, and a new job resumes"
 
 _HEADER = """# Launchers
 
-What a run can be brought to, by `runner.runner_type`, and what is the same everywhere. The table is made from the tests in
-`tests/contract`; `REFRESH=1 pytest tests/docs` writes it, and `make contract` runs them all.
+This page lists the features of each launcher (`runner.runner_type`). The table is generated from the tests in
+`tests/contract` by `REFRESH=1 pytest tests/docs`; `make contract` runs all of these tests.
 
-Each `yes` is asserted by a test that runs these commands on the real thing: a swarm of real engines, this machine, hosts behind real
-sshds, with real engines for `ssh_docker`, a real Slurm. The machines are those of [a lab](../how-to/lab.md). All run one config,
-`tests/contract/contract.yml`, in which a test changes the word after `runner_type` and nothing else; it names two machines,
-of which one is enough for the run to continue.
+For each `yes`, a test runs the commands on the real platform: a swarm, one Docker engine, this machine, SSH hosts (with Docker engines
+for `ssh_docker`), or a Slurm cluster. The platforms are created by [the lab](../how-to/lab.md). All tests use the config
+`tests/contract/contract.yml` and change only `runner_type`. The config requests two nodes; the run continues on one of them if the
+other one fails.
 
 """
 
 LAUNCHERS: Mapping[str, Mapping[str, str]] = {
     "swarm": {},
-    "docker": {NODE_DIES: "no: there is one machine"},
+    "docker": {NODE_DIES: "no: all nodes are on one machine"},
     "local": {
         IN_A_CONTAINER: "no: nodes are processes of this machine",
-        NODE_DIES: "no: there is one machine",
+        NODE_DIES: "no: all nodes are on one machine",
     },
     "ssh": {IN_A_CONTAINER: "no: `ssh_docker` is the same with containers"},
     "ssh_docker": {},
     "slurm": {
-        IN_A_CONTAINER: "rendered, not run: in apptainer",
+        IN_A_CONTAINER: "not tested: the Apptainer command is only generated",
         SCALE_DOWN: _FIXED_JOB_NODES,
         SCALE_UP: _FIXED_JOB_NODES,
     },

@@ -26,24 +26,24 @@ def test_the_pattern_finds_what_the_code_reads() -> None:
 
 
 def test_every_variable_is_in_the_reference() -> None:
-    told = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
-    assert find_variables_in_code() - told == set()
+    documented = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
+    assert find_variables_in_code() - documented == set()
 
 
 def test_what_torchs_agent_passes_to_its_ranks_is_in_the_reference() -> None:
-    told = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
+    documented = set(_NAME.findall((REFERENCE / "environment.md").read_text()))
     agents = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
     interfaces = set(re.findall(r'"([A-Z]+_SOCKET_IFNAME)"', (ROOT / "swarmtrain" / "entrypoint" / "network_interface.py").read_text()))
     assert len(interfaces) == 3
-    assert (agents | interfaces) - told == set()
+    assert (agents | interfaces) - documented == set()
 
 
 def test_every_key_of_the_stack_file_is_explained() -> None:
     """In the text outside the excerpts: an excerpt shows a key but does not explain it."""
     page = re.sub(r"```.*?```", "", (REFERENCE / "stack-file.md").read_text(), flags=re.DOTALL)
-    told = set(re.findall(r"`([a-z_-]+)(?::[^`]*)?`", page))
+    documented = set(re.findall(r"`([a-z_-]+)(?::[^`]*)?`", page))
     document = yaml.safe_load((ROOT / "compose" / "generated.yml").read_text())
-    assert set(iterate_keys(document)) - told == set()
+    assert set(iterate_keys(document)) - documented == set()
 
 
 def iterate_keys(value: Any, *, keys_are_names: bool = False) -> Iterator[str]:

@@ -351,7 +351,7 @@ CASES = (
 
 
 def run_checks(cluster: ClusterSnapshot, name: str | None = None) -> list[Finding]:
-    return [finding for check in CHECKS.checks if name in (None, check.name) for finding in check.find(cluster)]
+    return [finding for check in CHECKS.checks if name in (None, check.name) for finding in check.run_check(cluster)]
 
 
 def test_every_check_has_a_case() -> None:
@@ -424,7 +424,7 @@ HEALTHY_SWARMS = {
         build_swarm(),
         nodes=(build_node(0, manager=True, leader=True, Addr="0.0.0.0"), build_node(1)),  # noqa: S104
     ),
-    "a node that has told nothing of itself yet": build_swarm(
+    "a node that has not reported its resources yet": build_swarm(
         {**build_node(1), "Description": {"Platform": {}, "Resources": {}, "Engine": {}}}
     ),
 }

@@ -115,9 +115,9 @@ def test_a_failure_is_published_for_its_rank_no_matter_which_rank_reports_it(har
     harness.post_failure("b-1/1", "node1", 3, "cannot be written", failed_rank=1, local_rank=1)
     harness.post_failure("b-1/1", "node0", 1, "cannot be written", failed_rank=1, local_rank=1)
     harness.post_failure("b-1/1", "node1", 3, "exit code 1")
-    (told,) = harness.list_events(EVENT_FAILURE)
-    assert (told["node"], told["rank"], told["local_rank"]) == ("node0", 1, 1)
-    assert "failed_rank" not in told
+    (failure,) = harness.list_events(EVENT_FAILURE)
+    assert (failure["node"], failure["rank"], failure["local_rank"]) == ("node0", 1, 1)
+    assert "failed_rank" not in failure
 
 
 def test_a_new_step_gives_the_restarts_back_an_old_one_does_not(harness: CoordinatorHarness) -> None:

@@ -26,9 +26,9 @@ def start_guarded(code: str) -> subprocess.Popen[str]:
 def test_a_process_that_hangs_is_killed_and_prints_why() -> None:
     process = start_guarded("time.sleep(60)")
     os.kill(process.pid, signal.SIGSTOP)
-    _, told = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGKILL
-    assert "hangs, and is killed" in told
+    assert "hangs, and is killed" in stderr
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_examples(installed_environment: dict[str, str], open_shell: OpenShell, 
     assert _compute_folder_size(here / "runs/lora/step-00000060") < _compute_folder_size(here / "runs/quickstart/step-00000125") / 8
     assert _beats_bigram_baseline(printed["A Hugging Face model from its config"], times=2)
     # The text may have line breaks. transformers and `swarmtrain sample` generate the same.
-    assert re.search(r"LlamaForCausalLM says: (.+)\n\1\n", printed["A Hugging Face model from its config"], re.DOTALL)
+    assert re.search(r"LlamaForCausalLM completion: (.+)\n\1\n", printed["A Hugging Face model from its config"], re.DOTALL)
     right = _read_accuracies(printed["A script from outside"])
     assert len(right) == 6
     assert min(right[3:]) > 99

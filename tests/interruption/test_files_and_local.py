@@ -131,7 +131,7 @@ def test_a_run_that_does_not_end_can_be_left_alone(project: Path, tmp_path: Path
     end = time.monotonic() + 60
     while "deaf" not in run_swarmtrain("logs", cwd=project).stdout and time.monotonic() < end:
         time.sleep(0.2)
-    ended = interrupt_at_line("taking config down", "down", cwd=project, delay=1.0)
+    ended = interrupt_at_line("removing config from", "down", cwd=project, delay=1.0)
     assert (ended.code, ended.seconds < 3) == (130, True)
     assert list_run_pids(tmp_path)
     assert run_swarmtrain("down", cwd=project).returncode == 0

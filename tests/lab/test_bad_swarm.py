@@ -71,7 +71,7 @@ def test_a_network_with_other_options(error_case: ErrorCase, lab: Lab) -> None:
     The run is up, and its config now requires other network options. Swarm cannot apply them to the existing network.
     """
     error_case.write_config(f"runner: {{nodes: 1, {IMAGE}}}")
-    error_case("swarmtrain deploy config.yml --detach", code=0, start_pattern="^bringing", allowed_changes="home/state", show=False)
+    error_case("swarmtrain deploy config.yml --detach", code=0, start_pattern="^deploying", allowed_changes="home/state", show=False)
     error_case("swarmtrain deploy config.yml -o runner.swarm.mtu=1400 -o runner.swarm.encrypted=true", start_pattern="^error:")
     error_case("swarmtrain plan config.yml -o runner.swarm.mtu=1400", start_pattern="^error:", show=False)
 

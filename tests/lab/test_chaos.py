@@ -67,8 +67,8 @@ class ChaosResult:
 
     def __str__(self) -> str:
         worlds = ", ".join(map(str, self.world_sizes))
-        told = f"{self.lost_steps} steps made again, {self.pause_seconds:.1f} s without a step; ranks of each world: {worlds}"
-        return f"{self.case}: {told}; losses differ by {self.loss_difference:.1e}"
+        costs = f"{self.lost_steps} steps recomputed, {self.pause_seconds:.1f} s without a step; ranks of each world: {worlds}"
+        return f"{self.case}: {costs}; losses differ by {self.loss_difference:.1e}"
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def lab(create_lab: Callable[[str], Lab], tmp_path_factory: pytest.TempPathFacto
     disk = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
     lab = create_lab("chaos")
-    lab.bring_up(len(NODES), shared=disk, report_progress=print)
+    lab.bring_up(len(NODES), shared_directory=disk, report_progress=print)
     image_cache.restore_registry(image_cache.find_shared_cache())
     image_cache.restore_images(lab, NODES, image_cache.find_shared_cache())
     yield lab

@@ -98,7 +98,7 @@ def no_registry(engine: DockerEngine) -> Iterator[None]:
     """Remove the registry, if a test leaves one."""
     yield
     with contextlib.suppress(ImageError):  # there is none
-        swarm_registry.remove_registry(engine, volume=True, report_progress=print_line)
+        swarm_registry.remove_registry(engine, remove_images=True, report_progress=print_line)
 
 
 @pytest.mark.usefixtures("no_registry")
@@ -114,10 +114,10 @@ def test_a_registry_in_the_swarm_keeps_its_images(engine: DockerEngine, registry
         swarm_registry.start_registry(engine, port=5056, image=registry_image, report_progress=print_line)
     with pytest.raises(ImageError, match="unknown node; available nodes: node0, node1, node2"):
         swarm_registry.start_registry(engine, node="node9", report_progress=print_line)
-    swarm_registry.remove_registry(engine, volume=False, report_progress=print_line)
+    swarm_registry.remove_registry(engine, remove_images=False, report_progress=print_line)
     assert engine.get(f"/volumes/{swarm_registry.SERVICE_NAME}")["Name"] == swarm_registry.SERVICE_NAME
     swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
-    swarm_registry.remove_registry(engine, volume=True, report_progress=print_line)
+    swarm_registry.remove_registry(engine, remove_images=True, report_progress=print_line)
     assert swarm_registry.SERVICE_NAME not in [volume["Name"] for volume in engine.get("/volumes")["Volumes"] or []]
     with pytest.raises(ImageError, match="no registry in this swarm"):
         swarm_registry.get_registry_status(engine)
@@ -138,7 +138,7 @@ def test_a_registry_that_cannot_start_prints_why_and_is_removed(engine: DockerEn
         swarm_registry.start_registry(engine, node="node1", image=registry_image, report_progress=print_line)
     assert "--image" in str(caught.value.hint)
     with pytest.raises(ImageError, match="no registry in this swarm"):
-        swarm_registry.remove_registry(engine, volume=False, report_progress=print_line)
+        swarm_registry.remove_registry(engine, remove_images=False, report_progress=print_line)
 
 
 def test_a_run_on_an_image_that_no_registry_has(

@@ -219,7 +219,7 @@ def test_a_killed_node_is_gone_and_comes_back_with_its_data(lab: Lab, engine: Do
 
     bridge = read_registry_mac(lab)
     lab.power_off_node("node2", report_progress=print_line)
-    assert read_registry_mac(lab) == bridge, "the others reach the registry without asking anew where it is"
+    assert read_registry_mac(lab) == bridge, "the other nodes reach the registry without a new ARP request"
     assert [process for process in before if is_process_alive(process)] == []
     assert listener.communicate()[0] == "silence\n", "a machine without power tells no peer that it is gone"
     assert [(node.state, node.pid) for node in lab.get_status()][2] == ("dead", None)
@@ -429,7 +429,7 @@ def test_an_engine_that_dies_at_once_is_reported_with_its_output(create_lab: Cal
     (tmp_path / "dockerd").chmod(0o755)
     lab = create_lab("broken")
     with pytest.raises(LabError, match="this engine has had enough"):
-        lab.bring_up(2, engine=tmp_path, report_progress=print_line)
+        lab.bring_up(2, engine_directory=tmp_path, report_progress=print_line)
     assert find_traces(lab.name) == []
 
 

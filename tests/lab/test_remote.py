@@ -118,10 +118,10 @@ def test_a_machine_joins_by_what_join_prints(create_lab: Callable[[str], Lab]) -
     address = {node.node: node.address for node in lab.get_status()}
     init = ["docker", "-H", first, "swarm", "init", "--advertise-addr", address["node0"]]
     subprocess.run(init, check=True, capture_output=True)
-    told = run_swarmtrain(lab, "node0", "join", "examples/quickstart.yml", "-o", 'runner.swarm.labels={"pool": "a"}').stdout
-    assert f"ufw allow proto udp from {address['node0']} to any port 7946,4789" in told
-    assert f"ufw allow proto tcp from ITS_ADDRESS to any port 2377  # on the managers: {address['node0']}" in told
-    commands = {words: line for line in told.splitlines() for words in [" ".join(line.split()[:3])]}
+    printed = run_swarmtrain(lab, "node0", "join", "examples/quickstart.yml", "-o", 'runner.swarm.labels={"pool": "a"}').stdout
+    assert f"ufw allow proto udp from {address['node0']} to any port 7946,4789" in printed
+    assert f"ufw allow proto tcp from ITS_ADDRESS to any port 2377  # on the managers: {address['node0']}" in printed
+    commands = {words: line for line in printed.splitlines() for words in [" ".join(line.split()[:3])]}
     for words, engine in (("docker swarm join", second), ("docker node update", first)):
         line = commands[words].replace("ITS_ADDRESS", address["node1"]).replace("ITS_HOST_NAME", "node1")
         subprocess.run(["sh", "-ec", line], env={**os.environ, "DOCKER_HOST": engine}, check=True, capture_output=True)
@@ -129,5 +129,5 @@ def test_a_machine_joins_by_what_join_prints(create_lab: Callable[[str], Lab]) -
     assert nodes["node1"]["Spec"]["Labels"] == {"pool": "a"}
     values = json.loads(run_swarmtrain(lab, "node0", "join", "--manager", "--json").stdout)
     assert re.fullmatch("SWMTKN-1-[0-9a-z-]+", values["token"])
-    assert values["token"] not in told
+    assert values["token"] not in printed
     assert sorted(values["nodes"]) == sorted(address.values())

@@ -64,10 +64,10 @@ def test_two_deploys_at_once_end_in_the_last_one(
     first = CommandThread(lambda say: create_launcher().deploy_run(plan_run(), say))
     first.wait_for_message("create service demo_rendezvous")
     second = CommandThread(lambda say: create_launcher().deploy_run(plan_run(nodes=3), say))
-    told, fine = first.wait_for_end(), second.wait_for_end()
+    stack_error, fine = first.wait_for_end(), second.wait_for_end()
     assert fine is None, second.messages
-    assert isinstance(told, StackError)
-    assert told.message.endswith("this command makes no more changes")
+    assert isinstance(stack_error, StackError)
+    assert stack_error.message.endswith("this command makes no more changes")
     assert "nothing is removed" in first.messages[-1]
     assert {(task.node, task.state) for task in launcher.list_tasks(RUN)} == {
         (node, "running") for node in ("node0", "node1", "node2", "rendezvous")

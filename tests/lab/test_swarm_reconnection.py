@@ -1,7 +1,7 @@
 """The connection to the manager is lost: while a run is followed, and during every change of it.
 
 These tests must run after test_swarm_launcher, in the order of names. After a manager was lost and has come back, Docker 20.10 sometimes
-returns no log lines of services on other nodes, or crashes while it is asked for them.
+returns no log lines of services on other nodes, or stops responding while logs are requested.
 """
 
 from __future__ import annotations

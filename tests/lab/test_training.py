@@ -210,10 +210,10 @@ def test_a_killed_container_changes_nothing(
     assert deploy.wait(300) == 0
     assert_nothing_recomputed(lab, "container")
     assert_same_losses(read_losses(lab, "container"), reference)
-    told = collect_all_output(lab, launcher, "container")
-    assert b"WANDB_API_KEY" in told
-    assert b"planted-0123456789" not in told
-    assert base64.b64encode(b"planted-0123456789")[:20] not in told
+    output = collect_all_output(lab, launcher, "container")
+    assert b"WANDB_API_KEY" in output
+    assert b"planted-0123456789" not in output
+    assert base64.b64encode(b"planted-0123456789")[:20] not in output
 
 
 @pytest.mark.test_all_only("one more training run on three nodes; the gate keeps the killed container")
@@ -246,7 +246,7 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_continuous(
     shown, marked = loss_curves.read_page(page)
     assert {step: ours[step] for step in shown} == pytest.approx(shown, rel=1e-5)
     assert [*shown][-1] == STEPS
-    assert max(later - earlier for earlier, later in pairwise(shown)) < STEPS / 4, "twice a second is told of a step"
+    assert max(later - earlier for earlier, later in pairwise(shown)) < STEPS / 4, "progress is shown about twice a second"
     assert {"restart", "2 → 1 nodes"} & set(marked), marked
     assert marked[-1] in ("2 → 3 nodes", "1 → 3 nodes")  # the killed node rejoins in a world before the new node's, or in the same one
 
@@ -312,7 +312,7 @@ def test_a_folder_that_somebody_made_as_himself_can_be_written(lab: Lab, launche
         deploy, env=lab.build_node_environment("node0", os.environ), timeout=200, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "user: 1234:1234, the owner of /mnt/shared/theirs here" in done.stderr
+    assert "user: 1234:1234, the owner of /mnt/shared/theirs on this machine" in done.stderr
     checkpoint = (theirs / "first" / "step-00000002").stat()
     assert (checkpoint.st_uid, checkpoint.st_gid) == (1234, 1234)
     # Seen from another machine, which has no such folder, there is nothing to change.

@@ -78,7 +78,7 @@ def test_plan_shows_what_would_change(run_command: RunCommand, tmp_path: Path) -
     (tmp_path / "training_code.py").write_text("# edited")
     assert list_differences("-o", "trainer.save_interval=200") == [
         "trainer.save_interval: 100 → 200, restarts 1 service from the beginning: trainer.save_dir is null",
-        "training_code.py: edited, restarts 1 service from the beginning: trainer.save_dir is null",
+        "training_code.py: changed, restarts 1 service from the beginning: trainer.save_dir is null",
     ]
     run_command("deploy", "config.yml", "-o", "runner.nodes=2", "--detach", "--yes")
     run_command("stop")

@@ -182,11 +182,11 @@ def test_hosts_that_share_a_folder_make_one_environment_of_wheels_that_are_broug
     user.path = user.folder / "shared"
     words = [*user.write_requirements("5.0"), "--wheels", "wheels", "--json"]
     commands = [user.start_command(*words) for _ in range(2)]
-    told = [command.communicate(timeout=240) for command in commands]
-    assert [command.returncode for command in commands] == [1, 1], told  # torch is missing
-    errors = "".join(each for _, each in told)
+    outputs = [command.communicate(timeout=240) for command in commands]
+    assert [command.returncode for command in commands] == [1, 1], outputs  # torch is missing
+    errors = "".join(each for _, each in outputs)
     assert (errors.count("has the environment after"), errors.count("already has the environment")) == (1, 5), errors
-    assert {each["message"].split(": ")[1] for each in json.loads(told[0][0])["findings"]} == {"cannot import torch"}
+    assert {each["message"].split(": ")[1] for each in json.loads(outputs[0][0])["findings"]} == {"cannot import torch"}
     used = (user.folder / "shared").readlink().name
     assert sorted(path.name for path in (user.folder / "shared.made").iterdir()) == sorted([used, "lock"])
 

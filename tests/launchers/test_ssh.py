@@ -205,9 +205,9 @@ def test_the_others_continue_without_hosts_that_die_or_are_partitioned(launcher:
     hosts.partition_host("gpu-1")
     wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 1)
     assert [task.node for task in launcher.list_tasks("demo") if task.state == "unreachable"] == ["node1", "node2"]
-    told: list[str] = []
-    launcher.deploy_run(plan_scaled_run(launcher, "demo", 1), told.append)
-    assert sorted(line.partition(";")[0] for line in told) == ["gpu-1 is unreachable", "gpu-2 is unreachable"]
+    messages: list[str] = []
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", 1), messages.append)
+    assert sorted(line.partition(";")[0] for line in messages) == ["gpu-1 is unreachable", "gpu-2 is unreachable"]
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", RENDEZVOUS_SERVICE]
     (tmp_path / "enough").touch()
     assert follow_to_outcome(launcher)[0].startswith("done")
@@ -278,7 +278,7 @@ def test_releasing_a_launcher_closes_its_connections_whatever_is_under_way(launc
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("interrupt_at", ["bringing", "rendezvous started", "node1 started"])
+@pytest.mark.parametrize("interrupt_at", ["deploying", "rendezvous started", "node1 started"])
 def test_an_interrupted_deploy_leaves_nothing(interrupt_at: str, launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "training_code.py").write_text("import time\ntime.sleep(600)\n")
     (tmp_path / "config.yml").write_text("runner: {runner_type: ssh, hosts: ['gpu-[0-1] slots=1'], stop_grace: 5}\n")

@@ -230,7 +230,7 @@ def test_curves_grow_from_their_first_point_on(browser: Browser) -> None:
         name = route.request.url.partition("//page/")[2]
         if name.startswith("api/page"):
             step = answers.pop(0) if len(answers) > 1 else answers[0]
-            told = [
+            events = [
                 event
                 for event in sample_run.build_events()
                 if event.time < sample_run.START_TIME + 15 or 0 < event.data.get("step", 0) <= step
@@ -238,7 +238,7 @@ def test_curves_grow_from_their_first_point_on(browser: Browser) -> None:
             route.fulfill(
                 json={
                     "version": f"{step}.{len(answers)}",
-                    "page": build_page_data_from_events("demo", told, sample_run.build_tasks(), (), sample_run.START_TIME),
+                    "page": build_page_data_from_events("demo", events, sample_run.build_tasks(), (), sample_run.START_TIME),
                 }
             )
         elif name.startswith("api/lines"):

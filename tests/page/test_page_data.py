@@ -44,14 +44,14 @@ def collect_curve(events: list[Event], name: str = "loss") -> dict[int, float]:
 
 
 def test_of_each_step_the_newest_value_counts() -> None:
-    told = [
+    events = [
         build_progress(1, loss=5.0),
         build_progress(2, loss=4.0),
         build_progress(2, loss=4.5),
         build_progress(1, loss=5.0),
         build_progress(3, loss=3.0),
     ]
-    assert collect_curve(told) == {1: 5.0, 2: 4.5, 3: 3.0}
+    assert collect_curve(events) == {1: 5.0, 2: 4.5, 3: 3.0}
 
 
 def test_what_a_checkpoint_does_not_hold_is_taken_back() -> None:
@@ -78,8 +78,8 @@ def test_nan_is_a_gap() -> None:
 
 
 def test_groups_have_names_of_their_own() -> None:
-    told = build_progress(1, phases={"data": 0.1}, memory={"peak": 5}, metrics={"accuracy": 0.5}, other={"x": 1})
-    assert _list_curve_names([told]) == {"phase.data", "memory.peak", "metric.accuracy"}
+    progress = build_progress(1, phases={"data": 0.1}, memory={"peak": 5}, metrics={"accuracy": 0.5}, other={"x": 1})
+    assert _list_curve_names([progress]) == {"phase.data", "memory.peak", "metric.accuracy"}
 
 
 def _list_curve_names(events: list[Event]) -> set[str]:
@@ -171,8 +171,8 @@ def test_a_report_is_one_file_and_no_text_in_it_becomes_markup(tmp_path: Path) -
     html = html_page.render_single_file_page(build_sample_page("failed"), [build_line_data(LogLine("node0", evil))])
     assert evil not in html
     assert not re.search(r"<(?:script|link|img|iframe)[^>]*\b(?:src|href)=(?!\"data:)", html)
-    told = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])  # type: ignore[index]
-    assert (told["page"]["run"], told["lines"][0]["text"]) == ("demo", evil)
+    embedded = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])  # type: ignore[index]
+    assert (embedded["page"]["run"], embedded["lines"][0]["text"]) == ("demo", evil)
 
 
 def test_the_plotting_library_is_the_one_that_was_published() -> None:
@@ -219,10 +219,10 @@ def test_labels_are_escaped() -> None:
 
 def test_every_metric_of_an_alert_exists() -> None:
     alerts = (Path(__file__).parents[2] / "examples" / "prometheus-alerts.yml").read_text()
-    told = prometheus.render_metrics(build_sample_page(), sample_run.START_TIME)
+    text = prometheus.render_metrics(build_sample_page(), sample_run.START_TIME)
     used = set(re.findall(r"swarmtrain_\w+", alerts))
     assert used
-    assert used <= set(re.findall(r"^# TYPE (\S+)", told, re.MULTILINE))
+    assert used <= set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
 
 
 def test_a_run_that_is_down_has_its_page_from_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,9 +86,9 @@ def test_on_loopback_it_is_open_to_this_machine_and_to_no_site_that_leads_here(d
 
 def test_the_page_is_sent_again_only_if_it_is_another(demo: RunDataSource) -> None:
     with run_server(demo) as port:
-        told = json.loads(send_request(port, "/api/page")[2])
-        assert (told["page"]["run"], told["page"]["state"]) == ("demo", "done")
-        assert send_request(port, f"/api/page?version={told['version']}")[0] == 204
+        served = json.loads(send_request(port, "/api/page")[2])
+        assert (served["page"]["run"], served["page"]["state"]) == ("demo", "done")
+        assert send_request(port, f"/api/page?version={served['version']}")[0] == 204
         assert send_request(port, "/api/page?version=other")[0] == 200
         assert len(send_request(port, "/api/page", Accept_Encoding="gzip")[2]) < 200_000
         lines = json.loads(send_request(port, "/api/lines")[2])

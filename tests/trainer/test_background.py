@@ -42,8 +42,8 @@ def test_the_same_bytes(tmp_path: Path, saving_config: dict[str, Any], synchrono
         folder = tmp_path / "run" / f"step-{step:08}"
         assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "part-00000.bin", "part-00001.bin"]
     assert read_losses(tmp_path) == read_losses(synchronous_run)
-    told = [line for line in world.read_log().splitlines() if "saved run/step-" in line]
-    assert [line.split("saved run/")[1].split(" ")[0] for line in told] == [f"step-{step:08}" for step in (3, 6, 9, 12)]
+    saved_lines = [line for line in world.read_log().splitlines() if "saved run/step-" in line]
+    assert [line.split("saved run/")[1].split(" ")[0] for line in saved_lines] == [f"step-{step:08}" for step in (3, 6, 9, 12)]
 
 
 def test_a_run_that_is_killed_while_it_writes(tmp_path: Path, saving_config: dict[str, Any], synchronous_run: Path) -> None:
@@ -67,8 +67,8 @@ def test_what_one_rank_cannot_write_is_logged_and_missing_at_the_end(tmp_path: P
     assert world.wait() == [1, 1], world.read_log()
     assert list_saved_steps(tmp_path) == [3]
     for step in (6, 9):
-        told = f"cannot save the checkpoint of step {step}: rank 1: config trainer.save_dir run: part-00001.bin: no space left on device"
-        assert f"{told}; training continues, the newest checkpoint is from step 3" in world.read_log()
+        message = f"cannot save the checkpoint of step {step}: rank 1: config trainer.save_dir run: part-00001.bin: no space left on device"
+        assert f"{message}; training continues, the newest checkpoint is from step 3" in world.read_log()
     assert max(line["step"] for line in read_audit(tmp_path)) == 12
     assert world.read_log().count("CheckpointError: config trainer.save_dir run: part-00001.bin: no space left on device") == 2, (
         "on every rank"

@@ -150,10 +150,10 @@ def test_another_model_is_refused(run_copy: Path, saving_config: dict[str, Any])
     world = LocalWorld(run_copy, merge_config(saving_config, transformer_architecture={"hidden_size": 64}), 2)
     assert world.wait() == [1, 1]
     assert (
-        "belongs to a different model: model/blocks.0.attention.key.weight is (32, 32) in the checkpoint and (64, 64) here"
+        "belongs to a different model: model/blocks.0.attention.key.weight is (32, 32) in the checkpoint and (64, 64) in the model"
         in world.read_log()
     )
-    assert "transformer_architecture.hidden_size is 32 in the checkpoint and 64 here" in world.read_log()
+    assert "transformer_architecture.hidden_size is 32 in the checkpoint and 64 in the config" in world.read_log()
     assert list_saved_steps(run_copy) == [3, 6, 9], "nothing was touched"
 
 
@@ -229,9 +229,9 @@ def test_what_is_taken(rules: LoadRules, model_shapes: dict[str, tuple[int, ...]
         (
             LoadRules(allowed_missing=("b",)),
             {"model/a": (2,), "model/b": (9,)},
-            r"model/b is \(3,\) in the checkpoint and \(9,\) here; 1 differ",
+            r"model/b is \(3,\) in the checkpoint and \(9,\) in the model; mismatched parameters: 1",
         ),
-        (LoadRules(allowed_unexpected=("a",)), {"model/a": (2,)}, r"model/b is \(3,\) in the checkpoint and missing here"),
+        (LoadRules(allowed_unexpected=("a",)), {"model/a": (2,)}, r"model/b is \(3,\) in the checkpoint and missing in the model"),
         (LoadRules(allowed_unexpected=("c",)), {**CHECKPOINT_SHAPES, "model/c": (1,)}, r"model/c is missing in the checkpoint"),
         (LOAD_EVERYTHING, {"model/a": (2,), "model/b": (3,), "optimizer/v/a": (2,)}, "has the state of a different optimizer"),
     ],

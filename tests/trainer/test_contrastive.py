@@ -299,7 +299,8 @@ def test_a_model_is_for_one_of_the_two(base_config: dict[str, Any], single_rank_
     with (
         pytest.raises(TrainingError, match="has no embedding head"),
         open_parallel_model(
-            replace(model, architecture=model.architecture.model_copy(update={"embedding_head_config": None})), needs_vectors=True
+            replace(model, architecture=model.architecture.model_copy(update={"embedding_head_config": None})),
+            requires_embedding_model=True,
         ),
     ):
         pass

@@ -65,7 +65,7 @@ def test_each_sample_comes_once_an_epoch(undisturbed_run: Path) -> None:
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("environ", [{"KILL_STEP": "6"}, {"STOP_STEP": "6"}], ids=["a rank dies", "asked to leave"])
+@pytest.mark.parametrize("environ", [{"KILL_STEP": "6"}, {"STOP_STEP": "6"}], ids=["a rank dies", "stop requested"])
 def test_it_resumes_as_if_nothing_had_happened(tmp_path: Path, undisturbed_run: Path, environ: dict[str, str]) -> None:
     world = LocalWorld(tmp_path, {}, 2, {"DROPOUT": "1", **environ}, script="custom_loop")
     codes = world.wait()
@@ -129,7 +129,7 @@ def test_shards_of_unequal_lengths_are_read_to_the_end_of_the_longest(shards_run
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = {}
+    expected_losses = {}
     for step in range(1, SHARDS_EPOCHS * longest + 1):
         number = (step - 1) % longest
         batches = [build_batch(rank, number) for rank, length in enumerate(SHARD_LENGTHS) if number < length]
@@ -137,8 +137,8 @@ def test_shards_of_unequal_lengths_are_read_to_the_end_of_the_longest(shards_run
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        told[step] = float(loss.detach())
-    assert read_losses(shards_run) == pytest.approx(told, rel=1e-5), "the mean over what there is"
+        expected_losses[step] = float(loss.detach())
+    assert read_losses(shards_run) == pytest.approx(expected_losses, rel=1e-5), "the mean over what there is"
 
 
 @pytest.mark.parametrize("step", [4, 5, 8])
@@ -302,7 +302,7 @@ def test_an_iterable_resumes_and_changes_are_logged(capsys: pytest.CaptureFixtur
 
     assert read(3) == [0, 2, 4]
     assert read(7, seed=2) == [6, 8, 0, 2]
-    assert "config.trainer.seed is 1 in the checkpoint and 2 here" in capsys.readouterr().out
+    assert "config.trainer.seed is 1 in the checkpoint and 2 in the config" in capsys.readouterr().out
     assert read(7) == []
     with pytest.raises(IncompatibleCheckpoint, match="has model, but the script registers another"):
         read(8, another=nn.Linear(1, 1))
@@ -312,24 +312,24 @@ def test_an_iterable_resumes_and_changes_are_logged(capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("_single_process")
 def test_callbacks_run_in_order_and_the_end_callback_always_runs() -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
 
     def train() -> None:
         with swarmtrain.trainer.run(trainer={"save_dir": "run", "save_interval": 2}) as run:
-            run.add_callback("end", lambda: told.append("end"))
-            run.add_callback("end", lambda: told.remove("nothing"), priority=1)
-            run.add_callback("step", lambda step: told.append(f"late {step}"))
-            run.add_callback("step", lambda step: told.append(f"early {step}"), priority=5)
-            run.add_callback("saved", lambda step, path: told.append(f"{path.name} of {step}"))
+            run.add_callback("end", lambda: calls.append("end"))
+            run.add_callback("end", lambda: calls.remove("nothing"), priority=1)
+            run.add_callback("step", lambda step: calls.append(f"late {step}"))
+            run.add_callback("step", lambda step: calls.append(f"early {step}"), priority=5)
+            run.add_callback("saved", lambda step, path: calls.append(f"{path.name} of {step}"))
             run.register_for_checkpointing(model=nn.Linear(1, 1))
             for number in run.steps([3, 2, 1, 0]):
                 run.save_if_due()
                 assert not run.stop_requested
-                told.append(6 // number)
+                calls.append(6 // number)
 
     with pytest.raises(ZeroDivisionError):
         train()
-    assert [each for each in told if not str(each).startswith("step-")] == [
+    assert [each for each in calls if not str(each).startswith("step-")] == [
         2,
         "early 1",
         "late 1",

@@ -124,5 +124,5 @@ def test_the_coordinator_receives_the_progress_of_a_script(
     monkeypatch.setenv("SWARMTRAIN_COORDINATOR", coordinator_address)
     with swarmtrain.trainer.run() as run:
         run.log(loss=torch.tensor(0.5), each=run.cat([1, 2]))
-    (told,) = [event.data for event in published_events if event.kind == protocol.EVENT_PROGRESS]
-    assert told == {"step": 1, "loss": 0.5}
+    (progress,) = [event.data for event in published_events if event.kind == protocol.EVENT_PROGRESS]
+    assert progress == {"step": 1, "loss": 0.5}

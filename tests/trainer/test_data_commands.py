@@ -21,13 +21,13 @@ from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.tokenize import command, pipeline
 from swarmtrain.trainer.tokenize.inspect_samples import format_samples
-from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
+from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 from swarmtrain.trainer.tokenize.verification import verify_token_files
 
 
 def tokenize_texts(folder: Path, texts: list[str]) -> Path:
     (folder / "a.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    pipeline.prepare_token_files(PrepareOptions(f"{folder}/t", "bytes", workers=1), [f"{folder}/a.jsonl"])
+    pipeline.tokenize_source_files(TokenizeOptions(f"{folder}/t", "bytes", workers=1), [f"{folder}/a.jsonl"])
     return folder / "t"
 
 

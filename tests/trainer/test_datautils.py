@@ -64,18 +64,18 @@ def test_images_by_kind(tmp_path: Path) -> None:
 def test_images_with_a_text_each(tmp_path: Path) -> None:
     Image.new("RGB", (9, 5), (255, 51, 0)).save(tmp_path / "red.png")
     lines = [{"file_name": "red.png", "text": "red"}, {"file_name": "none.png", "text": "none"}]
-    told = tmp_path / "metadata.jsonl"
-    told.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    metadata_path = tmp_path / "metadata.jsonl"
+    metadata_path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     data = CaptionedImageDataset(tmp_path, (4, 3))
     image, text = data[0]
     assert (len(data), image.shape, text) == (2, (3, 3, 4), "red")
     with pytest.raises(TrainingError, match=r"none.png: is not a readable image"):
         data[1]
     for wrong in ("no json", '{"text": "red"}', "[]"):
-        told.write_text(f"{json.dumps(lines[0])}\n{wrong}\n")
+        metadata_path.write_text(f"{json.dumps(lines[0])}\n{wrong}\n")
         with pytest.raises(TrainingError, match="line 2 contains no image"):
             CaptionedImageDataset(tmp_path, (4, 3))
-    told.write_text("")
+    metadata_path.write_text("")
     with pytest.raises(TrainingError, match="contains no images"):
         CaptionedImageDataset(tmp_path, (4, 3))
     with pytest.raises(TrainingError, match="cannot be read: No such file"):

@@ -74,7 +74,7 @@ def test_a_master_that_fails_does_not_stop_training(tmp_path: Path, config: dict
     assert "metrics are no longer reported" in world.read_log()
 
 
-@pytest.mark.parametrize("asked_by", ["a master that is not told", "SIGTERM"])
+@pytest.mark.parametrize("asked_by", ["a master that is not notified", "SIGTERM"])
 def test_without_a_master_the_exit_code_requests_a_restart(
     tmp_path: Path, config: dict[str, Any], determined_master: DeterminedMaster, asked_by: str
 ) -> None:

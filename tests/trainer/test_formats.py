@@ -146,7 +146,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
         "the sequences are not contiguous",
     ),
     "two at once": (lambda a: a.with_suffix(".meta.json").write_text("{}"), "belongs to an .idx of the memory_map format"),
-    "a token to divide by": (lambda a: None, "has its own index"),
+    "a token to divide by": (lambda a: None, "has an index"),
 }
 
 

@@ -77,8 +77,8 @@ def test_transformers_computes_the_same(trained_runs: dict[str, tuple[Path, dict
     made = export_checkpoint(folder / "run", tmp_path / "out", dtype=None, shard_bytes=20_000)
     assert (made["family"], made["step"]) == (name, 2)
     assert len(made["files"]) > 1
-    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs, loading_info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading_info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, found = _load_newest_model(folder, config)(tokens), theirs.eval()(tokens).logits
@@ -236,7 +236,7 @@ def test_masks_that_were_saved_as_booleans_are_skipped(trained_runs: dict[str, t
     sizes = {name: parameter.shape for name, parameter in Transformer(own, 0).named_parameters()}
     value = pretrained.build_parameter_loader(given, own, sizes)
     assert torch.equal(value("embedding.weight", sizes["embedding.weight"]), tensors["gpt_neox.embed_in.weight"])
-    with pytest.raises(IncompatibleCheckpoint, match=r"umup\.enable is False in the checkpoint and True here"):
+    with pytest.raises(IncompatibleCheckpoint, match=r"umup\.enable is False in the checkpoint and True in the config"):
         pretrained.build_parameter_loader(given, own.model_copy(update={"umup": own.umup.model_copy(update={"enable": True})}), sizes)
 
 
@@ -249,7 +249,7 @@ def test_another_model_is_refused(trained_runs: dict[str, tuple[Path, dict[str, 
     wider = own.model_copy(update={"mlp_factor": 3.0, "num_layers": 3})
     with pytest.raises(
         IncompatibleCheckpoint,
-        match=r"num_layers is 2 in the checkpoint and 3 here; mlp_factor x hidden_size is 88 in the checkpoint and 96 here",
+        match=r"num_layers is 2 in the checkpoint and 3 in the config; mlp_factor x hidden_size is 88 in the checkpoint and 96 in",
     ):
         pretrained.build_parameter_loader(given, wider, sizes)
     whole = (given / "model.safetensors").read_bytes()

@@ -138,14 +138,14 @@ def test_the_same_seed_generates_the_same() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab€🙂\n", max_size=30), st.lists(st.text(alphabet="ab€\n", min_size=1, max_size=4), max_size=2))
 def test_text_is_streamed_in_whole_characters_and_ends_before_a_stop_string(text: str, stops: list[str]) -> None:
-    stream, told = TextStream(ByteTokenizer(), stops), []
+    stream, pieces = TextStream(ByteTokenizer(), stops), []
     for token in text.encode():
         if not stream.stopped:
-            told.append(stream.add_token(token))
+            pieces.append(stream.add_token(token))
     first = next((text[:end] for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)), None)
     wanted = text if first is None else first[: min(first.find(stop) for stop in stops if stop in first)]
-    assert all("\ufffd" not in piece for piece in told)
-    assert "".join([*told, stream.flush_text()]) == wanted == stream.text
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join([*pieces, stream.flush_text()]) == wanted == stream.text
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_models_that_cannot_generate_are_refused(
         replace(found, architecture=found.architecture.model_copy(update={"vocab_size": 64})).open_tokenizer(None)
     other = merge_config(trained_run[1], transformer_architecture={**GATED, "num_layers": 3})
     assert evaluate.main(build_evaluate_arguments(other, trained_run[0])) == EXIT_ERROR
-    assert "num_layers is 2 in the checkpoint and 3 here" in capsys.readouterr().err
+    assert "num_layers is 2 in the checkpoint and 3 in the config" in capsys.readouterr().err
     beside = merge_config(trained_run[1], transformer_architecture={"lora_config": {}})
     assert evaluate.main(build_evaluate_arguments(beside, trained_run[0])) == EXIT_ERROR
     assert "lora_config is None in the checkpoint" in capsys.readouterr().err
@@ -213,10 +213,10 @@ def test_models_that_cannot_generate_are_refused(
 def test_evaluation_gives_what_training_logged(trained_run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     folder, config = trained_run
     assert evaluate.main(build_evaluate_arguments(config, folder)) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["step"] == 6
-    assert round(told["loss"], 4) == round(read_validation_losses(folder)[6], 4)
-    assert told["samples"] == 24
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["step"] == 6
+    assert round(result["loss"], 4) == round(read_validation_losses(folder)[6], 4)
+    assert result["samples"] == 24
 
 
 SAMPLING_CONFIG = {"prompts": ["01", "0123456"], "interval": 4, "max_tokens": 12, "temperature": 0, "tokenizer": "bytes"}

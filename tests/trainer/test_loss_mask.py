@@ -27,7 +27,7 @@ from swarmtrain.trainer.data.memory_map import MemoryMap
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.tokenize import pipeline
 from swarmtrain.trainer.tokenize.inspect_samples import format_samples
-from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
+from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 from swarmtrain.trainer.tokenize.verification import verify_token_files
 
 SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=1 << 16)
@@ -127,8 +127,10 @@ def test_prompts_and_completions(
     """Compared with one pair and one character at a time: a token is a loss token if it has a character of the completion."""
     folder = tmp_path_factory.mktemp("pairs")
     name = write_lines(folder / "a.jsonl", [{"p": prompt, "c": completion} for prompt, completion in pairs])
-    asked = PrepareOptions(f"{folder}/t", str(tokenizer) if own else "bytes", prompt_key="p", completion_key="c", append_eos=end, workers=2)
-    meta = pipeline.prepare_token_files(asked, [name], min_shard_bytes=size)
+    asked = TokenizeOptions(
+        f"{folder}/t", str(tokenizer) if own else "bytes", prompt_key="p", completion_key="c", append_eos=end, workers=2
+    )
+    meta = pipeline.tokenize_source_files(asked, [name], min_shard_bytes=size)
     expected, masks = [], []
     for prompt, completion in pairs:
         tokens, mask = _tokenize_by_hand(tokenizer if own else None, prompt + completion, range(len(prompt), len(prompt + completion)))
@@ -137,7 +139,7 @@ def test_prompts_and_completions(
     assert read_documents(folder / "t") == expected
     assert read_masks(folder / "t") == masks
     assert meta["loss_tokens"] == sum(map(sum, masks))
-    pipeline.prepare_token_files(replace(asked, prefix=f"{folder}/u", workers=1), [name])
+    pipeline.tokenize_source_files(replace(asked, prefix=f"{folder}/u", workers=1), [name])
     assert read_contents(folder / "t") == read_contents(folder / "u")
     assert (folder / "t.mask.bin").read_bytes() == (folder / "u.mask.bin").read_bytes()
     assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in verify_token_files(folder / "t")
@@ -189,8 +191,8 @@ def test_conversations(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path
         expected.append(tokens)
         masks.append(mask)
     name = write_lines(folder / "a.jsonl", records)
-    asked_for = PrepareOptions(f"{folder}/t", str(tokenizer) if own else "bytes", chat=True, workers=2)
-    pipeline.prepare_token_files(asked_for, [name], min_shard_bytes=size)
+    asked_for = TokenizeOptions(f"{folder}/t", str(tokenizer) if own else "bytes", chat=True, workers=2)
+    pipeline.tokenize_source_files(asked_for, [name], min_shard_bytes=size)
     assert read_documents(folder / "t") == expected
     assert read_masks(folder / "t") == masks
 
@@ -226,7 +228,7 @@ def test_invalid_conversations(tmp_path: Path, tokenizer: Path, name: str) -> No
     path = write_lines(tmp_path / "a.jsonl", [build_chat("user", "assistant"), record])
     for encoder in ("bytes", str(tokenizer)):
         with pytest.raises(TrainingError) as error:
-            pipeline.prepare_token_files(PrepareOptions(f"{tmp_path}/t", encoder, chat=True, workers=1), [path])
+            pipeline.tokenize_source_files(TokenizeOptions(f"{tmp_path}/t", encoder, chat=True, workers=1), [path])
         assert f"a.jsonl line 2: {said}" in error.value.message
 
 
@@ -241,8 +243,8 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
     settings_of = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of))
     path = write_lines(tmp_path / "a.jsonl", [build_chat("user", "assistant", "user", "assistant")])
-    asked = PrepareOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", chat=True, workers=1)
-    pipeline.prepare_token_files(asked, [path])
+    asked = TokenizeOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", chat=True, workers=1)
+    pipeline.tokenize_source_files(asked, [path])
     assert "chat template: tokenizer_config.json" in capsys.readouterr().err
     config = {"transformer_architecture": {"sequence_length": 200, "vocab_size": 500}, "data": {"data_prefixes": [f"{tmp_path}/t"]}}
     (shown,) = format_samples(Config.from_json(json.dumps(config)), 1)
@@ -261,12 +263,12 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
     }.items():
         (tmp_path / "own.jinja").write_text(source)
         with pytest.raises(TrainingError, match=said):
-            pipeline.prepare_token_files(replace(asked, chat_template=f"{tmp_path}/own.jinja"), [path])
+            pipeline.tokenize_source_files(replace(asked, chat_template=f"{tmp_path}/own.jinja"), [path])
 
 
 def test_options_that_contradict_each_other(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{}])
-    plain = PrepareOptions(f"{tmp_path}/t", "bytes", workers=1)
+    plain = TokenizeOptions(f"{tmp_path}/t", "bytes", workers=1)
     for changes, said in (
         ({"prompt_key": "p"}, "must be used together"),
         ({"prompt_key": "p", "completion_key": "c", "chat": True}, "without --chat"),
@@ -275,4 +277,4 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
         ({"chat": True, "chat_template": f"{tmp_path}/none.jinja"}, "has no chat template"),
     ):
         with pytest.raises(TrainingError, match=said):
-            pipeline.prepare_token_files(replace(plain, **changes), [path])  # type: ignore[arg-type]
+            pipeline.tokenize_source_files(replace(plain, **changes), [path])  # type: ignore[arg-type]

@@ -46,10 +46,10 @@ def test_a_simulation_estimates_the_peak(name: str, config: Mapping[str, Any], t
     assert world.wait() == [0, 0], world.read_log()
     for rank in range(2):
         started, stepped = simulate_memory_peaks(Config.model_validate_json(json.dumps(wanted)), 2, rank)
-        foretold = max(started.size, stepped.size)
+        estimate = max(started.size, stepped.size)
         tensors, process = map(int, (tmp_path / f"peak-{rank}").read_text().split())
-        assert abs(foretold / tensors - 1) < TOLERANCE
-        assert foretold / process - 1 > -KERNEL_TOLERANCE
+        assert abs(estimate / tensors - 1) < TOLERANCE
+        assert estimate / process - 1 > -KERNEL_TOLERANCE
         assert sum(stepped.breakdown.values()) == stepped.size
 
 
@@ -80,9 +80,9 @@ def test_it_is_printed_without_a_cluster(config: Mapping[str, Any], tmp_path: Pa
     command = [sys.executable, "-m", "swarmtrain", "memory", "config.yml", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["world_size"], told["worst"], told["fits"], told["alternatives"]) == (2, 0, True, [])
-    assert sum(told["ranks"][0]["memory_by_category"].values()) == told["ranks"][0]["peak"] > 2**16
+    report = json.loads(done.stdout)
+    assert (report["world_size"], report["worst"], report["fits"], report["alternatives"]) == (2, 0, True, [])
+    assert sum(report["ranks"][0]["memory_by_category"].values()) == report["ranks"][0]["peak"] > 2**16
 
 
 def test_a_simulated_world_does_not_depend_on_those_simulated_before() -> None:

@@ -17,7 +17,7 @@ from swarmtrain import protocol
 from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.protocol import Event
-from swarmtrain.trainer.metrics.event_poster import EventPoster
+from swarmtrain.trainer.metrics.event_sender import EventSender
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile, append_missing_step_metrics
 from swarmtrain.trainer.metrics.throughput import Throughput
 
@@ -85,7 +85,7 @@ def test_no_coordinator_does_not_stop_training(tmp_path: Path, config: dict[str,
 def test_events_outlive_an_unreachable_coordinator(published_events: list[Event]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    poster = EventPoster(f"127.0.0.1:{port}")
+    poster = EventSender(f"127.0.0.1:{port}")
     for step in range(3):
         poster.queue_progress_event(Event(protocol.EVENT_PROGRESS, {"step": step}))
         poster.queue_event(Event(protocol.EVENT_CHECKPOINT, {"step": step}))
@@ -110,10 +110,10 @@ def test_events_outlive_an_unreachable_coordinator(published_events: list[Event]
 
 
 def test_a_line_of_metrics_has_the_phases_of_a_step(tmp_path: Path, config: dict[str, Any]) -> None:
-    told = merge_config(
+    config_data = merge_config(
         config, trainer={"save_interval": 4, "eval_interval": 6}, logger={"log_interval": 3}, optimizer={"gradient_clipping": 1e-3}
     )
-    run_training(tmp_path, told, 2)
+    run_training(tmp_path, config_data, 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines if "loss" in line}
     parts = {"data", "forward", "backward", "communication", "optimizer", "checkpoint", "logging", "other"}

@@ -133,11 +133,11 @@ def test_one_node_has_no_room_for_what_the_other_sends(tmp_path: Path, saving_co
         divided = merge_config(saving_config, topology={"data_parallel_type": "fsdp"}, trainer={"train_iterations": 7})
         world = LocalWorld(tmp_path, divided, 2, nodes="ab")
         assert world.wait() == [1, 1], "what cannot be saved at the end is an error"
-        told = (
+        expected_line = (
             "cannot save the checkpoint of step 3: rank 1: config trainer.save_dir run/b: part-00000.bin: no space left on "
             "device; training continues"
         )
-        assert told in world.read_log()
+        assert expected_line in world.read_log()
         assert max(read_recorded_losses(tmp_path)) == 7
         left = [path.name for path in (tmp_path / "run").glob("*/*step*")]
         assert left == [".step-00000007.world-1"] * 2, "what the next world clears away"

@@ -72,7 +72,7 @@ def test_documents_that_fit_are_not_split(tmp_path: Path) -> None:
 @given(lengths=some.lists(some.integers(0, 9), min_size=1, max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_documents_of_a_window_are_numbered_from_zero(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
-    """Compared with a list of every token's document; empty documents get no number."""
+    """The ids are compared with a list of each token's document. Empty documents have no id."""
     lengths = [*lengths, 2]
     folder = tmp_path_factory.mktemp("windows")
     memory_map.write_token_files(folder / "a", [np.full(length, number % 32) for number, length in enumerate(lengths)], "uint8")

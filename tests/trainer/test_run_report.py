@@ -24,10 +24,10 @@ def test_what_runs_where(tmp_path: Path, config: dict[str, Any], coordinator_add
         "MY_API_KEY": OWN_SECRET,
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    told = merge_config(
+    config = merge_config(
         config, runner={"env": {"MY_API_KEY": OWN_SECRET}, "secrets": {"TOKEN": "key"}}, topology={"model_parallel_size": 2}
     )
-    world = LocalWorld(tmp_path, told, 2, environ)
+    world = LocalWorld(tmp_path, config, 2, environ)
     assert world.wait() == [0, 0], world.read_log()
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert [(place["rank"], place["tensor_rank"], place["data_rank"]) for place in report["ranks"]] == [(0, 0, 0), (1, 1, 0)]

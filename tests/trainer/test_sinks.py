@@ -41,7 +41,7 @@ EXPECTED = [(line["step"], name, line[name]) for line in (*FIRST_LINES, VALIDATI
 @pytest.fixture(scope="module")
 def logged_run(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> Iterator[tuple[Path, of_determined.DeterminedMaster]]:
     """A run that wrote 10 steps to all sinks at once, was killed, resumed after the seventh, and finished."""
-    folder = tmp_path_factory.mktemp("told")
+    folder = tmp_path_factory.mktemp("metrics")
     logger = {"use_csv": True, "use_tensorboard": True, "wandb_offline": True, "log_interval": 1, "log_ranks": [0]}
     asked, environ = build_wandb_config(config, folder, **logger)
     with of_determined.run_master() as master:
@@ -119,10 +119,10 @@ def test_each_step_once_where_wandb_has_lines_of_a_killed_world(tmp_path: Path, 
         online, environ = build_wandb_config(config, tmp_path, wandb_host=service.address)
         world = LocalWorld(tmp_path / "job", merge_config(online, script=again), 1, environ, script="write_sinks")
         assert world.wait() == [0], world.read_log()
-        told = {row["_step"]: row["loss"] for row in map(json.loads, service.rows)}
-        assert len(service.rows) == len(told)
+        logged_losses = {row["_step"]: row["loss"] for row in map(json.loads, service.rows)}
+        assert len(service.rows) == len(logged_losses)
     stands = [*FIRST_LINES, *LOST_LINES, *RESUMED_LINES[3:]] if received_lines else [*FIRST_LINES, *RESUMED_LINES]
-    assert told == {line["step"]: line["loss"] for line in stands}
+    assert logged_losses == {line["step"]: line["loss"] for line in stands}
     assert find_files_with_key(tmp_path) == []
 
 
@@ -130,9 +130,13 @@ def test_each_step_once_where_wandb_has_lines_of_a_killed_world(tmp_path: Path, 
 def test_each_step_once_where_the_files_of_two_worlds_are_sent_later(tmp_path: Path, config: dict[str, Any]) -> None:
     """By W&B's own command, even though the first world had written its entire file before it was lost."""
     offline, environ = build_wandb_config(config, tmp_path, wandb_offline=True)
-    for after, told in ((0, [*FIRST_LINES, *LOST_LINES]), (7, RESUMED_LINES)):
+    for after, lines in ((0, [*FIRST_LINES, *LOST_LINES]), (7, RESUMED_LINES)):
         world = LocalWorld(
-            tmp_path / "job", merge_config(offline, script={"after": after, "lines": told, "dies": False}), 1, environ, script="write_sinks"
+            tmp_path / "job",
+            merge_config(offline, script={"after": after, "lines": lines, "dies": False}),
+            1,
+            environ,
+            script="write_sinks",
         )
         assert world.wait() == [0], world.read_log()
     files = sorted((tmp_path / "job" / "logs" / "wandb").glob("offline-run-*"))

@@ -73,8 +73,8 @@ def test_it_is_reported_once_and_again_when_it_changes() -> None:
     assert not judge_all(*[slow] * (CONSECUTIVE_COMPARISONS - 1), (), *[slow] * (CONSECUTIVE_COMPARISONS - 1))
     assert not judge_all(*[(replace(SLOWEST_RANK, slowdown=0.19),)] * 50)
     assert not judge_all(*[slow, (replace(SLOWEST_RANK, rank=2),)] * 50), "by turns, so that it is chance"
-    told = judge_all(*[slow] * 50, *[other] * 50, *[()] * 50, *[slow] * 50)
-    assert [(each.straggler, each.message) for each in told] == [
+    judgements = judge_all(*[slow] * 50, *[other] * 50, *[()] * 50, *[slow] * 50)
+    assert [(each.straggler, each.message) for each in judgements] == [
         (SLOWEST_RANK, "rank 3 on node1: other ranks wait, a step takes 30% longer, since computation is slower there"),
         (*other, "rank 3 on node1: other ranks wait, a step takes 50% longer, since data loading is slower there"),
         (None, "node1 is no longer a straggler"),

@@ -33,7 +33,7 @@ from swarmtrain.errors import DataError, TrainingError
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.tokenize import pipeline, readers, shards, tokenizer_backends
 from swarmtrain.trainer.tokenize.document_builders import TextBuilder
-from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
+from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def test_any_lines(
     gap = "\n \r\n" if blank else "\n"
     written = gap.join(json.dumps({"n": 1, "text": text}, ensure_ascii=escaped) for text in ["x", *texts])
     (folder / "a.jsonl").write_text(written, newline="")
-    asked = PrepareOptions(str(folder / "one"), str(tokenizer), append_eos=end)
-    pipeline.prepare_token_files(replace(asked, workers=1), [str(folder / "a.jsonl")])
-    pipeline.prepare_token_files(replace(asked, prefix=str(folder / "many"), workers=3), [str(folder / "a.jsonl")], min_shard_bytes=size)
+    asked = TokenizeOptions(str(folder / "one"), str(tokenizer), append_eos=end)
+    pipeline.tokenize_source_files(replace(asked, workers=1), [str(folder / "a.jsonl")])
+    pipeline.tokenize_source_files(replace(asked, prefix=str(folder / "many"), workers=3), [str(folder / "a.jsonl")], min_shard_bytes=size)
     assert read_documents(folder / "one") == tokenize_by_hand(tokenizer, ["x", *texts], [0] if end else [])
     assert read_contents(folder / "one") == read_contents(folder / "many")
     assert json.loads(read_contents(folder / "one")[-1])["skipped"] == {"bad": 0, "empty": texts.count("")}
@@ -88,8 +88,8 @@ def test_parquet_and_texts_and_lines_are_one_set(tmp_path: Path) -> None:
     names = [str(tmp_path / "b.parquet"), str(tmp_path / "c.jsonl"), str(tmp_path / "[de].*")]
     for number, size in enumerate((1, 60, 1 << 20)):
         prefix = tmp_path / str(number)
-        meta = pipeline.prepare_token_files(
-            PrepareOptions(str(prefix), "bytes", key="body", workers=2, append_eos=True), names, min_shard_bytes=size
+        meta = pipeline.tokenize_source_files(
+            TokenizeOptions(str(prefix), "bytes", key="body", workers=2, append_eos=True), names, min_shard_bytes=size
         )
         texts = [*rows, "a line", "é", "file d.md\n", "file e.txt\n"]
         assert read_documents(prefix) == [[*text.encode(), 256] for text in texts]
@@ -97,11 +97,11 @@ def test_parquet_and_texts_and_lines_are_one_set(tmp_path: Path) -> None:
     assert read_contents(tmp_path / "0") == read_contents(tmp_path / "2")
 
 
-def _run_prepare(options: PrepareOptions, names: Sequence[str], log: Path, size: int) -> None:
+def _run_prepare(options: TokenizeOptions, names: Sequence[str], log: Path, size: int) -> None:
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)
     sys.stderr = os.fdopen(2, "w")
-    pipeline.prepare_token_files(options, names, min_shard_bytes=size)
+    pipeline.tokenize_source_files(options, names, min_shard_bytes=size)
 
 
 def _is_running(process: psutil.Process) -> bool:
@@ -117,7 +117,7 @@ def test_killed_again_and_again(tmp_path: Path, tokenizer: Path) -> None:
     chosen = random.Random(4)  # noqa: S311  # when to kill
     words = Path(__file__).read_text().split()
     name = write_lines(tmp_path / "a.jsonl", [{"text": " ".join(chosen.choices(words, k=60))} for _ in range(4000)])
-    asked = PrepareOptions(str(tmp_path / "killed"), str(tokenizer), workers=2)
+    asked = TokenizeOptions(str(tmp_path / "killed"), str(tokenizer), workers=2)
     made: list[int] = []
 
     def shards() -> int:
@@ -145,28 +145,28 @@ def test_killed_again_and_again(tmp_path: Path, tokenizer: Path) -> None:
     assert len(made) > 4
     assert made == sorted(made)
     assert "resuming: " in (tmp_path / "log").read_text()
-    pipeline.prepare_token_files(replace(asked, prefix=str(tmp_path / "once"), workers=1), [name])
+    pipeline.tokenize_source_files(replace(asked, prefix=str(tmp_path / "once"), workers=1), [name])
     assert read_contents(tmp_path / "killed") == read_contents(tmp_path / "once")
     assert not (tmp_path / "killed.parts").exists()
 
 
 def test_other_input_or_options_start_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = write_lines(tmp_path / "a.jsonl", [*({"text": str(number), "other": "x"} for number in range(50)), {"no": 1}])
-    asked = PrepareOptions(str(tmp_path / "t"), "bytes", workers=1)
+    asked = TokenizeOptions(str(tmp_path / "t"), "bytes", workers=1)
     with pytest.raises(TrainingError, match="line 51"):
-        pipeline.prepare_token_files(asked, [name], min_shard_bytes=100)
+        pipeline.tokenize_source_files(asked, [name], min_shard_bytes=100)
     write_lines(tmp_path / "a.jsonl", [{"text": str(number), "other": "x"} for number in range(1, 52)])
     with pytest.raises(TrainingError, match="line 1: has no key 'gone'"):
-        pipeline.prepare_token_files(replace(asked, key="gone"), [name], min_shard_bytes=100)
+        pipeline.tokenize_source_files(replace(asked, key="gone"), [name], min_shard_bytes=100)
     assert "starting from scratch: not the same options and sources as in the interrupted job" in capsys.readouterr().err
-    pipeline.prepare_token_files(asked, [name], min_shard_bytes=100)
+    pipeline.tokenize_source_files(asked, [name], min_shard_bytes=100)
     assert "starting from scratch: not the same options as" in capsys.readouterr().err
     assert read_documents(tmp_path / "t") == [list(str(number).encode()) for number in range(1, 52)]
-    pipeline.prepare_token_files(replace(asked, key="other"), [name], min_shard_bytes=100)
+    pipeline.tokenize_source_files(replace(asked, key="other"), [name], min_shard_bytes=100)
     assert read_documents(tmp_path / "t") == [[ord("x")]] * 51, "what this wrote, it may replace"
     capsys.readouterr()
     (tmp_path / "a.jsonl").touch()
-    pipeline.prepare_token_files(replace(asked, key="other"), [name], min_shard_bytes=100)
+    pipeline.tokenize_source_files(replace(asked, key="other"), [name], min_shard_bytes=100)
     assert "already exists" in capsys.readouterr().err, "another time is no other content"
 
 
@@ -185,14 +185,14 @@ INVALID_LINES = {
 def test_bad_lines(tmp_path: Path, line: str, workers: int, capsys: pytest.CaptureFixture[str]) -> None:
     good = [json.dumps({"text": f"line {number}"}) for number in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join([*good[:20], line, "", *good[20:30], "nothing", *good[30:]]))
-    asked = PrepareOptions(str(tmp_path / "t"), "bytes", workers=workers)
+    asked = TokenizeOptions(str(tmp_path / "t"), "bytes", workers=workers)
     with pytest.raises(TrainingError, match=r"a\.jsonl line 21: ") as error:
-        pipeline.prepare_token_files(asked, [str(tmp_path / "a.jsonl")], min_shard_bytes=64)
+        pipeline.tokenize_source_files(asked, [str(tmp_path / "a.jsonl")], min_shard_bytes=64)
     assert INVALID_LINES[line] in error.value.message
     assert "--on-bad skip" in (error.value.hint or "")
     capsys.readouterr()
     for on_bad in ("skip", "count"):
-        meta = pipeline.prepare_token_files(
+        meta = pipeline.tokenize_source_files(
             replace(asked, on_bad=on_bad, prefix=f"{tmp_path}/{on_bad}"), [str(tmp_path / "a.jsonl")], min_shard_bytes=64
         )
         said = capsys.readouterr().err
@@ -204,14 +204,14 @@ def test_bad_lines(tmp_path: Path, line: str, workers: int, capsys: pytest.Captu
 def test_stops_at_what_an_earlier_go_skipped(tmp_path: Path) -> None:
     """`stop` after an interrupted `skip`: the bad records that existing shards skipped still stop it."""
     name = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {}, *[{"text": "b"}] * 9])
-    asked = PrepareOptions(str(tmp_path / "t"), "bytes", workers=1)
+    asked = TokenizeOptions(str(tmp_path / "t"), "bytes", workers=1)
     shaper, files = TextBuilder(tokenizer_backends.open_tokenizer("bytes"), "text", None), readers.find_source_files([name])
     with pytest.raises(TrainingError, match="line 2"):
-        pipeline.prepare_token_files(asked, [name], min_shard_bytes=20)
+        pipeline.tokenize_source_files(asked, [name], min_shard_bytes=20)
     plan = readers.plan_shards(files, ["text"], 20)
-    shards.build_shard(tmp_path / "t.parts", 0, plan[0], files, shaper, stop_on_bad=False)
+    shards.build_shard(tmp_path / "t.parts", 0, plan[0], files, shaper, stop_on_invalid_record=False)
     with pytest.raises(TrainingError, match="line 2"):
-        pipeline.prepare_token_files(asked, [name], min_shard_bytes=20)
+        pipeline.tokenize_source_files(asked, [name], min_shard_bytes=20)
 
 
 def test_what_cannot_be_tokenized_is_reported(tmp_path: Path, tokenizer: Path) -> None:
@@ -227,17 +227,17 @@ def test_what_cannot_be_tokenized_is_reported(tmp_path: Path, tokenizer: Path) -
         (f"{tmp_path}/a.parquet", "has no column text", {}),
         (f"{tmp_path}/b.parquet", "is not a Parquet file", {}),
         (f"{tmp_path}/bad.txt", "bad.txt: is not UTF-8: invalid start byte at byte 1", {}),
-        (name, "there is no document", {}),
-        (name, "were not written by this command", {"prefix": f"{tmp_path}/own"}),
+        (name, "the source files contain no documents", {}),
+        (name, "swarmtrain data tokenize did not write", {"prefix": f"{tmp_path}/own"}),
         (name, "no such file", {"tokenizer": f"{tmp_path}/none.json"}),
         (name, "is not a valid tokenizer.json", {"tokenizer": name}),
         (name, "has no token '<no>'", {"tokenizer": str(tokenizer), "eos_token": "<no>"}),
     ]
     for file, said, changes in wrong:
         with pytest.raises(TrainingError, match=said):
-            pipeline.prepare_token_files(replace(PrepareOptions(f"{tmp_path}/t", "bytes", workers=1), **changes), [file])
+            pipeline.tokenize_source_files(replace(TokenizeOptions(f"{tmp_path}/t", "bytes", workers=1), **changes), [file])
     with pytest.raises(TrainingError, match="is listed twice"):
-        pipeline.prepare_token_files(PrepareOptions(f"{tmp_path}/t", "bytes", workers=1), [name, name])
+        pipeline.tokenize_source_files(TokenizeOptions(f"{tmp_path}/t", "bytes", workers=1), [name, name])
 
 
 def test_the_end_is_the_tokenizer_s_own(tmp_path: Path, tokenizer: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_end_is_the_tokenizer_s_own(tmp_path: Path, tokenizer: Path) -> None
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
     name = write_lines(tmp_path / "a.jsonl", [{"text": "<|im_end|> a <|endoftext|>"}])
-    pipeline.prepare_token_files(PrepareOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", append_eos=True, workers=1), [name])
+    pipeline.tokenize_source_files(TokenizeOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", append_eos=True, workers=1), [name])
     (document,) = read_documents(tmp_path / "t")
     assert document[-1] == 1
     assert not {0, 1} & set(document[:-1])
@@ -254,8 +254,8 @@ def test_the_end_is_the_tokenizer_s_own(tmp_path: Path, tokenizer: Path) -> None
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     """Before a token without an embedding row is read, and even if there is none."""
-    meta = pipeline.prepare_token_files(
-        PrepareOptions(f"{tmp_path}/t", str(tokenizer), workers=1), [write_lines(tmp_path / "a.jsonl", [{"text": "a b c"}])]
+    meta = pipeline.tokenize_source_files(
+        TokenizeOptions(f"{tmp_path}/t", str(tokenizer), workers=1), [write_lines(tmp_path / "a.jsonl", [{"text": "a b c"}])]
     )
     size = meta["prepared"]["tokenizer"]["vocab_size"]
     assert TokenDataset([tmp_path / "t"], TransformerArchitectureConfig(sequence_length=2, vocab_size=size), 0)
@@ -272,7 +272,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         tracemalloc.start()
         plan = readers.plan_shards(files, ["text"], 1 << 30)
         stats = shards.build_shard(
-            tmp_path, 0, plan[0], files, TextBuilder(tokenizer_backends.open_tokenizer("bytes"), "text", None), stop_on_bad=True
+            tmp_path, 0, plan[0], files, TextBuilder(tokenizer_backends.open_tokenizer("bytes"), "text", None), stop_on_invalid_record=True
         )
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()

@@ -42,8 +42,8 @@ def test_a_file_is_checked_once(config: Mapping[str, Any], tmp_path: Path) -> No
     base = merge_config(config, data=data, trainer={"train_iterations": 1, "save_interval": None})
     world = LocalWorld(tmp_path, base, 2)
     assert world.wait() == [1, 1]
-    told = f"config transformer_architecture.vocab_size: is 64, but the data contains token 64: {prefix}, at position {BAD_POSITION:,}"
-    assert world.read_log().count(f"DataError: {told}") == 2, "each rank raises it"
+    message = f"config transformer_architecture.vocab_size: is 64, but the data contains token 64: {prefix}, at position {BAD_POSITION:,}"
+    assert world.read_log().count(f"DataError: {message}") == 2, "each rank raises it"
     assert not read_samples_by_step(tmp_path), "no step was made"
     assert not (tmp_path / "run" / "token-scan.json").exists()
 
@@ -61,7 +61,7 @@ def test_a_file_is_checked_once(config: Mapping[str, Any], tmp_path: Path) -> No
     os.utime(prefix.with_name("tokens.bin"))
     world = LocalWorld(tmp_path, merge_config(base, trainer={"train_iterations": 3}), 1)
     assert world.wait() == [1]
-    assert told in world.read_log()
+    assert message in world.read_log()
 
 
 def test_a_file_that_is_too_large_is_sampled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -284,8 +284,8 @@ def test_a_thousand_nodes_have_names_of_their_own() -> None:
 
 def test_a_node_gets_its_own_address_and_a_probe_those_of_all() -> None:
     found = plan_host_network("runner.hosts=[gpu-1 address=gpu-1-ib, gpu-2 address=10.1.0.2]")
-    told = [get_service(render_stack(found), name)["environment"]["SWARMTRAIN_INTERFACE"] for name in ("node0", "node1")]
-    assert told == ["gpu-1-ib", "10.1.0.2"]
+    interfaces = [get_service(render_stack(found), name)["environment"]["SWARMTRAIN_INTERFACE"] for name in ("node0", "node1")]
+    assert interfaces == ["gpu-1-ib", "10.1.0.2"]
     probe = get_service(render_stack(replace(found, is_probe=True)))["environment"]
     assert json.loads(probe["SWARMTRAIN_ADDRESSES"]) == {"node0": "gpu-1-ib", "node1": "10.1.0.2"}
     plain = get_service(render_stack(replace(plan_host_network("runner.hosts=[gpu-1, gpu-2]"), is_probe=True)))["environment"]

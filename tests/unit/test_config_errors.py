@@ -110,7 +110,7 @@ def test_overrides_change_values_lists_and_missing_sections() -> None:
 
 def test_overrides_are_reported_like_the_rest() -> None:
     assert list_problems("trainer: {seed: 1}", "nonsense", "trainer.seed.x=1", "trainer.sed=1", "training_groups.0.x=1") == [
-        "config: override 'nonsense' is not of the form key.path=value | -o trainer.train_iterations=100",
+        "config: override 'nonsense' is not of the form key.path=value | for example: -o trainer.train_iterations=100",
         "config trainer.seed.x: override cannot be applied: trainer.seed is 1, which has no keys",
         "config training_groups: must be a list, not a mapping",
         "config trainer.sed: unknown key; did you mean seed?",

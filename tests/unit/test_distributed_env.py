@@ -45,8 +45,8 @@ def test_invalid_lists_of_nodes(nodes: str) -> None:
 
 
 def test_torchrun_comes_first() -> None:
-    told = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert detect_torchrun_env({**SLURM, **OPEN_MPI, **told}) == told
+    torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert detect_torchrun_env({**SLURM, **OPEN_MPI, **torchrun}) == torchrun
 
 
 def test_a_task_of_srun() -> None:

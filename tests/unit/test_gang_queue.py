@@ -126,7 +126,7 @@ def test_a_waiting_node_shows_for_whom_it_waits() -> None:
     pending = TaskState("node0", "x", "pending", "no suitable node (insufficient resources on 1 node)")
     assert (
         append_resource_holders_to_pending_reason(pending, found).reason
-        == f"{pending.reason}; a has 1 of 2 NVIDIA-GPU; another has 1 of 2 NVIDIA-GPU"
+        == f"{pending.reason}; a has 1 of 2 NVIDIA-GPU; a service outside any stack has 1 of 2 NVIDIA-GPU"
     )
     running = TaskState("node1", "y", "running")
     assert append_resource_holders_to_pending_reason(running, found) == running

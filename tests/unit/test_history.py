@@ -57,7 +57,7 @@ def test_the_history_of_a_run_has_times_and_reasons() -> None:
         "1970-01-01 00:01:42  world 1: a world of 2 ranks on 2 nodes has formed",
         "1970-01-01 00:01:44  step 2/9",
         "1970-01-01 00:01:45  node1 has exited, as requested",
-        "1970-01-01 00:01:46  world 2: a world of 1 rank on 1 node has formed, since node1 was asked to stop",
+        "1970-01-01 00:01:46  world 2: a world of 1 rank on 1 node has formed, since node1 received a stop request",
         "1970-01-01 00:02:40  done: all steps",
     ]
 

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from swarmtrain.errors import ImageError
-from swarmtrain.images import builder, folder_files, lock, wheels
+from swarmtrain.images import builder, folder_files, lock_file, wheels
 from swarmtrain.images.base_image import find_apt_sources
 from swarmtrain.images.pinning import build_content_tag, is_content_addressed, strip_tag
 from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, find_project
@@ -67,7 +67,7 @@ def test_a_push_ends_with_its_result() -> None:
         {"status": "1.0: digest: sha256:00 size: 1"},
     ]
     follow_layer_transfer(stream, location="image x", report_progress=said.append)
-    assert said == ["1 layer, 27.2 MB; 1 layer was there already"]
+    assert said == ["1 layer, 27.2 MB; 1 layer was already present"]
     with pytest.raises(ImageError, match=r"^image x: no room$"):
         follow_layer_transfer([*stream, {"error": "no room\n"}], location="image x", report_progress=said.append)
 
@@ -155,7 +155,7 @@ def test_ignore_patterns_mean_the_same_as_in_docker(tmp_path: Path, lines: str, 
 
 def test_the_lock_has_a_hash_of_every_pin_and_of_each_processors_own_files() -> None:
     pins, text = ROOT / PINS, (ROOT / LOCK).read_text()
-    lock.check_lock_file(pins, ROOT / LOCK)
+    lock_file.check_lock_file(pins, ROOT / LOCK)
     assert "torch==" not in text
     hashes = {entry.split("==")[0]: entry.count("--hash=sha256:") for entry in re.split(r"\n(?=\S)", text) if "==" in entry}
     assert len(hashes) == pins.read_text().count("==") - 1
@@ -181,7 +181,7 @@ def test_a_file_that_is_not_the_one_that_was_locked_is_refused(tmp_path: Path, p
     here = write_files(tmp_path / "here", "train.py", PINS, REQUIREMENTS)
     (here / PINS).write_text("small==1.0\ntorch==1.0\n")
     (here / REQUIREMENTS).write_text("other\nsmall\n")
-    lock.write_lock_file(here, report_progress=print)
+    lock_file.write_lock_file(here, report_progress=print)
     wheels.download_pinned_wheels(find_project(here), "arm64", report_progress=print)
     wheels.download_extra_wheels(find_project(here), "arm64", report_progress=print)
     assert sorted(path.name.split("-")[0] for path in (here / "build" / "wheels").glob("*.whl")) == ["small", "torch"]
@@ -196,7 +196,7 @@ def test_a_file_that_is_not_the_one_that_was_locked_is_refused(tmp_path: Path, p
 
     (here / PINS).write_text("small==1.1\ntorch==1.0\n")
     with pytest.raises(ImageError, match=r"differs from image.txt in small==1.0, small==1.1") as caught:
-        lock.check_lock_file(here / PINS, here / LOCK)
+        lock_file.check_lock_file(here / PINS, here / LOCK)
     assert caught.value.hint == f"swarmtrain image lock {here}"
 
 

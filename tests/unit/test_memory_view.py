@@ -25,18 +25,18 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_the_worst_rank_decides_and_what_fits_comes_first() -> None:
-    told = MemoryEstimate(8, RANKS, 80 * GIB, CHANGES)
-    assert not told.fits
-    assert (told.to_dict()["worst"], [change["fits"] for change in told.to_dict()["alternatives"]]) == (4, [False, True, False])
-    assert str(told).splitlines()[-4:] == [
+    estimate = MemoryEstimate(8, RANKS, 80 * GIB, CHANGES)
+    assert not estimate.fits
+    assert (estimate.to_dict()["worst"], [change["fits"] for change in estimate.to_dict()["alternatives"]]) == (4, [False, True, False])
+    assert str(estimate).splitlines()[-4:] == [
         "does not fit a device of 80.0 GiB, of which tensors can fill 72.0 GiB: 3.0 GiB too much",
-        "it would need",
+        "peak with other settings:",
         "  -o topology.micro_batch_size=1  40.0 GiB  fits",
         "  -o optimizer.zero=true          74.0 GiB",
     ]
 
 
 def test_with_nothing_to_compare_it_with_it_is_only_printed() -> None:
-    told = MemoryEstimate(8, RANKS, None, [])
-    assert told.fits
-    assert str(told).splitlines()[1].split() == ["stage", "0", "stage", "1"]
+    estimate = MemoryEstimate(8, RANKS, None, [])
+    assert estimate.fits
+    assert str(estimate).splitlines()[1].split() == ["stage", "0", "stage", "1"]

@@ -54,7 +54,7 @@ def build_survivor(step: int, *, ready: bool = False, part: int = 0, parts: int 
 def test_the_newest_complete_step_is_saved_once(
     states: dict[int, SurvivorState], *, timed_out: bool, step: int, writers: tuple[int, ...]
 ) -> None:
-    assert choose_checkpoint_writers(states, no_more_expected=timed_out) == (step, writers)
+    assert choose_checkpoint_writers(states, are_reports_complete=timed_out) == (step, writers)
 
 
 def test_a_writer_that_falls_silent_is_replaced_until_nobody_is_left() -> None:

@@ -138,8 +138,8 @@ PEER_FAILURE = Event(protocol.EVENT_FAILURE, {"node": "node0", "rank": 0, "error
     ("between", "why"),
     [
         ([Event(protocol.EVENT_NODE_JOINED, {"node": "node2"})], "node2 joined"),
-        ([Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": EXIT_PLANNED})], "node1 was asked to stop"),
-        ([PEER_FAILURE, Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": None})], "node1 fell silent"),
+        ([Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": EXIT_PLANNED})], "node1 received a stop request"),
+        ([PEER_FAILURE, Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": None})], "node1 stopped sending heartbeats"),
         (
             [PEER_FAILURE, Event(protocol.EVENT_NODE_JOINED, {"node": "node1"})],
             "node0 rank 0 failed: RuntimeError: Connection closed by peer",

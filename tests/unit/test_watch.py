@@ -77,9 +77,9 @@ def test_on_a_terminal_a_progress_bar_is_shown() -> None:
 from swarmtrain.view.status import build_status
 from swarmtrain.view.watch import watch_status
 from swarmtrain.protocol import Event
-told = [Event("coordinator", {}, 90.0), Event("progress", {"step": 30, "steps": 120, "loss": 2.5, "eta_seconds": 65}, 100.0)]
-ended = [*told, Event("outcome", {"status": "failed", "reason": "no luck", "exit_code": 1}, 110.0)]
-answers = [told, told, ended]
+running = [Event("coordinator", {}, 90.0), Event("progress", {"step": 30, "steps": 120, "loss": 2.5, "eta_seconds": 65}, 100.0)]
+ended = [*running, Event("outcome", {"status": "failed", "reason": "no luck", "exit_code": 1}, 110.0)]
+answers = [running, running, ended]
 watch_status(lambda: build_status("demo", answers.pop(0) if len(answers) > 1 else answers[0], [], 105.0), interval=0.2)
 """
     ours, theirs = pty.openpty()

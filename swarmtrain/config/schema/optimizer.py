@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from swarmtrain.config.schema.section import Section, build_field_error
 
 _MAX_BFLOAT16_DECAY = 0.99
-"""Maximum decay of moving averages in bfloat16. It has 8 significant bits: an update by less than 1 % is often lost in rounding."""
+"""Maximum decay of moving averages in bfloat16, which has 8 significant bits: rounding often discards updates below 1 %."""
 
 
 class OptimizerMethod(StrEnum):

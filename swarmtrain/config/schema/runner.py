@@ -136,7 +136,7 @@ class DockerConfig(Section):
         "else the image's user. A running run keeps its user.",
     )
     shm_size: ByteSize = Field(2**30, description="Size of /dev/shm, in bytes or as 8g. Docker's default of 64 MiB is too small for NCCL.")
-    docker_sudo: bool = Field(False, description="With ssh_docker: run docker by sudo, which must not ask for a password.")
+    docker_sudo: bool = Field(False, description="With ssh_docker: run docker by passwordless sudo.")
     privileged: bool = Field(False, description="With ssh_docker: docker run --privileged. Not needed for devices or /dev/shm.")
     cpus: float | None = Field(None, ge=0.01, le=65536, description="CPU limit of a node's container. null: all.")
     memory: ByteSize | None = Field(
@@ -360,13 +360,13 @@ class RunnerConfig(Section):
     )
     nccl: NcclConfig = Field(NcclConfig(), description="NCCL settings.")
     max_restarts: int = Field(
-        3, ge=0, le=1_000_000, description="Consecutive failures without a new step between them after which the run is given up."
+        3, ge=0, le=1_000_000, description="Maximum consecutive restarts without a new step between them; the next failure ends the run."
     )
     max_restarts_per_hour: int | None = Field(
         None,
         ge=0,
         le=1_000_000,
-        description="Failures within one hour, with or without progress, after which the run is given up. null: 20, or "
+        description="Maximum restarts within one hour, with or without progress; the next failure ends the run. null: 20, or "
         "max_restarts if larger.",
     )
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time for a final checkpoint.")

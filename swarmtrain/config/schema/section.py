@@ -17,9 +17,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Return the section as a dict, as pydantic's model_dump does, but let Ctrl-C through.
+        """Return the section as a dict, as pydantic's model_dump does, but re-raise KeyboardInterrupt.
 
-        pydantic replaces every exception in a serializer, including KeyboardInterrupt.
+        pydantic replaces every exception in a serializer by PydanticSerializationError, including KeyboardInterrupt.
         """
         try:
             return super().model_dump(**options)

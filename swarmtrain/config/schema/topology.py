@@ -45,7 +45,9 @@ class TopologyConfig(Section):
     """
 
     world_size: int | None = Field(None, ge=1, description="Total number of ranks. null: the sum of the nodes' slots.")
-    model_parallel_size: int | None = Field(None, ge=1, description="Tensor-parallel degree: ranks that share each layer. null: 1.")
+    model_parallel_size: int | None = Field(
+        None, ge=1, description="Tensor-parallel degree: ranks that each layer is sharded over. null: 1."
+    )
     sequence_parallel: bool = Field(False, description="Sequence parallelism: also divide the sequence over the tensor-parallel ranks.")
     pipe_parallel_size: int | None = Field(
         None, ge=1, description="Pipeline-parallel degree: ranks that the layers are divided over. null: 1."
@@ -180,8 +182,8 @@ class TopologyConfig(Section):
     def assign_micro_batches(self, world_size: int) -> tuple[int, ...]:
         """Return the number of micro batches of each replica in one step, in descending order; their sum gives the global batch.
 
-        The numbers differ by at most one. If there are more replicas than micro batches, some replicas get none. Raises ValueError if
-        `compute_data_parallel_size` does.
+        The numbers differ by at most one. If there are more replicas than micro batches, some replicas are assigned none. Raises
+        ValueError in the same cases as `compute_data_parallel_size`.
         """
         replicas = self.compute_data_parallel_size(world_size)
         base_count, remainder = divmod(self.micro_batches_per_step, replicas)

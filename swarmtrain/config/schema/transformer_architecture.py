@@ -98,7 +98,7 @@ class LoraLayer(StrEnum):
 
 
 class LoraConfig(Section):
-    """LoRA: add to the matrix W of a layer a product B A of two low-rank matrices. Only A and B are trained."""
+    """LoRA: add a product B A of two low-rank matrices to the weight matrix of a layer. Only A and B are trained."""
 
     rank: int = Field(8, ge=1, description="LoRA rank: rows of A and columns of B.")
     alpha: float = Field(16.0, gt=0, description="LoRA scale: B A is multiplied by alpha / rank.")
@@ -150,7 +150,7 @@ class EmbeddingHeadConfig(Section):
 
 
 class UmupConfig(Section):
-    """u-muP: a parametrization in which the optimal learning rate of a narrow model is also that of a wide one."""
+    """u-muP: a parametrization in which the optimal learning rate transfers from a narrow model to a wide one."""
 
     enable: bool = Field(False, description="Scale operations and learning rates by u-muP. Learning rates are then near 1, not near 0.001.")
     normalize_depth_to_num_layers: bool = Field(
@@ -388,7 +388,7 @@ class TransformerArchitectureConfig(Section):
 
     @property
     def needs_document_ids(self) -> bool:
-        """Whether the model needs to know which document of its sample each token belongs to."""
+        """Whether the model needs the document id of each token in a sample."""
         return self.reset_attention_mask or self.reset_position_ids
 
     @property

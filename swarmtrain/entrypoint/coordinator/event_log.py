@@ -1,4 +1,4 @@
-"""Writer of the coordinator's log. It limits the rate of progress and usage events, so that the log has room for a run of a month.
+"""Writer of the coordinator's log. It limits the rate of progress and usage events, so that the log can hold a run of a month.
 
 Pure: events are written through `publish`, time comes from `clock` (seconds, monotonic).
 """

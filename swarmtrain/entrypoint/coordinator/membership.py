@@ -69,7 +69,7 @@ class Membership:
         return name in self._nodes and self._nodes[name].exit_code == 0
 
     def remove_lost_nodes(self) -> list[str]:
-        """Return the nodes that have become silent since the last call, and remove them from the members."""
+        """Remove the members that were lost since the last call, and return their names."""
         lost_nodes = [name for name, node in self._nodes.items() if not node.has_left and self._is_silent(node)]
         for name in lost_nodes:
             self._nodes[name].has_left = True

@@ -45,7 +45,7 @@ class NodeQuarantine:
         return self._quarantined_until.keys()
 
     def record_machine_failure(self, world: str, node: str, members: Set[str]) -> Event | None:
-        """Record that the machine of `node` caused the failure of `world`. Return the event to report; None if there is none."""
+        """Record that the machine of `node` caused the failure of `world`. Return the event to report, or None."""
         if (world, node) not in self._counted_failures:  # several reports of the same failure count once
             self._counted_failures.add((world, node))
             self._failure_times[node].append(self._clock())
@@ -73,7 +73,7 @@ class NodeQuarantine:
         )
 
     def clear_failure_record(self, node: str) -> None:
-        """Clear the failure record of the node `node` after a stop of it was requested: if it comes back, it starts with a clean record."""
+        """Clear the failure record of the node `node` after a stop request: earlier failures do not count after a restart."""
         self._quarantined_until.pop(node, None)
         self._failure_times.pop(node, None)
 

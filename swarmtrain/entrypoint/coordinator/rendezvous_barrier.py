@@ -1,4 +1,4 @@
-"""Barrier of a rendezvous round: nodes start together, so that the first nodes do not form a world that ends when the next one arrives.
+"""Barrier of a rendezvous round: nodes start together, so that the first nodes do not form a world that ends when another node arrives.
 
 Pure: time comes from `clock` (seconds, monotonic).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 BARRIER_TIMEOUT_SECONDS = 60.0
-"""Seconds after which the nodes that have arrived start without the others."""
+"""Seconds after which the nodes that have arrived start without the missing nodes."""
 COORDINATOR_WARMUP_SECONDS = 2.5
 """Seconds after its start in which the coordinator may not have received a heartbeat (one per second) from every live node."""
 
@@ -25,7 +25,7 @@ class RendezvousBarrier:
         self._round_started_at = 0.0
 
     def expect_node(self, name: str) -> None:
-        """Record that the supervisor of node `name` has started: the barrier waits for it while it imports torch for several seconds."""
+        """Record that the supervisor of node `name` has started. The barrier waits for this node, which imports torch first."""
         self._announced[name] = self._clock()
         self._arrived.discard(name)
 

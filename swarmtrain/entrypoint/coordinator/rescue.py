@@ -1,8 +1,8 @@
 """Just-in-time checkpoints: choose which step the surviving ranks of a failed world save, and which of these ranks write the checkpoint.
 
-Also issues generations (fencing tokens): a new world's generation is higher than any on the disks of that world and than all issued before.
+Also issues generations (fencing tokens): each is higher than all issued before and all on the disks of the new world.
 
-A pure state machine, as state_machine.py is. Surviving ranks report the state that they hold, repeatedly. The rules:
+A pure state machine, like state_machine.py. Surviving ranks report their state repeatedly. The rules:
 - The newest step of which surviving ranks hold all shards is saved. A rank that holds the previous step, but is ready to complete this step
   alone, counts as a holder if another rank has completed it: when a world fails, ranks may be one step apart.
 - A rank that is not ready has not joined the last collective of its next step, so no rank has completed that step: the rank's own step is
@@ -108,7 +108,7 @@ class RescueArbiter:
         all_reported = len(alive.keys() | world.dead_ranks) == any_state.world_size
         no_more_expected = all_reported or elapsed > RESCUE_DECISION_TIMEOUT_SECONDS
         step, writers = (
-            choose_checkpoint_writers(alive, no_more_expected=no_more_expected)
+            choose_checkpoint_writers(alive, are_reports_complete=no_more_expected)
             if no_more_expected or any_state.disks == 1 or elapsed > RESCUE_SETTLE_SECONDS
             else (0, ())
         )
@@ -127,15 +127,15 @@ class RescueArbiter:
         }
 
 
-def choose_checkpoint_writers(survivor_states: dict[int, SurvivorState], *, no_more_expected: bool) -> tuple[int, tuple[int, ...]]:
+def choose_checkpoint_writers(survivor_states: dict[int, SurvivorState], *, are_reports_complete: bool) -> tuple[int, tuple[int, ...]]:
     """Return the step to save, and the ranks that write it, in ascending order.
 
     Returns step 0 without writers if the surviving ranks do not hold all shards of a step, or while a newer step may still be reported.
-    `no_more_expected`: no further rank is expected to report.
+    `are_reports_complete`: no further rank is expected to report.
     """
     newest = max(state.step for state in survivor_states.values())
-    newest_is_final = no_more_expected or any(state.step == newest and not state.ready for state in survivor_states.values())
-    for step in (newest, newest - 1) if no_more_expected else (newest,) if newest_is_final else ():
+    newest_is_final = are_reports_complete or any(state.step == newest and not state.ready for state in survivor_states.values())
+    for step in (newest, newest - 1) if are_reports_complete else (newest,) if newest_is_final else ():
         holders_by_disk: dict[int, dict[int, int]] = {}
         # Prefer ranks that have completed the step to those that are only ready to complete it.
         for rank, state in sorted(survivor_states.items(), key=lambda item: (item[1].step != step, item[0])):

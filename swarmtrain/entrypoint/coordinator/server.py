@@ -138,7 +138,7 @@ def _wait_until_run_finished(server: CoordinatorServer, stop: threading.Event) -
 
 def _serve_c10d_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
     """Serve the c10d store at the same address as the coordinator, and return it. If this fails, the run fails; return None."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise it warns of each client whose address has no host name
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch warns about each client whose address has no host name
     try:
         from torch.distributed import TCPStore
 

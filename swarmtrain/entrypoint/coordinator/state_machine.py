@@ -2,7 +2,7 @@
 
 A pure state machine: events are published through `publish`, time comes from `clock` (seconds, monotonic). The rules:
 - A round is used until a node reports it closed; N nodes that close the same round start one new round.
-- A world that fails costs one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before resets the count of
+- A failed world consumes one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before resets the count of
   `max_restarts`, but not that of `max_restarts_per_hour`. When no restart is left, the run has failed, and the first failure of its last
   world is the reason. The same exception at the same step twice in a row is a bug and ends the run, whatever the budget.
 - A run is done when the trainer reports it, or, with a script that reports nothing, when all nodes of a world have left with exit code 0.

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 16
 _SEND_BUFFER_BYTES = 1 << 18
 _DATAGRAM_WAIT_SECONDS = 0.1
 _SOCKET_TIMEOUT_SECONDS = 3.0
-# Time to retry a connection to a peer that was reached before: on a busy machine an overlay network occasionally loses a peer for a while.
+# Time to retry a connection to a peer that was reached before: on a busy machine an overlay network occasionally loses a peer temporarily.
 _CONNECT_RETRY_SECONDS = 20.0
 _UNRESPONSIVE_SECONDS = 20.0
 _HEADER_BYTES = 28

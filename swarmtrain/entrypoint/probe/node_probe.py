@@ -47,7 +47,7 @@ def main() -> int:
 
     Raises CoordinatorError if the coordinator is unreachable, ValueError if the environment is invalid.
     """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # no immediate exit, so that the markers are removed
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # exit by SystemExit, so that the markers are removed
     # Limit DNS lookups: a name that does not exist yet is forwarded to the host's resolver, which may never answer.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     env, probe_env = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)

@@ -1,7 +1,7 @@
 """A common clock for all nodes of a rendezvous: the coordinator's monotonic clock, which cannot be set.
 
 torch's rendezvous compares node heartbeats by the wall clock of each machine. If one node's clock is off by several seconds, or is set
-during a run, that node considers all others dead, or they consider it dead.
+during a run, that node considers all other nodes dead, or the other nodes consider that node dead.
 """
 
 from __future__ import annotations
@@ -26,4 +26,4 @@ def use_coordinator_clock(coordinator: CoordinatorClient) -> None:
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]  # stored values must be of torch's own type
             return datetime.fromtimestamp(time.monotonic() + offset, tz)
 
-    dynamic_rendezvous.datetime = CoordinatorDatetime  # type: ignore[misc]  # torch has no other hook for it
+    dynamic_rendezvous.datetime = CoordinatorDatetime  # type: ignore[misc]  # torch has no other hook for its clock

@@ -6,7 +6,7 @@ code; 0 is the only one after which it does not restart the node:
     0             this node is done, or the run has an outcome
     EXIT_PLANNED  stop requested (SIGTERM): a removed service stays removed whatever the exit code, but a task that only received a signal
                   (`docker kill`, a restarting engine) must be restarted
-    1             the coordinator could not be reached in time; worth a restart
+    1             the coordinator could not be reached in time; a restart may succeed
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; if 
 _DONE_GRACE_SECONDS = 330.0  # torch's agents wait up to 300 s for each other at their end
 _STABLE_AGENT_SECONDS = 30.0
 _MAX_BACKOFF_SECONDS = 15.0
-_ISOLATION_TIMEOUT_SECONDS = 90.0  # then the node counts as cut off; a coordinator that restarts is back sooner
+_ISOLATION_TIMEOUT_SECONDS = 90.0  # then the node counts as partitioned; a restarted coordinator answers sooner
 
 
 def main() -> int:

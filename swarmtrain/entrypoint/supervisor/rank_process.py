@@ -1,7 +1,7 @@
 """Process of one rank: runs the user's script as torchrun would, and reports to the coordinator how it ended.
 
 Called by torch's agent in a process forked from the forkserver. The script sees torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR …) and swarmtrain's (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). It need not use swarmtrain.
+MASTER_ADDR …) and swarmtrain's (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). The script need not import swarmtrain.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run_rank() -> None:
         raise
     finally:
         _run_atexit_functions()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script's own handler could keep this process alive for half a minute
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script's own handler could keep this process alive for 30 s
         if response.run_failed:
             _wait_for_termination()
     if os.environ["LOCAL_RANK"] == "0":
@@ -124,7 +124,7 @@ def _run_script(env: NodeEnv) -> None:
 
 @contextmanager
 def _intercept_os_exit() -> Iterator[None]:
-    """Turn a call of os._exit(0) by the script, which some use to skip a slow shutdown, into a normal exit.
+    """Turn a call of os._exit(0) by the script into a normal exit. Some scripts call it to skip a slow shutdown.
 
     torch's agent waits for our return value, and would wait forever for a process that exits with 0 without returning.
     """
@@ -192,7 +192,7 @@ def _keep_process_groups_alive() -> None:
     """Keep torch's process groups alive as long as this process, which exits without destructors.
 
     The destructor of gloo's group waits for a thread that may need the GIL at that moment. A script that destroys its process group before
-    the last object that refers to it, such as DistributedDataParallel, would hang in two of five runs.
+    the last object that refers to it, such as DistributedDataParallel, would hang in 40 % of the runs.
     """
     distributed_c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed_c10d is None:

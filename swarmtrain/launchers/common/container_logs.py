@@ -51,11 +51,11 @@ class ContainerLogLine:
         return datetime.fromisoformat(self.time).timestamp() if self.time else 0.0
 
     def parse_event(self) -> Event | None:
-        """Return the coordinator's event that the line contains; None if it contains none."""
+        """Return the coordinator's event that the line contains, or None."""
         return Event.from_line(self.text) if self.node == RENDEZVOUS_SERVICE else None
 
     def to_log_line(self) -> LogLine:
-        """Return the line as a LogLine, with the rank that wrote it if a rank did."""
+        """Return the line as a LogLine, whose rank is None if no rank wrote it."""
         match = _RANK_PATTERN.match(self.text)
         text = self.text[match.end() :] if match else self.text
         return LogLine(self.node, text, int(match[1]) if match else None, self.timestamp)
@@ -85,7 +85,7 @@ def read_log_lines(
 class LogReader(threading.Thread):
     """Thread that follows the log of one `source` (/services/ID, /containers/ID) into a queue, until it is closed or the source is gone.
 
-    `already_read` are lines that were read before, ordered by time; the reader puts only newer lines into the queue.
+    `previous_lines` are lines that were read before, ordered by time; the reader puts only newer lines into the queue.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class LogReader(threading.Thread):
         *,
         since: float | None,
         tail: int | None = None,
-        already_read: Sequence[ContainerLogLine] = (),
+        previous_lines: Sequence[ContainerLogLine] = (),
     ) -> None:
         super().__init__(name=f"logs of {node}", daemon=True)
         self._engine, self._source, self._node, self._output_queue = engine, source, node, output_queue
         self._since, self._tail = since, tail
         self._newest_line: ContainerLogLine | None = None
-        self._deduplicator = LineDeduplicator(already_read[0].time if already_read else "")
+        self._deduplicator = LineDeduplicator(previous_lines[0].time if previous_lines else "")
         self._closing = threading.Event()
         self._stream: LogStream | None = None
         self._last_line_at = time.monotonic()
-        for line in already_read:
+        for line in previous_lines:
             if line.time and self._deduplicator.is_new(line):
                 self._remember_newest_line(line)
         self._deduplicator.start_replay()
@@ -160,7 +160,7 @@ class LogReader(threading.Thread):
             self._newest_line, self._tail = line, None
 
     def _enqueue_line(self, line: ContainerLogLine) -> None:
-        """Put the line into the queue. If the queue is full, wait for room until the reader is closed."""
+        """Put the line into the queue. If the queue is full, block until it has space or the reader is closed."""
         while not self._closing.is_set():
             with contextlib.suppress(queue.Full):
                 self._output_queue.put(line, timeout=1)
@@ -187,7 +187,7 @@ class LineDeduplicator:
     """
 
     def __init__(self, floor: str = "") -> None:
-        """Treat lines with a timestamp before `floor` as already seen, whichever task wrote them."""
+        """Treat lines of all tasks with a timestamp before `floor` as already seen."""
         self._floor = floor
         self._last_times: dict[tuple[str, int], str] = {}
         self._texts_at_last_time: dict[tuple[str, int], Counter[str]] = {}
@@ -227,7 +227,7 @@ def _build_log_query_params(*, follow: bool = False, since: float | None = None,
 def _join_log_frames(frames: Iterable[tuple[int, bytes]], node: str) -> Iterator[ContainerLogLine]:
     """Join the frames of long log lines, which Docker splits: only the last frame of a line ends with a newline.
 
-    If the stream of frames breaks off, the error propagates and the incomplete line is dropped: the next log request returns it in full.
+    If the stream is interrupted, the error propagates and the incomplete line is dropped: the next log request returns it in full.
     """
     partial_lines: dict[tuple[str, int], ContainerLogLine] = {}
     for stream, data in frames:

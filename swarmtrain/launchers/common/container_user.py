@@ -1,7 +1,7 @@
 """Choose the user that ranks run as if the config names no user: the owner of the folder save_dir, if it exists on this machine.
 
-So a run can write to a save_dir that its user has created. The choice is stored in the config that is deployed with the run. Therefore
-it is made only once: while the run is up, a new plan keeps the run's user, no matter who makes the plan.
+So a run can write to a save_dir that its user has created. The user is stored in the deployed config: while the
+run is up, every new plan keeps this user, regardless of who makes the plan.
 """
 
 from __future__ import annotations

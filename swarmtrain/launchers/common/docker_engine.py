@@ -1,7 +1,7 @@
 """Client of the Docker engine's HTTP API. Responses are Python values, errors are EngineErrors with a hint.
 
 No other module sends requests to an engine. Requests go through docker-py's low-level client, for its transports (socket, TCP with TLS,
-SSH), contexts and registry logins. The request bodies are built by swarmtrain, because docker-py's builders lack fields that services
+SSH), contexts and registry credentials. The request bodies are built by swarmtrain, because docker-py's builders lack fields that services
 need.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _STREAM_HEADER_BYTES = 8
 _READ_CHUNK_BYTES = 64 * 1024
 _FOLLOW_READ_TIMEOUT_SECONDS = 15.0
-# When a node has just died, the manager delays the response while it waits for the node's log; this limits our wait.
+# When a node has just died, the manager delays the response while it waits for the node's log; this is the maximum wait.
 _BACKLOG_READ_TIMEOUT_SECONDS = 8.0
 _LAB_HINT = 'to use a lab on this machine: eval "$(swarmtrain lab env)"'
 # Error messages of an engine that cannot manage a swarm, each with an explanation and a hint.
@@ -243,7 +243,7 @@ def _select_client_class(endpoint: Endpoint) -> type[APIClient]:
     from docker import APIClient
 
     class OwnAuthority(APIClient):
-        """API client for an engine with its own certificate authority, in whose place requests would use REQUESTS_CA_BUNDLE."""
+        """API client for an engine with its own certificate authority, which requests would replace by REQUESTS_CA_BUNDLE."""
 
         trust_env = property(lambda _: False, lambda _, __: None)
 

@@ -32,15 +32,15 @@ class TlsFiles:
 class Endpoint:
     """Endpoint of an engine: its address, the setting that configures it, and its TLS files.
 
-    The setting (`named_by`) is empty if the address is the default, comes from DOCKER_HOST, or was passed as an argument.
+    The setting (`setting_name`) is empty if the address is the default, comes from DOCKER_HOST, or was passed as an argument.
     """
 
     address: str
-    named_by: str = ""
+    setting_name: str = ""
     tls: TlsFiles | None = None
 
     def __str__(self) -> str:
-        return f"{self.address} ({self.named_by})" if self.named_by else self.address
+        return f"{self.address} ({self.setting_name})" if self.setting_name else self.address
 
 
 def find_endpoint(environ: Mapping[str, str]) -> Endpoint:
@@ -58,13 +58,13 @@ def find_endpoint(environ: Mapping[str, str]) -> Endpoint:
     return Endpoint(DEFAULT_ADDRESS)
 
 
-def _load_context_endpoint(folder: Path, name: str, named_by: str) -> Endpoint:
+def _load_context_endpoint(folder: Path, name: str, setting_name: str) -> Endpoint:
     if name == "default":
         return Endpoint(DEFAULT_ADDRESS)
     contexts_folder, context_digest = folder / "contexts", hashlib.sha256(name.encode()).hexdigest()
     metadata_path = contexts_folder / "meta" / context_digest / "meta.json"
     if not metadata_path.exists():
-        raise EngineError(f"unknown Docker context {name!r}", place=named_by, hint="list the existing contexts with: docker context ls")
+        raise EngineError(f"unknown Docker context {name!r}", place=setting_name, hint="list the existing contexts with: docker context ls")
     docker_endpoint = _get_mapping(_get_mapping(_read_json(metadata_path), "Endpoints"), "docker")
     if not isinstance(docker_endpoint.get("Host"), str):
         raise EngineError("does not specify a Docker engine", place=f"docker context {name}", hint=f"docker context inspect {name}")

@@ -17,7 +17,7 @@ _TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may st
 
 
 class FileTail:
-    """A growing text file, read incrementally. If the file gets shorter, it is read again from the start."""
+    """A growing text file, read incrementally. If the file is truncated, it is read again from the start."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path

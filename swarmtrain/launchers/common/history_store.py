@@ -1,11 +1,11 @@
-"""History of runs in the user's state directory, needed because Swarm deletes a container's log, and a run that is down has no log.
+"""History of runs in the user's state directory, needed because Swarm deletes a container's log, and a removed run has no log.
 
     RUN/events.jsonl   the coordinator's events, and the operations requested on this machine; events.N.jsonl is older
     RUN/NODE.log       a node's output; NODE.1.log is older
     RUN/code.diff      diff of the project against its git commit at the last deploy
 
-The history is only shown to users: no decision depends on it. A file has at most MAX_FILE_BYTES bytes; of a longer history, the newest
-two files are kept.
+The history is only shown to users: no decision depends on it. Files are rotated at MAX_FILE_BYTES bytes; the newest two files
+are kept.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def select_last_deployment_events(events: Sequence[Event]) -> list[Event]:
 
 
 def select_events_since_teardown(events: Sequence[Event]) -> list[Event]:
-    """Return the events since the run was last taken down from this machine; all of them if it never was."""
+    """Return the events since the run was last taken down from this machine; all events if it was never taken down."""
     teardown_indices = [
         index for index, event in enumerate(events) if event.kind == EVENT_OPERATION and event.data.get("operation") == "down"
     ]
@@ -107,7 +107,7 @@ def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
 
 
 def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:
-    """Return a line of a log file as a LogLine, with the timestamp at its beginning; if it has none, with `previous_timestamp`."""
+    """Return a line of a log file as a LogLine, with its leading timestamp, by default `previous_timestamp`."""
     match = _TIME_PATTERN.match(text)
     return (
         parse_log_line(node, text[match.end() :], datetime.fromisoformat(match[1]).timestamp())

@@ -1,6 +1,6 @@
 """Folder of a local run, `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected); its content is documented in remote.run_folder.
 
-When the run is removed, its events and logs stay, so that they can be read later.
+When the run is removed, its events and logs are kept.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class LocalRunFolder(HostRunFolder):
         )
 
     def load_deployment(self) -> tuple[Config, Cargo]:
-        """Return the config and cargo that `save_deployment` stored. Raises RunNotFound if there is no such run."""
+        """Return the config and cargo that `save_deployment` stored. Raises RunNotFound if the run does not exist."""
         record = self.read_compatible_record()
         code = tuple(RunFile.from_content(name, (self.path / "code" / name).read_bytes()) for name in record.code)
         secrets = tuple(RunFile.from_content(name, (self.path / "secrets" / name).read_bytes()) for name in record.secrets)

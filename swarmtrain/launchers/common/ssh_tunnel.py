@@ -19,7 +19,7 @@ from swarmtrain.config.files import describe_os_error
 from swarmtrain.errors import EngineError, ProcessError
 
 _CONNECT_TIMEOUT_SECONDS = 30.0
-# A socket path is limited to 107 characters; our file name and the suffix of ssh's temporary file need some of them.
+# A socket path has at most 107 characters, including our file name and the suffix of ssh's temporary file.
 _MAX_FOLDER_LENGTH = 60
 _SSH_OPTIONS = ("ExitOnForwardFailure=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=2")
 

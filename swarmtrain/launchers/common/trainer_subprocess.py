@@ -20,7 +20,7 @@ from swarmtrain.errors import SwarmtrainError
 
 _TIMEOUT_SECONDS = 3600.0
 _EXIT_GRACE_SECONDS, _POLL_SECONDS = 5.0, 0.05
-# No GPU is needed, and looking for one takes a second.
+# These commands need no GPU, and GPU detection takes 1 s.
 _CPU_ONLY_ENV = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -51,7 +51,7 @@ def exec_trainer(
 def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> int:
     """Run the trainer command `verb` on `ranks` ranks of this machine. Return the exit code of the first rank that failed, else 0.
 
-    The ranks use the machine's GPUs if it has any. Rank 0 is attached to the terminal; the stderr of another rank is printed only if that
+    The ranks use the machine's GPUs, if any. Rank 0 is attached to the terminal; the stderr of another rank is printed only if that
     rank failed first. Raises SwarmtrainError if torch is not installed.
     """
     argv = _build_trainer_command(verb)
@@ -80,7 +80,7 @@ def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> 
 
 
 def _wait_for_first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all children have exited, and return the index of the first that failed; None if none did.
+    """Wait until all children have exited, and return the index of the first that failed; None if no child failed.
 
     After a failure, the other children are killed if they do not exit soon.
     """

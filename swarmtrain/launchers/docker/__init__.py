@@ -1,7 +1,8 @@
 """The Docker launcher: the nodes of a run are containers on one engine, which need not be in a swarm; usually one node.
 
-The containers have the same names and labels as those that `docker compose` creates from the Compose file that `generate` writes: either
-can take over a run that the other has started. The engine's restart policy restarts failed containers, as Swarm restarts failed tasks.
+The containers have the same names and labels as those that `docker compose` creates from the Compose file that `generate` writes:
+swarmtrain and docker compose can each take over a run that the other started. The engine's restart policy restarts failed containers, as
+Swarm restarts failed tasks.
 """
 
 from __future__ import annotations
@@ -175,18 +176,18 @@ class DockerLauncher:
         return []
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each container, nodes first. Raises RunNotFound if there is no such run."""
+        """Return the state of each container, nodes first. Raises RunNotFound if the run does not exist."""
         return [container.to_task_state() for container in self._list_existing_containers(run).values()]
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
-        """Return the coordinator's events so far. Raises RunNotFound if there is no such run."""
+        """Return the coordinator's events so far. Raises RunNotFound if the run does not exist."""
         coordinator = self._list_existing_containers(run).get(RENDEZVOUS_SERVICE)
         lines = container_logs.read_log_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since) if coordinator else []
         record_log_lines(run, lines)
         return [event for line in lines if (event := line.parse_event())]
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
+        """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
         self._list_existing_containers(run)
         since = self._deployed_at.get(run, time.time())
         return run_stream.watch_run(self._engine, run, lambda: container_state.list_containers(self._engine, run), since)
@@ -201,7 +202,7 @@ class DockerLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound if there is no such run."""
+        """Yield the output of all nodes. Raises RunNotFound if the run does not exist."""
         from swarmtrain.launchers.docker.run_stream import stream_logs
 
         selected = [
@@ -223,7 +224,7 @@ class DockerLauncher:
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
 
-        Raises RunNotFound if there is no such run.
+        Raises RunNotFound if the run does not exist.
         """
         self._list_existing_containers(run)
         with LocalRunFolder(run).hold_lock(report_progress):
@@ -234,11 +235,11 @@ class DockerLauncher:
 
     @translate_os_errors()
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Stop all containers and remove the run; named volumes are kept. Raises RunNotFound if there is no such run."""
+        """Stop all containers and remove the run; named volumes are kept. Raises RunNotFound if the run does not exist."""
         self._list_existing_containers(run)
         with LocalRunFolder(run).hold_lock(report_progress):
             self._remove_run(run, report_progress)
-        report_progress(f"nothing of {run} is left")
+        report_progress(f"{run} removed")
 
     def _remove_run(self, run: str, report_progress: ProgressReporter) -> None:
         existing = container_state.list_containers(self._engine, run)

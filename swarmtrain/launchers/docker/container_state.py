@@ -72,7 +72,7 @@ def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:
     containers = {}
     for item in _list_labelled_containers(engine, f"{LABEL_RUN}={run}"):
         if LABEL_CONTAINER not in item["Labels"]:
-            continue  # of another launcher
+            continue  # a container of another launcher
         try:
             details = engine.get(f"/containers/{item['Id']}/json")
         except EngineError as error:

@@ -1,8 +1,8 @@
 """The local launcher: the nodes of a run are processes on this machine, without Docker and without root.
 
 Each node is a supervisor with the same environment variables as under Swarm, and the nodes use a real rendezvous on loopback ports. A
-process keeper restarts each failed process, as Swarm restarts containers. A run outlives the launcher process; a later one finds the run
-by its folder.
+process keeper restarts each failed process, as Swarm restarts containers. A run outlives the launcher process; a later launcher
+process finds the run by its folder.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LocalLauncher:
 
     @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo with which the run was deployed. Raises RunNotFound if there is no such run."""
+        """Return the config and cargo with which the run was deployed. Raises RunNotFound if the run does not exist."""
         return LocalRunFolder(run).load_deployment()
 
     @translate_os_errors()
@@ -118,7 +118,7 @@ class LocalLauncher:
         return []
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each process, nodes first. Raises RunNotFound if there is no such run."""
+        """Return the state of each process, nodes first. Raises RunNotFound if the run does not exist."""
         folder = LocalRunFolder(run)
         hosts = folder.read_record().hosts
         states = []
@@ -137,7 +137,7 @@ class LocalLauncher:
         return file_tail.read_events(_open_existing_run_folder(run), since)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
+        """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
         return file_tail.watch_run(_open_existing_run_folder(run), lambda: self._list_tasks_if_available(run))
 
     def _list_tasks_if_available(self, run: str) -> list[TaskState]:
@@ -165,7 +165,7 @@ class LocalLauncher:
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
 
-        Raises RunNotFound if there is no such run.
+        Raises RunNotFound if the run does not exist.
         """
         folder = _open_existing_run_folder(run)
         with folder.hold_lock(report_progress):
@@ -174,7 +174,7 @@ class LocalLauncher:
 
     @translate_os_errors()
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Stop all processes and remove the run; events and logs stay in its folder. Raises RunNotFound if there is no such run."""
+        """Stop all processes and remove the run; events and logs stay in its folder. Raises RunNotFound if the run does not exist."""
         folder = _open_existing_run_folder(run)
         with folder.hold_lock(report_progress):
             _stop_nodes(folder)

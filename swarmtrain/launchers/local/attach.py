@@ -27,7 +27,7 @@ from swarmtrain.render.process_environment import NodeLayout, build_node_env
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_GRACE_SECONDS = 10.0
-"""Seconds to wait until the other ranks exit by themselves, and the same time again after SIGTERM."""
+"""Seconds to wait for the exit of the other ranks, once before SIGTERM and once after it."""
 
 
 def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int:

@@ -175,7 +175,7 @@ class SlurmLauncher:
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run, across requeues, until the outcome, the end of the job, or the run's removal.
 
-        Raises RunNotFound if there is no such run.
+        Raises RunNotFound if the run does not exist.
         """
         folder = _open_existing_run_folder(run)
         return self._stream_run_updates(folder)
@@ -229,7 +229,7 @@ class SlurmLauncher:
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Request the ranks to save and exit, and end the job. A deploy submits a new job that resumes the run.
 
-        Raises RunNotFound if there is no such run.
+        Raises RunNotFound if the run does not exist.
         """
         folder = _open_existing_run_folder(run)
         with folder.hold_lock(report_progress):
@@ -262,7 +262,7 @@ def _build_run_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunReco
 
 
 def _is_job_unchanged(folder: SlurmRunFolder, plan: Plan, previous: SlurmRunRecord) -> bool:
-    """Return whether the run's existing job was submitted with the same sbatch script that `plan` results in."""
+    """Return whether the run's existing job was submitted with the sbatch script that `plan` renders to."""
     submitted_script = folder.path / previous.files / SCRIPT_FILE
     desired_script = render_sbatch_script(plan, _build_job_layout(folder, _build_run_record(plan, folder, previous)))
     return submitted_script.exists() and submitted_script.read_text(encoding="utf-8") == desired_script

@@ -62,7 +62,7 @@ def check_sbatch_script(script: str) -> None:
 
 
 def find_allocation_id() -> str:
-    """Return the id of the job in whose allocation this process runs (of salloc or a batch script); empty if it runs in none."""
+    """Return the id of the job in whose allocation this process runs (salloc or a batch script); empty outside an allocation."""
     step = os.environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP_ID)
     return os.environ.get("SLURM_JOB_ID", "") if step == _INTERACTIVE_STEP_ID else ""
 

@@ -1,7 +1,7 @@
 """Folder of one Slurm run, in the home directory that all nodes share: `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected).
 
-slurm.json          record of the run: its job, its files; `tear_down` removes it
-files-DIGEST/       what a job was submitted with: job.sh, deployed.json, config.json, code/, secrets/
+slurm.json          record of the run: its job, its files; removed last
+files-DIGEST/       files with which a job was submitted: job.sh, deployed.json, config.json, code/, secrets/
 NODE.state          state of a node, from its process keeper    logs/       the ranks' own files
 events.jsonl        the coordinator's events                    NODE.log    a node's output, each line with its time
 slurm.out           output of Slurm and the batch script        lock        held by the process that changes the run
@@ -117,11 +117,11 @@ class SlurmRunFolder(LocalRunFolder):
         return self._job_active
 
     def find_record(self) -> SlurmRunRecord | None:
-        """Return the run's record; None if there is none."""
+        """Return the run's record; None if it does not exist."""
         return SlurmRunRecord.load(self.path / _RECORD_FILE)
 
     def read_job_record(self) -> SlurmRunRecord:
-        """Return the run's record. Raises RunNotFound if there is none."""
+        """Return the run's record. Raises RunNotFound if it does not exist."""
         if (record := self.find_record()) is None:
             known_runs = ", ".join(list_slurm_runs()) or "none"
             raise RunNotFound(f"unknown Slurm run; existing runs: {known_runs}", place=f"run {self.run}")
@@ -178,7 +178,7 @@ def list_slurm_runs() -> list[str]:
 
 
 def record_job_id(folder: Path, files: str, job_id: str) -> None:
-    """Record `job_id` as the run's job. This is needed if the user called sbatch: then the record has no job id yet."""
+    """Record `job_id` as the run's job. Needed if the user called sbatch: the record then lacks the job id."""
     job_folder = SlurmRunFolder(folder.name, folder)
     record = job_folder.find_record()
     if (record is None or record.job != job_id) and (
@@ -188,7 +188,7 @@ def record_job_id(folder: Path, files: str, job_id: str) -> None:
 
 
 def read_node_state(folder: Path, name: str) -> NodeState | None:
-    """Return the state that the process `name` last reported; None if it has reported none."""
+    """Return the state that the process `name` last reported; None before its first report."""
     try:
         data = json.loads((folder / f"{name}.state").read_text(encoding="utf-8"))
         return NodeState(**{**data, "attempt": JobAttempt(**data["attempt"])})

@@ -1,8 +1,8 @@
 """The launchers `ssh` and `ssh_docker`: the nodes of a run are processes (`ssh`) or containers (`ssh_docker`) on hosts reached over SSH.
 
-On each host the run has a folder, and a process keeper for each process, as a local run has on this machine; the launcher accesses them
-through a remote agent. A run outlives the launcher process. A later one finds the run's hosts in an index on this machine, and reads the
-state of the run from these hosts.
+Each host has a folder of the run, and a process keeper for each process, like this machine for a local run; a remote agent gives the
+launcher access to them. A run outlives the launcher process. A later launcher process finds the run's hosts in an index on this machine,
+and reads the state of the run from these hosts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STOP_MARGIN_SECONDS = 30.0
 _COORDINATOR_GRACE_SECONDS = 5.0
 _COORDINATOR_START_TIMEOUT_SECONDS = 60.0
 _DOCKER_NOISE_PATTERN = re.compile(r"(Run|See) 'docker|Error: failed to start containers")
-"""Pattern of the text that the docker CLI prints around the reason of an error."""
+"""Pattern of the docker CLI's output lines that do not state the reason of an error."""
 _COORDINATOR_MAX_RESTARTS = 2
 
 
@@ -103,7 +103,7 @@ class SshLauncher:
         return _read_host_inventory(runner)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Return the problems of each host that would prevent nodes from working there."""
+        """Return the problems of each host that would prevent nodes from running on it."""
         with self._connect_planned_hosts(plan) as host_group:
             is_deployed = plan.run in self.list_runs()
             return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port, plan.master_port + 1))
@@ -144,8 +144,8 @@ class SshLauncher:
     def _reconcile_processes(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
         run, record = plan.run, desired.record
         removed_hosts = [host for host, host_state in desired.host_states.items() if host_state["marker"] and host not in desired.specs]
-        # Until the deploy is complete, the index also has the hosts that leave the run, so that all its processes are found if it is
-        # interrupted.
+        # Until the deploy is complete, the index also lists the hosts that leave the run: if the deploy is interrupted, a later command
+        # finds all processes.
         for host in record.interpreters.keys() - desired.host_states.keys():
             report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
@@ -196,7 +196,7 @@ class SshLauncher:
 
     @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo with which the run was deployed, from the first host that answers. Raises RunNotFound, HostError."""
+        """Return the config and cargo with which the run was deployed, from the first reachable host. Raises RunNotFound, HostError."""
         record, host_group = self._index.read_record_and_hosts(run)
         names = ["deployed.json", *(f"code/{name}" for name in record.code), *(f"secrets/{name}" for name in record.secrets)]
         with host_group:
@@ -244,7 +244,7 @@ class SshLauncher:
             ]
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        """Yield updates of the run until its outcome or removal. Raises RunNotFound if there is no such run."""
+        """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
         return run_stream.watch_run(*self._index.read_record_and_hosts(run), run)
 
     def stream_logs(
@@ -278,7 +278,7 @@ class SshLauncher:
 
     @translate_os_errors()
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Stop all processes and remove the run, after downloading its events and logs. Raises RunNotFound if there is no such run.
+        """Stop all processes and remove the run, after downloading its events and logs. Raises RunNotFound if the run does not exist.
 
         Files on an unreachable host stay there, and the raised StackError names the host: call this method again when the host is
         reachable.
@@ -326,7 +326,7 @@ class SshDockerLauncher(SshLauncher):
 def _read_host_inventory(runner: RunnerConfig) -> Inventory:
     """Return an inventory of the hosts in the config, by default this machine.
 
-    A host is queried for its GPUs if nothing else defines its slots. Raises HostError if it cannot be reached.
+    A host is queried for its GPUs if the config does not define its slots. Raises HostError if it cannot be reached.
     """
     hosts = list_hosts(runner)
     names = [host.name for host in hosts]
@@ -391,7 +391,7 @@ def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord
     coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
     address = deployed.address if deployed is not None and coordinator_stays else resolve_host_address(runner, planned[0], host_info)
     record = SshRunRecord(
-        # If a host that leaves the run cannot be reached, the next command that changes the run tries again.
+        # If a host that leaves the run cannot be reached, the next command that changes the run retries.
         interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable)},
         nodes={node.name: node.host for node in plan.nodes},
         address=address,
@@ -467,8 +467,8 @@ def _remove_run_from_host(host: Host, run: str) -> None:
     host.call_agent("remove_run", run=run)
 
 
-def _build_unreachable_error(failed: dict[str, HostError], run: str, verb: str) -> StackError:
-    reasons = "; ".join(f"{name}: {error.message}" for name, error in failed.items())
+def _build_unreachable_error(errors_by_host: dict[str, HostError], run: str, verb: str) -> StackError:
+    reasons = "; ".join(f"{name}: {error.message}" for name, error in errors_by_host.items())
     return StackError(
         f"processes on unreachable hosts keep running: {reasons}",
         place=f"run {run}",
@@ -479,7 +479,7 @@ def _build_unreachable_error(failed: dict[str, HostError], run: str, verb: str) 
 def _wait_for_coordinator(host: Host, run: str) -> None:
     """Wait until the run's coordinator has published an event, for at most a minute.
 
-    Raises StackError if the coordinator keeps failing: without it, no restart budget would end the run.
+    Raises StackError if the coordinator keeps failing: without a coordinator, no restart budget ends the run.
     """
     deadline = time.monotonic() + _COORDINATOR_START_TIMEOUT_SECONDS
     while time.monotonic() < deadline and not run_stream.read_events(host, run):

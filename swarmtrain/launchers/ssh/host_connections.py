@@ -31,12 +31,12 @@ from swarmtrain.errors import HostError, SwarmtrainError
 from swarmtrain.remote.remote_agent import READY_LINE, RemoteAgent, get_runs_folder
 
 LOCALHOST = "localhost"
-"""Host name that means this machine, which is called without SSH."""
+"""Host name of this machine, which is called without SSH."""
 T = TypeVar("T")
 _CALL_TIMEOUT_SECONDS = 60.0
 _SSH_EXIT_TIMEOUT_SECONDS = 10.0
 _CLOSE_TIMEOUT_SECONDS = 3.0
-# A dead host is noticed within 15 s; a slow login may take 15 s too.
+# ssh detects a dead host within 15 s; a slow login may also take 15 s.
 _SSH_ARGV = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
 _MAX_PARALLEL_HOSTS = 64
 _AGENT_FILES = ("__init__.py", "atomic_file.py", "errors.py", "process.py", "remote/*.py")
@@ -215,7 +215,7 @@ class _SshConnection:
         return line
 
     def _build_timeout_error(self) -> HostError:
-        return HostError("does not answer", place=f"host {self.name}", hint=f"ssh {self.name} true shows whether it is reachable")
+        return HostError("does not answer", place=f"host {self.name}", hint=f"test the connection with: ssh {self.name} true")
 
     def _build_closed_error(self) -> HostError:
         with contextlib.suppress(subprocess.TimeoutExpired):

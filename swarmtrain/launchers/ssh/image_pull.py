@@ -21,9 +21,9 @@ _DOCKER_HUB_REGISTRY = "https://index.docker.io/v1/"
 
 
 def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progress: ProgressReporter) -> None:
-    """Pull the image on all `hosts` in parallel. A host whose pull fails uses its local copy, if it has one.
+    """Pull the image on all `hosts` in parallel. If its pull fails, a host uses its local copy of the image.
 
-    Raises ImageError if a host can neither pull the image nor has a copy.
+    Raises ImageError if the pull fails on a host without a local copy.
     """
     image, docker = plan.config.runner.docker_config.docker_container, build_docker_argv(plan)
     report_progress(f"pulling {image}")
@@ -43,7 +43,7 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
 
     for name, error in host_group.run_on_all_hosts(pull_image_on_host, hosts).items():
         if error:
-            hint = f"run docker login on this machine, or on {name}; ssh {name} docker pull {image} shows more"
+            hint = f"run docker login on this machine, or on {name}; to see the complete error, run: ssh {name} docker pull {image}"
             raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)
 
 

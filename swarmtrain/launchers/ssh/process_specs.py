@@ -19,7 +19,7 @@ from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout,
 _WORKSPACE_FOLDER = PurePosixPath("/workspace")
 _SECRETS_FOLDER = PurePosixPath("/run/secrets")
 _LOGS_FOLDER = "/tmp/swarmtrain"  # noqa: S108  # in the container
-# RDMA adapters need memory that cannot be paged out. A rootless engine may be unable to grant these options.
+# RDMA requires locked memory. A rootless engine may be unable to grant these options.
 _RDMA_OPTIONS = ["--ulimit", "memlock=-1", "--cap-add", "IPC_LOCK"]
 
 
@@ -106,7 +106,7 @@ def _build_container_env(docker: DockerConfig) -> dict[str, str]:
 
 
 def _format_mount_option(docker: DockerConfig, source: str, target: str) -> list[str]:
-    """Return the docker option that mounts `source`, a path or a volume, at `target`. A volume with options is created with them."""
+    """Return the docker option that mounts `source`, a path or a volume, at `target`. Docker creates a missing volume with its options."""
     if source not in docker.volumes:
         return ["--volume", f"{source}:{target}"]
     line = io.StringIO()
@@ -125,7 +125,7 @@ def wrap_command_in_container(
     SIGTERM is sent to the container, not to the `docker start` process: docker 28 would exit with 0 at SIGTERM.
     """
     docker, cargo = plan.config.runner.docker_config, plan.cargo
-    docker_argv = build_docker_argv(plan, preserve=",".join(env))
+    docker_argv = build_docker_argv(plan, preserved_variables=",".join(env))
     container_name = f"{plan.run}-{node.name if node else RENDEZVOUS_SERVICE}"
     files = [("config.json", CONFIG_PATH), *((f"code/{item.name}", str(_WORKSPACE_FOLDER / item.name)) for item in cargo.code)]
     files += [(f"secrets/{item.name}", str(_SECRETS_FOLDER / item.name)) for item in cargo.secrets]
@@ -155,14 +155,14 @@ def wrap_command_in_container(
     )
 
 
-def build_docker_argv(plan: Plan, preserve: str = "") -> list[str]:
-    """Return the beginning of a docker command line on a host: `docker`, after sudo if the config requires it.
+def build_docker_argv(plan: Plan, preserved_variables: str = "") -> list[str]:
+    """Return the docker command prefix on a host: `docker`, with sudo if the config requires it.
 
-    sudo keeps the variables in `preserve`, and must not need a password.
+    sudo must be passwordless, and preserves the environment variables in `preserved_variables`.
     """
     if not plan.config.runner.docker_config.docker_sudo:
         return ["docker"]
-    return ["sudo", "-n", *([f"--preserve-env={preserve}"] if preserve else []), "docker"]
+    return ["sudo", "-n", *([f"--preserve-env={preserved_variables}"] if preserved_variables else []), "docker"]
 
 
 def _format_gpus_option(node: PlannedNode | None, host_context: HostContext) -> str:

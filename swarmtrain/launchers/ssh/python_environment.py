@@ -60,7 +60,7 @@ class EnvironmentReport:
 
     python: str
     hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Facts about each host's interpreter; empty for a host on which they could not be determined."""
+    """Probe result of each host's interpreter; empty for a host whose probe failed."""
     verified: dict[str, str] = field(default_factory=dict)
     """Result of each backend: empty if the all-reduce over all hosts was correct, else the reason why it is not verified."""
     findings: list[Finding] = field(default_factory=list)
@@ -107,11 +107,11 @@ class EnvironmentReport:
         return "not verified" if self.verified[backend] else "ok"
 
 
-def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) -> str:
+def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check_only: bool) -> str:
     """Return the path of the environment's interpreter: in the folder `path`; without `path`, runner.python; if that is not set, a default.
 
-    The default is ~/.local/share/swarmtrain/env/bin/python3; with `check`, it is the running interpreter. Raises ConfigError if the runner
-    type does not support environments or, without `check`, if runner.python does not end with bin/python3.
+    The default is ~/.local/share/swarmtrain/env/bin/python3; with `check_only`, it is the running interpreter. Raises ConfigError if the
+    runner type does not support environments or, without `check_only`, if runner.python does not end with bin/python3.
     """
     if runner.capabilities.hosts is not HostSource.over_ssh or runner.capabilities.runs_in_containers:
         hint = "for a runner_type with containers, build an image with: swarmtrain image build"
@@ -126,8 +126,8 @@ def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check: bool) 
         )
     if path:
         return str(PurePosixPath(path) / "bin" / "python3")
-    if check or not runner.python:
-        return runner.python or (sys.executable if check else str(_DEFAULT_ENVIRONMENT_FOLDER.expanduser() / "bin" / "python3"))
+    if check_only or not runner.python:
+        return runner.python or (sys.executable if check_only else str(_DEFAULT_ENVIRONMENT_FOLDER.expanduser() / "bin" / "python3"))
     if PurePosixPath(runner.python).parts[-2:] != ("bin", "python3"):
         raise ConfigError(
             (
@@ -171,15 +171,16 @@ def check_environment(runner: RunnerConfig, python: str, report_progress: Progre
 
 
 def verify_environment(
-    runner: RunnerConfig, python: str, host_group: HostGroup, report_progress: ProgressReporter, failed: dict[str, HostError]
+    runner: RunnerConfig, python: str, host_group: HostGroup, report_progress: ProgressReporter, errors_by_host: dict[str, HostError]
 ) -> EnvironmentReport:
-    """Return the facts about `python` on each host that is not in `failed`, and which backends work between all hosts."""
+    """Return the report on `python`: the probe result of each host that is not in `errors_by_host`, and which backends work between all
+    hosts."""
     report = EnvironmentReport(python, configured=runner.python == python)
     results, unreachable = host_group.try_on_all_hosts(
-        lambda host: _run_backend_probe(host, python, runner, {}), host_group.hosts.keys() - failed
+        lambda host: _run_backend_probe(host, python, runner, {}), host_group.hosts.keys() - errors_by_host
     )
     report.hosts = {name: {} if "error" in results.get(name, {"error": ""}) else results[name] for name in host_group.hosts}
-    for name, error in (failed | unreachable).items():
+    for name, error in (errors_by_host | unreachable).items():
         report.findings.append(Finding(error.place or f"host {name}", error.message, error.hint))
     for name, host_info in results.items():
         for problem in [host_info["error"]] if "error" in host_info else host_info["problems"]:
@@ -304,11 +305,11 @@ def _suggest_build_fix(output: str) -> str:
 
 
 def _run_backend_probe(
-    host: Host, python: str, runner: RunnerConfig, question: dict[str, Any], launch_prefix: Sequence[str] = ()
+    host: Host, python: str, runner: RunnerConfig, request: dict[str, Any], launch_prefix: Sequence[str] = ()
 ) -> dict[str, Any]:
     gpus = next((entry.gpus for entry in runner.host_entries if entry.name == host.name), ())
     env = {**runner.env, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
-    argv = [*launch_prefix, python, "-c", _BACKEND_PROBE_SCRIPT.read_text(encoding="utf-8"), json.dumps(question)]
+    argv = [*launch_prefix, python, "-c", _BACKEND_PROBE_SCRIPT.read_text(encoding="utf-8"), json.dumps(request)]
     result = host.call_agent("run_command", timeout=2 * _VERIFY_TIMEOUT_SECONDS, argv=argv, seconds=_VERIFY_TIMEOUT_SECONDS, env=env)
     lines = [line for line in result["output"].splitlines() if line.strip()]
     for line in reversed(lines):

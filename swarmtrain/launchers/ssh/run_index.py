@@ -52,7 +52,7 @@ class SshRunRecord:
         return cls(**{**select_dataclass_fields(cls, values), "code": tuple(values["code"]), "secrets": tuple(values["secrets"])})
 
     def restrict_to_hosts(self, hosts: list[str]) -> SshRunRecord:
-        """Return a copy of the record with only `hosts`, those from which the run still has to be removed."""
+        """Return a copy of the record with only `hosts`, from which the run is not removed yet."""
         return replace(self, interpreters={name: self.interpreters[name] for name in hosts}, terminating=True)
 
 
@@ -63,7 +63,7 @@ class RunIndex:
         self._file_name, self._connections = f"{runner_type}.json", connections
 
     def list_runs(self, *, terminating: bool = False) -> list[str]:
-        """Return the sorted names of the runs that are up; with `terminating`, of those whose removal is incomplete. Raises OSError."""
+        """Return the sorted names of the deployed runs; with `terminating`, of the runs whose removal is incomplete. Raises OSError."""
         names = []
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(path.name for path in resolve_state_directory().iterdir()):
@@ -72,14 +72,14 @@ class RunIndex:
         return names
 
     def read_record(self, run: str) -> SshRunRecord:
-        """Return the record of run `run`. Raises RunNotFound if there is none."""
+        """Return the record of run `run`. Raises RunNotFound if the index does not contain the run."""
         try:
             return SshRunRecord.from_dict(json.loads(self._build_record_path(run).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             known_runs = ", ".join(path.parent.name for path in resolve_state_directory().glob(f"*/{self._file_name}")) or "none"
             message = f"no run of this name was deployed over SSH from this machine; existing runs: {known_runs}"
             raise RunNotFound(
-                message, place=f"run {run}", hint="if the run is up, `swarmtrain deploy CONFIG` on this machine finds it"
+                message, place=f"run {run}", hint="if the run is up, add it to the index of this machine with: swarmtrain deploy CONFIG"
             ) from None
 
     def write_record(self, run: str, record: SshRunRecord) -> None:
@@ -94,7 +94,7 @@ class RunIndex:
             resolve_run_directory(run).rmdir()
 
     def read_record_and_hosts(self, run: str) -> tuple[SshRunRecord, HostGroup]:
-        """Return the record of `run`, and the group of its hosts. Raises RunNotFound if there is no such run."""
+        """Return the record of `run`, and the group of its hosts. Raises RunNotFound if the run does not exist."""
         record = self.read_record(run)
         return record, self._connections.build_host_group(list(record.interpreters), record.interpreters)
 

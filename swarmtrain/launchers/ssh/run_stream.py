@@ -52,7 +52,7 @@ def read_file_lines(host: Host, run: str, file: str) -> list[str]:
 
 
 def _read_files(host: Host, run: str, only_files: list[str] | None, tail: int | None) -> list[tuple[str, str]]:
-    """Return (file name, line) for each line that the run's files on a host have so far."""
+    """Return (file name, line) for each line in the run's files on a host."""
     offsets: dict[str, int] = {}
     file_lines: list[tuple[str, str]] = []
     while True:

@@ -158,7 +158,7 @@ class SwarmLauncher:
         lock = RunLock(self._engine, run, "is removing it", self._timeouts)
         with lock.hold_lock(report_progress):
             teardown.tear_down_stack(self._engine, run, report_progress, lock.check_lock_held)
-        report_progress(f"nothing of {run} is left")
+        report_progress(f"{run} removed")
 
     def _plan_reconcile_steps(self, desired: StackSpecs) -> list[ReconcileStep]:
         existing = cluster_state.read_stack_state(self._engine, desired.stack)
@@ -213,8 +213,8 @@ class SwarmLauncher:
         return list(heapq.merge(*lines_by_service, key=lambda line: line.time))
 
     def _follow_logs(self, run: str, scope: LogScope, report_progress: ProgressReporter | None) -> Iterator[LogLine]:
-        record_log_lines(run, scope.already_read)
-        yield from (line.to_log_line() for line in scope.already_read if line.parse_event() is None)
+        record_log_lines(run, scope.previous_lines)
+        yield from (line.to_log_line() for line in scope.previous_lines if line.parse_event() is None)
         for update in watch_run(self._engine, run, scope, self._timeouts):
             if isinstance(update, LogLine):
                 yield update

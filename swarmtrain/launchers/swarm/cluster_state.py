@@ -147,7 +147,7 @@ def list_services(engine: DockerEngine, stack: str) -> list[Service]:
 
 
 def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
-    """Return the services of `run`, nodes first. Raises RunNotFound if there is no such run, or the stack is not a run of swarmtrain."""
+    """Return the services of `run`, nodes first. Raises RunNotFound if the run does not exist, or the stack is not a run of swarmtrain."""
     services = list_services(engine, run)
     if not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services):
         raise build_run_not_found_error(engine, run)
@@ -157,7 +157,9 @@ def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
 def build_run_not_found_error(engine: DockerEngine, run: str) -> RunNotFound:
     """Return the error for a run that does not exist; its message lists the existing runs."""
     if queue_entries := [item["Spec"]["Labels"] for item in engine.list_objects("/configs", label=f"{LABEL_QUEUE}={run}")]:
-        message = f"is not up yet: {queue_entries[0].get(LABEL_LOCK_OWNER, 'somebody')} {queue_entries[0].get(LABEL_LOCK_ACTION, 'waits')}"
+        message = (
+            f"is not up yet: {queue_entries[0].get(LABEL_LOCK_OWNER, 'an unknown user')} {queue_entries[0].get(LABEL_LOCK_ACTION, 'waits')}"
+        )
         return RunNotFound(message, place=f"run {run}", hint=f"remove it from the queue with: swarmtrain down {run}")
     if run in list_terminating_runs(engine):
         hint = f"complete the removal with: swarmtrain down {run}"
@@ -231,7 +233,7 @@ def _parse_task(item: dict[str, Any]) -> Task:
 
 
 def find_newest_task(tasks: list[Task], service_id: str) -> Task | None:
-    """Return the newest task of the service with this id; None if there is none."""
+    """Return the newest task of the service with this id; None if the service has no task."""
     return next((task for task in reversed(tasks) if task.service_id == service_id), None)
 
 
@@ -316,5 +318,5 @@ def natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def find_coordinator(services: list[Service], stack: str) -> Service | None:
-    """Return the rendezvous service, which runs the coordinator; None if there is none."""
+    """Return the rendezvous service, which runs the coordinator; None if it does not exist."""
     return next((service for service in services if service.name == f"{stack}_{RENDEZVOUS_SERVICE}"), None)

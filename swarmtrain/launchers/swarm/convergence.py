@@ -1,6 +1,6 @@
 """Wait until a stack runs, report pending tasks with Swarm's messages, and fail if a service cannot be started.
 
-A task that no node can run at the moment is reported and then left pending: a node may come back. If a node repeatedly rejects a task
+A task that no node can run at the moment is reported and stays pending: a node may become available. If a node repeatedly rejects a task
 (no such image, no such folder), the deploy fails.
 """
 
@@ -23,7 +23,7 @@ from swarmtrain.protocol import RENDEZVOUS_SERVICE
 _POLL_SECONDS = 0.5
 _REMINDER_SECONDS = 15.0
 _START_TIMEOUT_SECONDS = 1800.0
-# Messages of a node that cannot start a container; after how many of them the deploy fails; and a hint.
+# Messages of a node that cannot start a container, each with the number of such failures after which the deploy fails, and a hint.
 _NO_FOLDER_HINT = "create the folder on every node, or mount a shared file system there"
 _NO_PROGRAM_HINT = "use an image that contains python3 and swarmtrain; swarmtrain image build creates one from any base image"
 _START_FAILURES = (
@@ -35,7 +35,7 @@ _START_FAILURES = (
     ("non-zero exit (127)", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (126)", 2, _NO_PROGRAM_HINT),
 )
-_OTHER_START_FAILURE = (5, "docker service ps shows every attempt; docker events on that node shows more")
+_OTHER_START_FAILURE = (5, "list all attempts with docker service ps SERVICE, and the events of the node's engine with docker events")
 # This message is from managers, not from a node: engines before 25.0.3 report it for every task that reserves GPUs when its node changes
 # in any way, for example when it joins a network, and then restart the task. If the constraints are really not met, the next task finds
 # no node and stays pending.
@@ -75,8 +75,8 @@ def wait_until_services_running(
 ) -> None:
     """Wait until every service of `stack` runs, is complete, or waits for a node that is not available.
 
-    `old_task_ids` are the tasks that existed before; the services in `restarted_service_ids` get a new task. `check_ownership` is
-    called on each poll, and raises if another command has changed the stack.
+    `old_task_ids` are the tasks that existed before; Swarm creates a new task for each service in `restarted_service_ids`.
+    `check_ownership` is called on each poll, and raises if another command has changed the stack.
 
     Raises StackError, with the node's reason, for a service that cannot be started.
     """

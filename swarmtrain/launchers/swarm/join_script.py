@@ -85,7 +85,7 @@ class JoinScript:
             [f"docker swarm join --token {self.token} --advertise-addr {_NEW_NODE_ADDRESS} {self.manager}"],
         )
         labels = [f"docker node update --label-add {key}={value} ITS_HOST_NAME" for key, value in self.labels]
-        yield "Here", [*labels, "docker node ls", "swarmtrain doctor"]
+        yield "On this machine", [*labels, "docker node ls", "swarmtrain doctor"]
 
     def _format_daemon_json(self) -> str:
         settings: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVO
 _STORE_PORT_PREFIX = f"{ENV_PREFIX}STORE_PORT="
 # Number of consecutive ports that a run uses: for the store, the coordinator, and a probe.
 _PORTS_PER_RUN = 3
-# The first engine that does not reject tasks with reserved GPUs after any change of their node.
+# The first engine version that does not reject tasks with reserved GPUs after any change of their node.
 _MIN_GPU_ENGINE_VERSION = (25, 0, 3)
 # These engine versions refuse an image that the node already has if the registry answers "unauthorized".
 _BROKEN_PULL_VERSIONS = ((29, 6, 0), (29, 6, 2))

@@ -64,20 +64,20 @@ class ReconcileStep:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """How a run ended. The coordinator of such a run has exited, and no process runs until the run is restarted."""
+    """Outcome of an ended run: its coordinator has exited, and no process runs until the run is restarted."""
 
     failed: bool
     why: str
 
 
-def reconcile(desired: StackSpecs, existing: StackState, ended: EndedRun | None = None) -> list[ReconcileStep]:
+def reconcile(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None = None) -> list[ReconcileStep]:
     """Return the steps that turn `existing` into `desired`, in order; none if they match.
 
-    A run that has ended (`ended` is not None) is restarted completely if it failed, or if anything about it changes. Raises StackError for
-    a network that would have to be changed in place, which Swarm cannot do.
+    A run that has ended (`ended_run` is not None) is restarted completely if it failed, or if anything about it changes. Raises StackError
+    for a network that would have to be changed in place, which Swarm cannot do.
     """
     check_networks(desired, existing)
-    restart_cause = _describe_restart_cause(desired, existing, ended)
+    restart_cause = _describe_restart_cause(desired, existing, ended_run)
     return [
         *_plan_creations(ObjectKind.config, desired.configs, existing.configs),
         *_plan_creations(ObjectKind.secret, desired.secrets, existing.secrets),
@@ -158,7 +158,7 @@ def _describe_service_change(spec: ApiSpec, service: Service, existing: StackSta
 
 
 def canonicalize_spec(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -> dict[str, Any]:
-    """Return a service's spec without values that do not matter: ids, the engine's defaults, the count of forced restarts, empty values."""
+    """Return a service's spec for comparison: with network names, without the engine's defaults, the ForceUpdate count and empty values."""
     canonical_spec: dict[str, Any] = _strip_defaults(spec)
     canonical_spec["Replicas"] = canonical_spec.pop("Mode", {}).get("Replicated", {}).get("Replicas", 0)
     task = canonical_spec.get("TaskTemplate", {})

@@ -1,6 +1,6 @@
 """Lock that serializes changes to a run. It is stored in the swarm, since any machine that reaches a manager may deploy.
 
-The lock is a Swarm config object, separate from those of the stack: the managers create only one object of a name, and accept an update
+The lock is a Swarm config object, separate from those of the stack: the managers create only one object per name, and accept an update
 only if it contains the object's newest version. While the lock is *held*, its holder makes changes and renews the lock every few seconds; a
 lock that is no longer renewed is taken over. While the lock is *preemptible*, its holder only waits for containers, and any other command
 that wants to make changes takes the lock: the first holder notices the loss and makes no more changes.
@@ -42,7 +42,7 @@ class _LockState:
     labels: dict[str, str]
 
     def __str__(self) -> str:
-        return f"{self.labels.get(LABEL_LOCK_OWNER, 'somebody')} {self.labels.get(LABEL_LOCK_ACTION, 'is changing it')}"
+        return f"{self.labels.get(LABEL_LOCK_OWNER, 'an unknown user')} {self.labels.get(LABEL_LOCK_ACTION, 'is changing it')}"
 
 
 class RunLock:

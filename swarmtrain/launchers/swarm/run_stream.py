@@ -21,9 +21,9 @@ from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, E
 
 # Seconds to wait after the outcome for lines that have not arrived yet.
 _TRAILING_LINES_SECONDS = 1.0
-# A node that still prints this long after the outcome has not received it, and may never end.
+# Maximum seconds to wait after the outcome for nodes that still print: a node that has missed the outcome may never exit.
 _MAX_TRAILING_LINES_SECONDS = 10.0
-# A run without an outcome has ended if Swarm has not intended any of its tasks to run for this long.
+# A run without an outcome counts as ended when all of its tasks have been final for this many seconds.
 _FINISHED_SECONDS = 5.0
 # A log that is silent for this many seconds is requested again.
 _MAX_COORDINATOR_SILENCE_SECONDS = 10.0
@@ -42,7 +42,7 @@ class LogScope:
     """Follow lines from this time on, in seconds since the epoch; None: all available lines."""
     tail: int | None = None
     """Number of earlier lines to read per node."""
-    already_read: Sequence[ContainerLogLine] = ()
+    previous_lines: Sequence[ContainerLogLine] = ()
     """Lines that were read before, ordered by time; the logs of their nodes are followed from the last of them on."""
     node: str | None = None
     """The only node to follow."""
@@ -51,7 +51,7 @@ class LogScope:
 def watch_run(engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> Iterator[RunUpdate]:
     """Yield updates of `run` until its outcome or removal.
 
-    When the manager does not answer, an update reports it, and another one when it answers again; no events or lines are lost. Raises
+    One update reports that the manager does not answer, another that it answers again; no events or lines are lost. Raises
     EngineError if the manager does not answer for `timeouts.manager_seconds`.
     """
     stream = _SwarmStream(engine, run, scope, timeouts)
@@ -97,7 +97,7 @@ class _SwarmStream:
     def __init__(self, engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTimeouts) -> None:
         self._engine, self._run, self._scope, self._timeouts = engine, run, scope, timeouts
         self._already_read: dict[str, list[ContainerLogLine]] = {}
-        for line in scope.already_read:
+        for line in scope.previous_lines:
             self._already_read.setdefault(line.node, []).append(line)
         self._lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
         self._readers: dict[str, LogReader] = {}
@@ -134,7 +134,7 @@ class _SwarmStream:
         self._recorder.close()
 
     def _take_log_lines(self) -> list[ContainerLogLine]:
-        """Return the lines of the next batch, ordered by time, and record them."""
+        """Return the next batch of log lines, ordered by time, and append them to the run's recorded log."""
         lines = take_line_batch(self._lines)
         for line in lines:
             self._recorder.append_line(line)
@@ -206,9 +206,15 @@ class _SwarmStream:
             if service.id not in self._readers and (node == RENDEZVOUS_SERVICE or self._scope.node in (None, node)):
                 # The lines read before came from the first service of this name: any later one is a new service.
                 already_read = () if node == RENDEZVOUS_SERVICE else self._already_read.pop(node, ())
-                scope = LogScope() if node == RENDEZVOUS_SERVICE else replace(self._scope, already_read=already_read)
+                scope = LogScope() if node == RENDEZVOUS_SERVICE else replace(self._scope, previous_lines=already_read)
                 reader = LogReader(
-                    self._engine, service.api_path, node, self._lines, since=scope.since, tail=scope.tail, already_read=scope.already_read
+                    self._engine,
+                    service.api_path,
+                    node,
+                    self._lines,
+                    since=scope.since,
+                    tail=scope.tail,
+                    previous_lines=scope.previous_lines,
                 )
                 self._readers[service.id] = reader
                 reader.start()

@@ -256,7 +256,7 @@ def _build_update_config(config: ApiSpec | None) -> ApiSpec | None:
 
 
 def _build_placement(placement: ApiSpec, pinned: PinnedImage) -> ApiSpec:
-    # Nodes report their architecture as armv7l and the like, so that "arm" would match none of them.
+    # ARM nodes report a specific architecture such as armv7l, so a constraint on "arm" would match no node.
     platforms = [
         _drop_empty_values({"Architecture": "" if machine == "arm" else machine, "OS": system}) for machine, system in pinned.platforms
     ]

@@ -117,7 +117,7 @@ class _StackDeployment:
                     self._engine,
                     self._stack,
                     steps,
-                    created=self._created,
+                    created_names=self._created,
                     report_progress=self._report_progress,
                     check_lock=self.lock.check_lock_held,
                 )

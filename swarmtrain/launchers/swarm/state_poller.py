@@ -1,4 +1,4 @@
-"""Thread that polls the state of a run every second, so that a hanging manager does not block the display of updates that have arrived."""
+"""Thread that polls the state of a run every second, so a hanging manager does not block the display of received updates."""
 
 from __future__ import annotations
 

@@ -27,26 +27,26 @@ def apply_steps(
     stack: str,
     steps: list[ReconcileStep],
     *,
-    created: set[str],
+    created_names: set[str],
     report_progress: ProgressReporter,
     check_lock: LockCheck,
 ) -> None:
     """Apply `steps` in order, reporting each. Raises EngineError, StackError.
 
-    The name of an object is added to `created` before the request that creates it is sent, since the response may be lost.
+    The name of an object is added to `created_names` before the request that creates it is sent, since the response may be lost.
     """
     for step in steps:
         if step.verb is StepVerb.create and step.kind is not ObjectKind.service:
             report_progress(str(step))
             check_lock()
-            _create_object(engine, step, created)
+            _create_object(engine, step, created_names)
     services = [step for step in steps if step.kind is ObjectKind.service]
     if services:
         existing = read_stack_state(engine, stack)
         for step in services:
             report_progress(str(step))
         check_lock()
-        run_in_parallel(lambda step: _apply_service_step(engine, step, existing.configs, existing.secrets, created), services)
+        run_in_parallel(lambda step: _apply_service_step(engine, step, existing.configs, existing.secrets, created_names), services)
     for step in steps:
         if step.verb is StepVerb.remove and step.kind is not ObjectKind.service:
             report_progress(str(step))
@@ -69,7 +69,7 @@ def _create_object(engine: DockerEngine, step: ReconcileStep, created: set[str])
     created.add(step.name)
     try:
         if step.kind is ObjectKind.network:
-            # Before API 1.44 the engine creates a second network of the same name unless it is asked to check.
+            # Before API 1.44 the engine creates a second network of the same name without CheckDuplicate.
             engine.post("/networks/create", {"Name": step.name, "CheckDuplicate": True, **body})
         else:
             _check_secret_content(step)
@@ -151,5 +151,5 @@ def _remove_object(engine: DockerEngine, step: ReconcileStep, report_progress: P
     try:
         engine.delete(f"/{step.kind}s/{step.id}")
     except EngineError as error:
-        # Only the removal of an old object has failed: the next deploy tries again.
+        # Only the removal of an old object has failed: the next deploy retries it.
         report_progress(f"{step.kind} {step.name} could not be removed; the next deploy tries again: {error.message}")

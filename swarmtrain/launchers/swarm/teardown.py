@@ -47,14 +47,14 @@ def tear_down_stack(engine: DockerEngine, stack: str, report_progress: ProgressR
 
 
 def roll_back_deploy(
-    engine: DockerEngine, stack: str, created: Collection[str], report_progress: ProgressReporter, check_lock: LockCheck
+    engine: DockerEngine, stack: str, created_names: Collection[str], report_progress: ProgressReporter, check_lock: LockCheck
 ) -> None:
     """Remove the stack of a first deploy that has failed, except services that another command has created or changed since.
 
-    `created` has the names of the objects that the deploy has created. Raises StackError, EngineError.
+    `created_names` has the names of the objects that the deploy has created. Raises StackError, EngineError.
     """
     services = cluster_state.list_services(engine, stack)
-    ours = [service for service in services if service.name in created and not service.is_modified]
+    ours = [service for service in services if service.name in created_names and not service.is_modified]
     if len(ours) == len(services):
         tear_down_stack(engine, stack, report_progress, check_lock)
         return
@@ -154,7 +154,7 @@ def _describe_running_tasks(engine: DockerEngine, stack: str, service_ids: set[s
     lost_hosts = sorted({down_nodes[task.node_id] for task in running if task.node_id in down_nodes})
     waiting = [f"{task.state} on {hosts.get(task.node_id, task.node_id)}" for task in running if task.node_id not in down_nodes]
     if lost_hosts and not waiting:
-        report_progress(f"{', '.join(lost_hosts)} is down: its tasks are removed when it comes back")
+        report_progress(f"{', '.join(lost_hosts)} is down: its tasks are removed when it is ready again")
     return waiting
 
 

@@ -38,7 +38,7 @@ from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
 from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPolicy
 from swarmtrain.trainer.checkpoint.storage import commit, storage_backend
 from swarmtrain.trainer.checkpoint.storage.completion_markers import write_completion_marker
-from swarmtrain.trainer.checkpoint.storage.discovery import FoundCheckpoint, WarningReporter
+from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter, describe_first_failure
 from swarmtrain.trainer.checkpoint.training_state import CheckpointState
 from swarmtrain.trainer.runtime import Runtime
@@ -124,7 +124,7 @@ class CheckpointManager:
         self.storage = storage_backend.build_storage_backend(runtime, self.save_dir, report_warning) if self.save_dir else None
         self.generation = self.storage.claim_generation() if self.storage else 0
 
-    def find_newest_checkpoint(self) -> FoundCheckpoint | None:
+    def find_newest_checkpoint(self) -> CheckpointWithManifest | None:
         """Return path and manifest of the newest valid checkpoint in save_dir; None if there is none.
 
         Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version.
@@ -159,15 +159,15 @@ class CheckpointManager:
         if self.save_dir is not None and self.latest_step != progress.step:
             self._wait_for_commit(self._start_save(progress))
 
-    def stage_local_shard(self, folder: Path, part: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
+    def stage_local_shard(self, folder: Path, shard_number: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
         """Copy this rank's tensors into the staging buffer, without communication.
 
-        Return the writer that will write these tensors to `folder` as shard number `part`, and the tensor index of this shard: dtype, shape
-        and chunks of each tensor, by name.
+        Return the writer that will write these tensors to `folder` as shard number `shard_number`, and the tensor index of this shard:
+        dtype, shape and chunks of each tensor, by name.
         """
         if self._pending_save:
             self._pending_save.write_task.wait_until_done()  # the pending write uses the same buffer, the commit does not
-        writer = TensorStorageWriter(folder, part, self._staging_buffer)
+        writer = TensorStorageWriter(folder, shard_number, self._staging_buffer)
         return writer, writer.stage_local_tensors(self._state.collect_tensors())
 
     def wait_for_pending_save(self) -> None:
@@ -201,7 +201,7 @@ class CheckpointManager:
         writer = storage.build_storage_writer(folder, self._staging_buffer)
         try:
             dcp.save(self._state.collect_tensors(), storage_writer=writer)
-        except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
+        except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
             raise CheckpointError(describe_first_failure(error), place=f"config trainer.save_dir {save_dir}") from None
         storage.assign_shards(writer)
         stall_seconds = time.monotonic() - start_time
@@ -272,7 +272,7 @@ class CheckpointManager:
     def _wait_for_just_in_time_checkpoint(self) -> None:
         """Wait until the surviving ranks of the previous world have written their just-in-time checkpoint.
 
-        If this world claimed save_dir before that, they could no longer commit it.
+        If this world claimed save_dir earlier, the surviving ranks could no longer commit their checkpoint.
         """
         if self._runtime.is_rank_zero and self._runtime.coordinator_address and self.save_dir:
             just_in_time.wait_for_just_in_time_checkpoint(CoordinatorClient(self._runtime.coordinator_address))

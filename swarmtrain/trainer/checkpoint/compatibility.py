@@ -44,7 +44,7 @@ class LoadRules:
         return not _matches_any_pattern(self.ignored_patterns, name) and (self.load_optimizer_state or name.startswith(_MODEL_PREFIX))
 
     def is_missing_allowed(self, name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
-        """Return whether the parameter `name` may be missing in the checkpoint or in the model. True if it is missing in neither.
+        """Return whether the parameter `name` may be missing in the checkpoint or in the model. True if both have it.
 
         `in_checkpoint`: whether the checkpoint has the parameter; `in_model`: whether the model has it.
         """
@@ -63,8 +63,8 @@ def select_tensors_to_load(
 ) -> list[str]:
     """Return the names of the `expected` tensors to load from a checkpoint with the tensors `available`.
 
-    `available` and `expected` map tensor names (model/PARAMETER or optimizer/MOMENT/PARAMETER) to shapes. Optimizer state may be missing in
-    the checkpoint if all state of a parameter is missing, or if the state does not belong to a single parameter; it is then initialized.
+    `available` and `expected` map tensor names (model/PARAMETER or optimizer/MOMENT/PARAMETER) to shapes. Optimizer state is
+    initialized instead of loaded if the checkpoint lacks all state of a parameter, or state that does not belong to a single parameter.
     `place` names the checkpoint in errors. `cause` is appended to the error message for a different model.
 
     Raises IncompatibleCheckpoint if the checkpoint belongs to another model, or has the state of another optimizer.
@@ -78,8 +78,8 @@ def select_tensors_to_load(
         name = mismatched[0]
         saved_size, current_size = available.get(name, "missing"), expected.get(name, "missing")
         raise IncompatibleCheckpoint(
-            f"belongs to a different model: {name} is {saved_size} in the checkpoint and {current_size} here; {len(mismatched)} "
-            f"differ{cause}",
+            f"belongs to a different model: {name} is {saved_size} in the checkpoint and {current_size} in the model; "
+            f"mismatched parameters: {len(mismatched)}{cause}",
             place=place,
             hint="restore the previous transformer_architecture, or choose another trainer.save_dir",
         )
@@ -95,7 +95,7 @@ def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) ->
     """Return for each tensor the index of the checkpoint to load it from, given the tensor names of each checkpoint.
 
     A parameter is loaded from the first checkpoint that has it. Optimizer state is loaded from the same checkpoint as its parameter, or
-    not at all, since it belongs to the parameter's values in that checkpoint.
+    not loaded, since it matches only the parameter's values in that checkpoint.
     """
     source_of: dict[str, int] = {}
     source_of_parameter: dict[str, int] = {}
@@ -111,7 +111,7 @@ def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) ->
 
 
 def describe_loaded_tensors(available: TensorSizes, expected: TensorSizes, names: Sequence[str]) -> str:
-    """Return a log message for loading the tensors `names`: how many are loaded, and which parameters are not."""
+    """Return a log message about the loaded tensors `names`: how many are loaded, and which parameters are not."""
     clauses = []
     for kind, noun in ((_MODEL_PREFIX, "parameters"), (_OPTIMIZER_PREFIX, "tensors of optimizer state")):
         expected_names, available_names = ([name for name in sizes if name.startswith(kind)] for sizes in (expected, available))
@@ -137,7 +137,7 @@ def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: s
         if isinstance(saved_value, dict) and isinstance(current_value, dict):
             lines += diff_configs(saved_value, current_value, f"{prefix}.{name}")
         elif saved_value != current_value:
-            lines.append(f"{prefix}.{name} is {json.dumps(saved_value)} in the checkpoint and {json.dumps(current_value)} here")
+            lines.append(f"{prefix}.{name} is {json.dumps(saved_value)} in the checkpoint and {json.dumps(current_value)} in the config")
     return sorted(lines)
 
 

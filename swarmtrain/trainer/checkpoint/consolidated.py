@@ -52,7 +52,7 @@ class ConsolidatedCheckpoint:
 
     @cached_property
     def config(self) -> Config:
-        """Config of the run that wrote the checkpoint. Raises CheckpointError if it is not valid in this version."""
+        """Config of the run that wrote the checkpoint. Raises CheckpointError if this version of swarmtrain cannot parse it."""
         try:
             return Config.from_json(json.dumps(self.manifest.config))
         except ValueError as error:
@@ -76,7 +76,7 @@ class ConsolidatedCheckpoint:
             warnings.simplefilter("ignore")  # torch warns that loading is not distributed, which is intended
             try:
                 dcp.load(values, storage_reader=TensorStorageReader(self.path, self.manifest.tensors), no_dist=True)
-            except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
+            except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
                 raise CheckpointError(describe_first_failure(error), place=str(self.path)) from None
         return values[_MODEL_PREFIX + name]
 

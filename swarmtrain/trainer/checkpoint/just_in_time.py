@@ -8,8 +8,9 @@
     write            each chosen rank writes its shard and a completion marker; the first chosen rank commits, as for any checkpoint. If
                      each node has its own disk, this is done on every disk to which all shards can be written
 
-No collective is used, since the process groups are broken. A rank that is not chosen waits until the checkpoint is committed, since it is
-needed if a writer dies too. Fencing applies as to any checkpoint: the next world claims save_dir only after this checkpoint is committed.
+No collective is used, since the process groups are broken. A rank that is not chosen waits until the checkpoint is committed, since it may
+have to replace a writer that dies. Fencing applies as to any checkpoint: the next world claims save_dir only after this checkpoint is
+committed.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def close_peer_connections() -> None:
     for name in os.listdir("/dev/fd"):  # noqa: PTH208  # only names are needed
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.getpeername()  # raises for a listening socket, which must not be touched
+                connection.getpeername()  # raises for a listening socket, which must stay open
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -125,7 +126,7 @@ def _run_rescue(
         CoordinatorClient(runtime.coordinator_address), protocol.build_world_key(os.environ), runtime.rank, survivor_state, disk_of_rank
     ) as rescue_client:
         last_attempt, saved_step = 0, None
-        while not (rescue := rescue_client.latest).is_finished:
+        while not (rescue := rescue_client.latest_assignment).is_finished:
             if runtime.rank in rescue.writers and rescue.attempt > last_attempt:
                 last_attempt = rescue.attempt
                 if rescue.step == progress.step + 1 and optimizer.is_prepared:
@@ -199,7 +200,7 @@ def _collect_completion_markers(folder: Path, rescue: RescueAssignment, rescue_c
     """
     ranks = rescue_client.select_local_writers(rescue)
     while find_missing_markers(folder, ranks):
-        if rescue_client.latest.attempt != rescue.attempt or rescue_client.latest.is_finished:
+        if rescue_client.latest_assignment.attempt != rescue.attempt or rescue_client.latest_assignment.is_finished:
             return []
         time.sleep(_POLL_SECONDS)
     return pop_completion_markers(folder, ranks)
@@ -222,7 +223,7 @@ def _merge_completion_markers(markers: list[dict[str, Any]]) -> tuple[dict[str, 
 
 
 class _RescueClient:
-    """Reports this rank's state to the coordinator from a background thread. `latest` is the coordinator's last response.
+    """Reports this rank's state to the coordinator from a background thread. `latest_assignment` is the coordinator's last response.
 
     `disk_of_rank`: index of the disk that each rank saves to.
     """
@@ -237,7 +238,7 @@ class _RescueClient:
             rank,
             disk_of_rank,
         )
-        self.latest = RescueAssignment()
+        self.latest_assignment = RescueAssignment()
         self._is_stopped = threading.Event()
 
     def __enter__(self) -> _RescueClient:
@@ -253,16 +254,16 @@ class _RescueClient:
 
     def _report_state_until_rescue_ends(self) -> None:
         last_answer_time = start_time = time.monotonic()
-        while not self._is_stopped.is_set() and not self.latest.is_finished:
+        while not self._is_stopped.is_set() and not self.latest_assignment.is_finished:
             try:
-                self.latest, last_answer_time = (
+                self.latest_assignment, last_answer_time = (
                     self.coordinator.report_surviving_rank(self.world, self._rank, self.survivor_state),
                     time.monotonic(),
                 )
             except CoordinatorError as error:
                 if time.monotonic() - last_answer_time > _COORDINATOR_TIMEOUT_SECONDS:
                     LOG.warning("rank %d exits without saving: %s", self._rank, error)
-                    self.latest = replace(self.latest, is_finished=True)
+                    self.latest_assignment = replace(self.latest_assignment, is_finished=True)
             self._is_stopped.wait(
                 _REPORT_INTERVALS_SECONDS[0] if time.monotonic() - start_time < _FAST_REPORT_SECONDS else _REPORT_INTERVALS_SECONDS[1]
             )

@@ -18,7 +18,7 @@ FileDigests = dict[str, dict[str, Any]]
 """Size in bytes and SHA-256 of each file, by file name."""
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
-"""Version of the manifest format. Version 1 had other keys and was not part of any release."""
+"""Version of the manifest format. Version 1 had other keys and was never released."""
 BASE_KEY = "base"
 """Key in the manifest's `state` for the fingerprint of the base model: see Manifest.base_fingerprint."""
 _BLOCK_BYTES = 1 << 22

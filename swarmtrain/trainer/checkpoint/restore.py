@@ -23,7 +23,7 @@ from swarmtrain.trainer.checkpoint.compatibility import (
 )
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import discovery
-from swarmtrain.trainer.checkpoint.storage.discovery import FoundCheckpoint, WarningReporter
+from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageReader, describe_first_failure
 from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.runtime import Runtime
@@ -38,22 +38,22 @@ def restore_training_state(
 ) -> tuple[Progress, Path | None]:
     """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, load the checkpoints in trainer.load_dir.
 
-    Called by all ranks together. `data_fingerprint`: fingerprint of the training data. `report_warning` is called with a message for each
-    skipped checkpoint, and with a summary of the tensors that are loaded from other runs. Return the progress and the path of the
-    checkpoint; if no checkpoint is loaded, an initial Progress and None.
+    Collective: all ranks must call it. `data_fingerprint`: fingerprint of the training data. `report_warning` is called
+    with a message for each skipped checkpoint, and with a summary of the tensors that are loaded from other runs. Return the progress and
+    the path of the checkpoint; if no checkpoint is loaded, an initial Progress and None.
 
     Raises IncompatibleCheckpoint if the checkpoint belongs to another model or other data, CheckpointError if load_dir has no complete
     checkpoint.
     """
     loader = _CheckpointLoader(runtime, training_state, data_fingerprint, report_warning)
     if newest := checkpoint_manager.find_newest_checkpoint():
-        progress = loader.build_progress(*newest, is_foreign=False)
+        progress = loader.build_progress(*newest, is_from_other_run=False)
         loader.load_training_state([newest], loader.build_load_rules_for_resume(*newest))
         return progress, newest[0]
     sources = [loader.find_source_checkpoint(folder) for folder in runtime.config.trainer.load_dir]
     if not sources:
         return Progress(), None
-    progress = loader.build_progress(*sources[0], is_foreign=True)
+    progress = loader.build_progress(*sources[0], is_from_other_run=True)
     loader.load_training_state(sources, LoadRules.from_config(runtime.config.trainer))
     return progress, sources[0][0]
 
@@ -65,7 +65,7 @@ class _CheckpointLoader:
     data_fingerprint: str
     report_warning: WarningReporter
 
-    def find_source_checkpoint(self, folder: Path) -> FoundCheckpoint:
+    def find_source_checkpoint(self, folder: Path) -> CheckpointWithManifest:
         checkpoint = discovery.find_newest_checkpoint_in_folder(self.runtime, folder, self.report_warning)
         if checkpoint is None:
             raise CheckpointError(
@@ -75,12 +75,12 @@ class _CheckpointLoader:
             )
         return checkpoint
 
-    def build_progress(self, path: Path, manifest: Manifest, *, is_foreign: bool) -> Progress:
-        if is_foreign and not self.runtime.config.trainer.load_context:
+    def build_progress(self, path: Path, manifest: Manifest, *, is_from_other_run: bool) -> Progress:
+        if is_from_other_run and not self.runtime.config.trainer.load_context:
             return Progress()
         if manifest.data_fingerprint == self.data_fingerprint:
             return Progress(manifest.step, manifest.consumed_samples, manifest.initial_validation_loss, manifest.validation_loss)
-        if is_foreign:
+        if is_from_other_run:
             return Progress(manifest.step, 0, None)
         raise IncompatibleCheckpoint(
             f"was trained on different data, or in a different order{self._describe_config_changes(manifest, 'data')}",
@@ -96,7 +96,7 @@ class _CheckpointLoader:
         if manifest.base_fingerprint is None:
             return LOAD_EVERYTHING
         if manifest.base_fingerprint != self.training_state.model.base_fingerprint:
-            reason = "is missing here" if self.training_state.model.base_fingerprint is None else "is a different model, or has changed"
+            reason = "is not set" if self.training_state.model.base_fingerprint is None else "is a different model, or has changed"
             raise IncompatibleCheckpoint(
                 f"contains only the trained parameters, and trainer.init_from, which has the rest, {reason}",
                 place=str(path),
@@ -106,7 +106,7 @@ class _CheckpointLoader:
             allowed_missing=tuple(f"^{re.escape(name)}$" for name in self.training_state.frozen_parameter_names), should_log=False
         )
 
-    def load_training_state(self, sources: Sequence[FoundCheckpoint], rules: LoadRules) -> None:
+    def load_training_state(self, sources: Sequence[CheckpointWithManifest], rules: LoadRules) -> None:
         tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in sources)
         source_of = assign_source_checkpoints([manifest.tensors for _, manifest in sources])
         available = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in source_of.items()}
@@ -122,7 +122,7 @@ class _CheckpointLoader:
             loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
             try:
                 dcp.load(loadable, storage_reader=TensorStorageReader(path, manifest.tensors))
-            except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
+            except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
                 raise CheckpointError(describe_first_failure(error), place=str(path)) from None
 
     def _describe_config_changes(self, manifest: Manifest, section: str) -> str:

@@ -22,7 +22,7 @@ MIN_AUTO_INTERVAL_SECONDS = 60.0
 _MEAN_SECONDS_BETWEEN_FAILURES = 24 * 3600.0
 """Assumed mean time between failures in seconds: one machine failure per day.
 
-A few dozen machines have this failure rate on a bad day. If the assumption is wrong by a factor of 4, the interval is wrong by a factor
+This is a pessimistic failure rate for a few dozen machines. If the assumption is wrong by a factor of 4, the interval is wrong by a factor
 of 2.
 """
 _MAX_STALL_FRACTION, _MAX_WRITE_FRACTION = 0.01, 0.25

@@ -9,7 +9,7 @@
             if run.stop_requested:
                 run.save_and_exit()
 
-Works under every launcher, under plain torchrun, srun or mpirun, and in one process. run.log() needs none of the other lines.
+Works under every launcher, under plain torchrun, srun or mpirun, and in one process. run.log() also works without the other lines.
 
 user_state        state to save: any object with a state_dict()
 data_sharding     shard the samples of a DataLoader over any number of ranks
@@ -45,7 +45,7 @@ from swarmtrain.trainer.custom.lr_warmup import build_linear_scaling_warmup
 from swarmtrain.trainer.custom.training_loop import TrainingLoop
 from swarmtrain.trainer.custom.user_state import Stateful, UserState
 from swarmtrain.trainer.health.stop_flag import StopFlag
-from swarmtrain.trainer.metrics.event_poster import EventPoster
+from swarmtrain.trainer.metrics.event_sender import EventSender
 from swarmtrain.trainer.metrics.reduction import MetricValue, MetricValues, ReductionOp, flatten_metric_results, reduce_metrics
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.jsonl import read_last_metrics_step
@@ -92,7 +92,7 @@ class Run:
     """The run of a custom script on one rank: its rank and device, metrics, and checkpoints."""
 
     def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None, stack: ExitStack) -> None:
-        """Read the step of the last logged metrics, so that step numbers continue after a restart. Called by all ranks together.
+        """Read the step of the last logged metrics, so that step numbers continue after a restart. Collective: all ranks must call it.
 
         `group`: process group of all ranks; None: the default group. `stack`: exit stack that is closed at the end of the run.
         """
@@ -107,10 +107,10 @@ class Run:
         self._resumed_step: int | None = None
         """Step from which the run resumes: logged metrics of later steps are dropped. None until a step is logged."""
         self._step_was_set = False
-        """Whether the script has set `step` itself."""
+        """Whether the script has set `step`."""
         self._sinks = Sinks()
         self._is_open = False
-        self._poster = EventPoster(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
+        self._event_sender = EventSender(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
         self._loop: TrainingLoop | None = None
         self.callbacks = CallbackRegistry()
 
@@ -138,10 +138,10 @@ class Run:
     def step(self) -> int:
         """Number of the current step in the loop over steps().
 
-        Without such a loop: the last logged step, also if it was logged before a restart; 0 if no step is logged.
+        Without such a loop: the last logged step, including steps logged before a restart; 0 if no step is logged.
 
-        A script that loads its own checkpoints, without register_for_checkpointing(), sets this property before its first log() to the step
-        of the loaded checkpoint: logged metrics of later steps are dropped.
+        A script that loads checkpoints without register_for_checkpointing() must set this property to the step of the loaded checkpoint,
+        before its first log(). Logged metrics of later steps are dropped.
         """
         return self._loop.progress.step if self._loop else self._step
 
@@ -151,11 +151,11 @@ class Run:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a stop was requested on any rank (SIGTERM). Read it on all ranks together, once per step.
+        """Whether a stop was requested on any rank (SIGTERM). Read this property on all ranks together, once per step.
 
         After the first read, SIGTERM no longer ends the process: the script must save its state, and call sys.exit(75) to be restarted.
         """
-        stop = self._install_stop_flag()
+        stop = self._install_stop_signal_handler()
         return self._loop.stop_requested if self._loop else collectives.all_reduce_sum([stop.is_set], self._group)[0] > 0
 
     @property
@@ -174,10 +174,10 @@ class Run:
         return self._loop.loss_weight if self._loop else 1.0
 
     def register_for_checkpointing(self, **objects: Stateful) -> None:
-        """Register objects to save in checkpoints, and load the newest checkpoint into them, if there is one.
+        """Register objects to save in checkpoints, and load the newest checkpoint, if any, into them.
 
         Call it on all ranks, once, before the loop. Each object has a state_dict() that is the same on all ranks, and a
-        load_state_dict(): a model (also in DistributedDataParallel), an optimizer, a schedule, or an object of your own. Changes of
+        load_state_dict(): a model (also in DistributedDataParallel), an optimizer, a schedule, or a custom object. Changes of
         config, arguments and script since the loaded checkpoint are logged.
 
         Raises TrainingError if trainer.save_dir is not set or an object cannot be saved, IncompatibleCheckpoint if the newest checkpoint
@@ -192,7 +192,9 @@ class Run:
         if self.runtime.config.trainer.save_dir is None:
             hint = 'call run(trainer={"save_dir": "checkpoints"}), or set trainer.save_dir in the config'
             raise TrainingError("is not set, so no state can be saved", place="config trainer.save_dir", hint=hint)
-        self._loop = loop = TrainingLoop(self.runtime, self._group, UserState(objects), self._install_stop_flag(), self._report_warning)
+        self._loop = loop = TrainingLoop(
+            self.runtime, self._group, UserState(objects), self._install_stop_signal_handler(), self._report_warning
+        )
         self.step = loop.progress.step
         if loop.resumed_from:
             self._report_event(
@@ -215,8 +217,8 @@ class Run:
         unequal numbers of batches, a rank without a next batch repeats its last batch, with a `loss_weight` of 0, until no rank has a next
         batch (cf. torch `Join`).
 
-        The loop ends after `max_steps` steps in total if given, else after `epochs` epochs (default 1). Both are counted across restarts.
-        Random number generators are seeded at each step. The last step is saved.
+        The loop ends after `max_steps` steps in total; if `max_steps` is None, after `epochs` epochs (default 1). Both are counted across
+        restarts. Random number generators are seeded at each step. The last step is saved.
 
         Raises TrainingError if register_for_checkpointing() was not called, or if the loop does not call save_if_due() or read
         stop_requested.
@@ -233,10 +235,10 @@ class Run:
         self._report_saved_checkpoints(self._loop.save_and_wait())
 
     def save_if_due(self, *, metric: float | None = None) -> None:
-        """Save this step in the background, if a checkpoint is due by trainer.save_interval. Call it at the end of each step.
+        """Save this step if a checkpoint is due by trainer.save_interval. Call it at the end of each step.
 
         `metric`: validation loss of this step, if it was evaluated; with trainer.best_checkpoint_mode max, an accuracy or another metric
-        that is better if higher. It must be equal on all ranks. trainer.keep_best_checkpoints is the number of checkpoints with the best
+        for which higher is better. It must be equal on all ranks. trainer.keep_best_checkpoints is the number of checkpoints with the best
         metric to keep.
 
         Raises WorldError if a newer world (restart) has taken over, TrainingError outside the loop over steps().
@@ -310,7 +312,7 @@ class Run:
         return MetricValue(value, ReductionOp.cat)
 
     def _write_pending_metrics(self) -> None:
-        """Reduce the pending metrics over all ranks and write them to the sinks. Called by all ranks together."""
+        """Reduce the pending metrics over all ranks and write them to the sinks. Collective: all ranks must call it."""
         local_metrics = {
             step: {name: value.copy_to_host() for name, value in values.items()} for step, values in self._pending_metrics.items()
         }
@@ -329,11 +331,11 @@ class Run:
             self._post_progress(line)
 
     def _post_progress(self, line: Mapping[str, Any]) -> None:
-        if self._poster:
+        if self._event_sender:
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-            self._poster.queue_progress_event(protocol.Event(protocol.EVENT_PROGRESS, numbers))
+            self._event_sender.queue_progress_event(protocol.Event(protocol.EVENT_PROGRESS, numbers))
 
-    def _install_stop_flag(self) -> StopFlag:
+    def _install_stop_signal_handler(self) -> StopFlag:
         if self._installed_stop_flag is None:
             self._installed_stop_flag = self._stack.enter_context(StopFlag())
         return self._installed_stop_flag
@@ -360,22 +362,22 @@ class Run:
     def _report_warning(self, message: str) -> None:
         if self.runtime.is_rank_zero:
             LOG.warning("%s", message)
-            if self._poster:
-                self._poster.queue_event(protocol.Event(protocol.EVENT_NOTE, {"node": self.runtime.node, "message": message}))
+            if self._event_sender:
+                self._event_sender.queue_event(protocol.Event(protocol.EVENT_NOTE, {"node": self.runtime.node, "message": message}))
 
     def _report_event(self, message: str, kind: str, **data: Any) -> None:
         """Log an event and post it to the coordinator, on rank 0."""
         if self.runtime.is_rank_zero:
             LOG.info("%s", message)
-            if self._poster:
-                self._poster.queue_event(protocol.Event(kind, data))
+            if self._event_sender:
+                self._event_sender.queue_event(protocol.Event(kind, data))
 
     def _close_run(self, *, all_ranks_present: bool) -> None:
         if all_ranks_present:
             self._write_pending_metrics()
         self._sinks.close()
-        if self._poster:
-            self._poster.close(_FLUSH_TIMEOUT_SECONDS)
+        if self._event_sender:
+            self._event_sender.close(_FLUSH_TIMEOUT_SECONDS)
 
 
 def _format_metrics_line(line: Mapping[str, Any]) -> str:

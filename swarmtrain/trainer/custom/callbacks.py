@@ -13,11 +13,11 @@ class CallbackEvent(StrEnum):
     """Events of a run at which callbacks are called."""
 
     step = "step"
-    """A step has ended. The callback gets the number of the step."""
+    """A step has ended. The callback receives the step."""
     saved = "saved"
     """A checkpoint is committed. The callback is called on rank 0, with the step and the path of the checkpoint."""
     end = "end"
-    """The run ends, normally or with an error. The callback gets no arguments."""
+    """The run ends, normally or with an error. The callback receives no arguments."""
 
 
 class CallbackRegistry:

@@ -37,7 +37,7 @@ class ShardedLoader:
         if self.global_batch_size < world_size or self.sample_count < world_size:
             fewer = min(self.global_batch_size, self.sample_count)
             raise TrainingError(
-                f"{world_size} ranks need at least one sample each, and there are only {fewer} samples",
+                f"{world_size} ranks need at least {world_size} samples per step, but there are only {fewer}",
                 place="steps",
                 hint="use larger batches, or fewer ranks",
             )
@@ -64,7 +64,7 @@ class ShardedLoader:
     def _assign_samples(self, epoch: int, number: int) -> tuple[list[int], float]:
         """Return this rank's sample indices in step `number` of an epoch, and the loss weight of its batch.
 
-        If there are fewer samples than ranks, a rank without samples gets a sample of another rank, with weight 0.
+        If there are fewer samples than ranks, a rank without samples receives a sample of another rank, with weight 0.
         """
         first = number * self.global_batch_size
         count = min(self.global_batch_size, self.sample_count - first)
@@ -83,8 +83,7 @@ class ShardedLoader:
 class _SeededDataset(Dataset[Any]):
     """Dataset that seeds the random number generators for each sample, as a function of (seed, epoch, sample).
 
-    So the random augmentation of a sample depends neither on the rank and the worker process that read it, nor on the samples that they
-    have read before.
+    Random augmentation of a sample is therefore independent of the rank, of the worker process, and of previously read samples.
     """
 
     def __init__(self, data: Dataset[Any], seed: int) -> None:

@@ -42,7 +42,7 @@ def flatten_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value from which `flatten_state` built `tree` and `tensors`."""
+    """Rebuild and return the value that `flatten_state` split into `tree` and `tensors`."""
     match tree:
         case {"tensor": str(name)}:
             return tensors[name]
@@ -61,6 +61,6 @@ def _register_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> A
     if not tensor.numel():
         return {"empty": [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]}
     if name in tensors:
-        raise TrainingError("is the name of two tensors, since two keys of a dict have the same text", place=name, hint=_HINT)
+        raise TrainingError("is not a unique tensor name: two keys of a dict have the same string representation", place=name, hint=_HINT)
     tensors[name] = tensor
     return {"tensor": name}

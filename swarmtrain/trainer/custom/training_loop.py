@@ -30,9 +30,9 @@ class _StepAgreement(NamedTuple):
 
     step: int
     stop_requested: bool = False
-    """A stop was requested on any rank."""
+    """Whether a stop was requested on any rank."""
     save_requested: bool = False
-    """A checkpoint is due by rank 0's clock."""
+    """Whether a checkpoint is due by rank 0's clock."""
     ranks_with_next_batch: int = 0
     """Number of ranks that have a batch for the next step."""
 
@@ -43,7 +43,7 @@ class TrainingLoop:
     def __init__(
         self, runtime: Runtime, group: dist.ProcessGroup | None, user_state: UserState, stop: StopFlag, report_warning: WarningReporter
     ) -> None:
-        """Load the newest checkpoint in save_dir, or else in trainer.load_dir, if there is one.
+        """Load the newest checkpoint in trainer.save_dir; if there is none, the newest checkpoint in trainer.load_dir.
 
         Raises the errors of CheckpointManager and UserState.load_checkpoint; TrainingError if trainer.load_dir has no complete checkpoint.
         """
@@ -109,7 +109,7 @@ class TrainingLoop:
         return self._all_reduce_stop_and_save_flags().stop_requested
 
     def save_if_due(self, metric: float | None) -> list[SavedCheckpoint]:
-        """Start a checkpoint of this step if one is due. Return the checkpoints that this rank has committed since the last call.
+        """Start saving this step if a checkpoint is due. Return the checkpoints that this rank has committed since the last call.
 
         Raises WorldError if a newer world has taken over, TrainingError outside the loop over steps().
         """
@@ -186,8 +186,8 @@ class TrainingLoop:
         saved_world_size = self._user_state.data_layout.get("ranks", self._runtime.world_size)
         if saved_world_size != self._runtime.world_size:
             self._report_warning(
-                f"{saved_world_size} ranks read this data, and now there are {self._runtime.world_size}: the data of each rank "
-                f"differs from before"
+                f"the number of ranks has changed from {saved_world_size} to {self._runtime.world_size} since the checkpoint: "
+                "each rank now reads different data"
             )
         world_size = self._runtime.world_size
         self._start_loop({"global_batch_size": 1, "ranks": world_size}, 0, max_steps)
@@ -229,7 +229,7 @@ class TrainingLoop:
     def _seed(self) -> int:
         return self._runtime.config.trainer.seed
 
-    def _find_load_dir_checkpoint(self) -> discovery.FoundCheckpoint | None:
+    def _find_load_dir_checkpoint(self) -> discovery.CheckpointWithManifest | None:
         for folder in self._runtime.config.trainer.load_dir:
             if checkpoint := discovery.find_newest_checkpoint_in_folder(self._runtime, folder, self._report_warning):
                 return checkpoint

@@ -18,7 +18,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer.checkpoint.compatibility import diff_configs
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.storage.discovery import FoundCheckpoint
+from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, TensorStorageReader, describe_first_failure
 from swarmtrain.trainer.custom.state_tree import flatten_state, unflatten_state
 
@@ -66,7 +66,7 @@ class UserState:
         return self._state
 
     def load_checkpoint(self, path: Path, content: Manifest) -> None:
-        """Load the checkpoint at `path`, with the manifest `content`, into the objects. Called by all ranks together.
+        """Load the checkpoint at `path`, with the manifest `content`, into the objects. Collective: all ranks must call it.
 
         Raises IncompatibleCheckpoint if the checkpoint has other objects, or if an object rejects its saved state; CheckpointError if the
         checkpoint cannot be read.
@@ -79,7 +79,7 @@ class UserState:
         tensors = {name: torch.empty(entry["size"], dtype=DTYPES_BY_NAME[entry["dtype"]]) for name, entry in content.tensors.items()}
         try:
             dcp.load(tensors, storage_reader=TensorStorageReader(path, content.tensors))
-        except CheckpointException as error:  # a BaseException, so no `except Exception` would catch it
+        except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
             raise CheckpointError(describe_first_failure(error), place=str(path)) from None
         for name, stateful in self._objects.items():
             try:
@@ -90,13 +90,14 @@ class UserState:
         self.data_layout = dict(content.state["data_layout"])
 
 
-def describe_changes_since_checkpoint(checkpoint: FoundCheckpoint, config: Config) -> Iterator[str]:
+def describe_changes_since_checkpoint(checkpoint: CheckpointWithManifest, config: Config) -> Iterator[str]:
     """Yield a description of each change in config, arguments and script since `checkpoint` was written."""
     content = checkpoint[1]
     yield from diff_configs(content.config, config.model_dump(mode="json"), "config")
     saved_script, current_script = content.state.get("script", {}), _describe_script()
     if saved_script.get("arguments", current_script["arguments"]) != current_script["arguments"]:
-        yield f"arguments are {' '.join(saved_script['arguments'])} in the checkpoint and {' '.join(current_script['arguments'])} here"
+        saved_arguments, current_arguments = (" ".join(script["arguments"]) for script in (saved_script, current_script))
+        yield f"arguments are {saved_arguments} in the checkpoint and {current_arguments} in this run"
     if saved_script.get("sha256", current_script["sha256"]) != current_script["sha256"]:
         yield f"{current_script['name']} has changed since the checkpoint"
 

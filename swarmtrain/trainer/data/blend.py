@@ -1,4 +1,4 @@
-"""Blending of data sets: select the data set of each sample, so that up to any position proportions are exact to within one sample.
+"""Blending of data sets: select the data set of each sample, so that the proportions up to any position are exact to within one sample.
 
 Each data set has a share: its integer number of samples per period. The period is the sum of the shares. Sample j of a set with share c is
 due between the positions j × period / c and (j + 1) × period / c. Each position is assigned to the sample with the earliest deadline among

@@ -1,7 +1,7 @@
 """Samples that are single documents: sample i is document i of a token file, truncated to the sequence length.
 
 In DocumentSamples, the target of each token is the next token. In EmbeddingSamples, the target of each token is the token itself: an
-embedding model predicts no tokens, and a target only marks whether the token is ignored.
+embedding model does not predict tokens, and a target only marks whether the token is ignored.
 """
 
 from __future__ import annotations

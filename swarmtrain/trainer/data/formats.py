@@ -56,7 +56,7 @@ def open_token_files(
     """
     actual_format = detect_token_file_format(prefix) if format is TokenFileFormat.auto else format
     if document_token is not None and actual_format in (TokenFileFormat.memory_map, TokenFileFormat.megatron):
-        raise ValueError("has its own index: data.document_token is only for files without one")
+        raise ValueError("has an index: data.document_token applies only to formats without an index")
     return _READERS[actual_format](prefix, array_type, document_token)
 
 

@@ -32,7 +32,7 @@ _CHECK_BLOCK_DOCUMENTS = 1 << 20
 class MemoryMap:
     """The tokens and documents of one data set (the token files with one path prefix), or of a range of its documents.
 
-    Tokens are read only when requested. Other formats than Scaling's are supported too: their document index is built when the files are
+    Tokens are read only when requested. Other formats are also supported: their document index is built when the files are
     opened, and takes 16 bytes of memory per document.
     """
 

@@ -104,7 +104,7 @@ def pack_items_best_fit(sizes: Ids, capacity: int) -> Ids:
 
 
 def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, Ids], packs_by_space: dict[int, list[Ids]]) -> Ids:
-    """Put as many of `items`, all of the same `size`, as possible into given packs. Return the remaining items.
+    """Put as many of `items`, all of the same `size`, as possible into `packs_with_space`. Return the remaining items.
 
     `packs_with_space`: the free space, equal in all these packs, and their indices. `packs` (pack index of each item) and `packs_by_space`
     (indices of the other packs, by free space) are updated.

@@ -61,7 +61,7 @@ class GlobalBatch:
 
 
 def open_data(config: Config) -> tuple[TokenDataset, TokenDataset | None]:
-    """Open the training data and the validation data of `config`, and return both; None if there is no validation data.
+    """Return the training data and the validation data of `config`; the latter is None if there is no validation data.
 
     Raises TrainingError if a token file is missing or invalid.
     """

@@ -1,9 +1,9 @@
 """Shuffling: the sample order is a function of (seed, epoch, position) alone.
 
-So the order is independent of the topology, and resuming at any position takes no time. The permutation of n samples needs no table: it
-is a six-round Feistel network over 0..m-1, where m is the next power of four. Results of n or more are permuted again until they are less
-than n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Since m is at most 4 n, fewer than four
-iterations are needed on average.
+So the order is independent of the topology, and resuming at any position takes constant time. The permutation of n samples needs no
+table: it is a six-round Feistel network over 0..m-1, where m is the next power of four. Results of n or more are permuted again until
+they are less than n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Since m is at most 4 n, fewer than
+four iterations are needed on average.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Stream samples: windows over a token file, regardless of document boundaries. Sample i begins at token i × sequence_length.
 
-The last token of a window is a target but not an input, and it is the first input of the next window. So every token except the file's
-first is a target once per epoch, also across document boundaries. The number of targets of a sample is known without reading the index.
+The last token of a window is a target but not an input, and it is the first input of the next window. So every token except the first
+of the file is a target once per epoch, also across document boundaries. The number of targets of a sample is known without reading the
+index.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Arrays of numbers in a file that is either memory-mapped, or read by system calls with retries.
 
-Memory-mapped data is read without system calls. But if a network file system is unavailable for a moment, a process that accesses mapped
+Memory-mapped data is read without system calls. But if a network file system is briefly unavailable, a process that accesses mapped
 data is killed by SIGBUS. With read calls, the error is logged and the read is retried.
 """
 

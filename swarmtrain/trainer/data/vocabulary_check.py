@@ -90,7 +90,7 @@ def check_tokenizer(file: MemoryMap, vocab_size: int) -> None:
 
 
 def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: float = _MAX_SCAN_SECONDS) -> None:
-    """Scan `files` for tokens outside the vocabulary, for at most `max_seconds`. Called by all ranks together.
+    """Scan `files` for tokens outside the vocabulary, for at most `max_seconds`. Collective: all ranks must call it.
 
     Files that an earlier scan has recorded are skipped. Raises DataError if a token is outside the vocabulary, TrainingError if a file
     cannot be read.
@@ -177,6 +177,6 @@ def _read_scan_record(record_path: Path | None) -> dict[str, TokenScan]:
 
 def _write_scan_record(record_path: Path | None, scans: Mapping[str, TokenScan]) -> None:
     if record_path:
-        with suppress(OSError):  # if the disk is full, the checkpoints will report it
+        with suppress(OSError):  # a full disk is reported when a checkpoint is saved
             text = json.dumps({name: asdict(scan) for name, scan in scans.items()}, indent=1) + "\n"
             write_files_atomically({record_path: (text.encode(), PUBLIC_MODE)})

@@ -50,15 +50,18 @@ def export_checkpoint(
     sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_peft_parameter(name)}
     export_dtype = safetensors.parse_dtype(dtype) or checkpoint.find_parameter_dtype(next(iter(sizes)))
     mapping = TensorMapping(model_family, architecture, sizes)
-    specs = {their_name: safetensors.TensorSpec(export_dtype, mapping.compute_tensor_shape(their_name)) for their_name in mapping.sources}
+    specs = {
+        huggingface_name: safetensors.TensorSpec(export_dtype, mapping.compute_tensor_shape(huggingface_name))
+        for huggingface_name in mapping.sources
+    }
     files = _split_tensors_into_files(specs, shard_bytes)
     progress_bar = ProgressBar("", sum(spec.nbytes for spec in specs.values()), verb="writing")
 
-    def build_tensor(their_name: str) -> Tensor:
+    def build_tensor(huggingface_name: str) -> Tensor:
         progress_bar.print_if_due()
-        progress_bar.update(specs[their_name].nbytes, 0)
+        progress_bar.update(specs[huggingface_name].nbytes, 0)
         return mapping.fuse_parameters(
-            their_name, [_load_merged_parameter(checkpoint, name, sizes[name]) for name in mapping.sources[their_name]]
+            huggingface_name, [_load_merged_parameter(checkpoint, name, sizes[name]) for name in mapping.sources[huggingface_name]]
         )
 
     with write_folder_atomically(output) as staging:

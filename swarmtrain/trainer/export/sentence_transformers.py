@@ -43,10 +43,10 @@ def write_modules(folder: Path, checkpoint: ConsolidatedCheckpoint, head: Embedd
             folder / path / "config.json", {"in_features": inputs, "out_features": outputs, "bias": True, "activation_function": activation}
         )
         tensors = {
-            their_name: checkpoint.load_parameter(
+            huggingface_name: checkpoint.load_parameter(
                 f"head.projections.{number}.{our_name}", (outputs, inputs) if our_name == "weight" else (outputs,)
             )
-            for our_name, their_name in _DENSE_NAMES.items()
+            for our_name, huggingface_name in _DENSE_NAMES.items()
         }
         specs = {name: safetensors.TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         safetensors.write_tensors(folder / path / "model.safetensors", specs, tensors.__getitem__)

@@ -2,7 +2,7 @@
 
 By default each rank's garbage collector runs at a different time, and scans all objects that imports have created, while all other ranks
 wait in the next collective. So it is disabled during steps. Objects that exist after the first steps are frozen
-permanently, and newer ones are collected at an interval of steps that is the same on all ranks.
+permanently, and newer objects are collected at an interval of steps that is the same on all ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Time that each rank works in a step, without the time that it waits for other ranks.
+"""Working time of each rank per step, excluding the time that it waits for other ranks.
 
 A step takes equally long on every rank, since all wait for the slowest. So two times are measured that include little or no waiting: data
 loading, and the forward pass of a block. In the forward pass a rank waits at most for the tensor-parallel ranks that share its layers:
 fully_shard gathers the block's parameters, and a pipeline stage receives its input, before that pass begins. On a GPU, CUDA events mark
-its start and end. They are read after the step has synchronized with the device anyway, so they cause no extra wait.
+its start and end. They are read after the step has synchronized with the device anyway, so reading them adds no synchronization.
 
 Ranks compare their timings at intervals. The interval is a number of steps computed from values that all ranks share, so that all ranks
 compare at the same step.
@@ -30,7 +30,7 @@ from swarmtrain.trainer.runtime import Runtime
 MIN_INTERVAL_SECONDS = 10.0
 """Minimum time in seconds between two comparisons."""
 MIN_INTERVAL_STEPS = 8
-"""Minimum number of steps between two comparisons: one slow step does not change the median of this many."""
+"""Minimum number of steps between two comparisons, so that one slow step does not change the median."""
 _MAX_TIMED_BLOCKS = 4
 """Maximum number of blocks whose forward pass is timed, once per step; all blocks are alike."""
 
@@ -55,7 +55,7 @@ class RankTiming:
 
 
 class RankTimer:
-    """Measures the timing of this rank's steps. It registers hooks on the model's blocks, so there must be only one per model."""
+    """Measures the timing of this rank's steps. It registers hooks on the model's blocks, so create only one RankTimer per model."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, data: TokenDataset) -> None:
         self._runtime, self._data = runtime, data

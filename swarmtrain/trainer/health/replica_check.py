@@ -25,8 +25,8 @@ ShardKey = tuple[str, int, tuple[int, ...]]
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, number: int) -> None:
-    """Compare parameters and optimizer state of all replicas after step `number`. Called by all ranks together.
+def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, step: int) -> None:
+    """Compare parameters and optimizer state of all replicas after step `step`. Collective: all ranks must call it.
 
     Raises TrainingError if any bit differs; the message names rank, node and tensor.
     """
@@ -43,7 +43,7 @@ def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Opti
         raise TrainingError(
             f"rank {rank} on {nodes[rank]} has different values than rank {reference_rank} on {nodes[reference_rank]}, in "
             f"{names[0]}{others_text}",
-            place=f"step {number}",
+            place=f"step {step}",
             hint=f"a GPU or memory of {nodes[rank]} may be failing: remove it from runner.hosts and resume from a checkpoint",
         )
 

@@ -1,8 +1,8 @@
 """Stop flag (graceful exit at SIGTERM), and timeout of collectives.
 
 SIGTERM requests a stop of one rank, which exits only after all ranks have agreed on the last step. The signal handler only sets a flag,
-since it may run between any two lines of the training loop. Ranks receive the signal up to seconds apart, so the flag is included in an
-all-reduce that each step runs anyway (step.py).
+since it may run between any two lines of the training loop. Ranks receive the signal up to several seconds apart, so the flag is included
+in an all-reduce that each step runs anyway (step.py).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The peers of a hanging rank wait in a collective until the collective times out (stop_flag.py). They can only report that some rank did not
 arrive. So each rank also has a watchdog thread, which measures how long the current step has taken. The watchdog's step timeout is longer
-than the collective timeout: by then, ranks that only wait have exited, torch's agent has requested a stop of the others (SIGTERM, which a
-blocked main thread may not handle), and a rank that remains is the one that hangs. If no stop was requested, all ranks may be busy with
-something rare, such as a compilation or a slow disk, so the step timeout is several times as long.
+than the collective timeout: by then, waiting ranks have exited, torchrun's agent has sent SIGTERM to the other ranks (a blocked main
+thread may not handle it), and the remaining rank is the one that hangs. If no stop was requested, all ranks may be in a rare long
+operation, such as a compilation or slow disk I/O, so the step timeout is several times as long.
 
 faulthandler writes the stack traces, since it works even if the interpreter is blocked. Its own timer
 (dump_traceback_later) is not used: a process that was forked while the timer ran would wait for it forever.
@@ -68,17 +68,17 @@ class Watchdog:
         os.close(self._wakeup_write_fd)
 
     @contextmanager
-    def watch_step(self, number: int) -> Iterator[None]:
-        """Context manager for step `number`.
+    def watch_step(self, step: int) -> Iterator[None]:
+        """Context manager for step `step`.
 
         Exceptions get the attribute `step`: an error that recurs at the same step after a restart is treated as a bug.
         """
-        start_time, self._elapsed_seconds, self._current_step = time.monotonic(), 0.0, number
+        start_time, self._elapsed_seconds, self._current_step = time.monotonic(), 0.0, step
         try:
             yield
         except Exception as error:
             with suppress(AttributeError):
-                error.step = number  # type: ignore[attr-defined]  # read in entrypoint/supervisor/rank_process.py
+                error.step = step  # type: ignore[attr-defined]  # read in entrypoint/supervisor/rank_process.py
             raise
         finally:
             self._current_step = None
@@ -97,7 +97,7 @@ class Watchdog:
         last_poll = time.monotonic()
         while not self._stopped.wait(POLL_SECONDS):
             now = time.monotonic()
-            # A process that was frozen, with its container or manually, has missed one check, no matter how long it was frozen.
+            # A frozen process (docker pause, SIGSTOP) misses only one check, regardless of the duration.
             self._elapsed_seconds += min(now - last_poll, 2 * POLL_SECONDS)
             last_poll = now
             self._read_signals()

@@ -84,7 +84,7 @@ class TensorMapping:
         for name in sizes:
             self.sources.setdefault(self._map_parameter_name(name), []).append(name)
         self._locations = {
-            name: (their_name, index) for their_name, our_names in self.sources.items() for index, name in enumerate(our_names)
+            name: (huggingface_name, index) for huggingface_name, our_names in self.sources.items() for index, name in enumerate(our_names)
         }
 
     @property
@@ -100,40 +100,44 @@ class TensorMapping:
     @property
     def position_embeddings_name(self) -> str | None:
         """Name of the learned position embeddings; None if there are none. This tensor may have more positions than a training sample."""
-        return next((their_name for their_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
+        return next((huggingface_name for huggingface_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
 
     def find_unfused_tensor_name(self, name: str) -> str | None:
         """Return the name of the family's tensor that equals parameter `name`; None if that tensor is fused or transposed."""
-        their_name, _ = self._locations[name]
-        return their_name if len(self.sources[their_name]) == 1 and not self._is_transposed(their_name) else None
+        huggingface_name, _ = self._locations[name]
+        return huggingface_name if len(self.sources[huggingface_name]) == 1 and not self._is_transposed(huggingface_name) else None
 
-    def compute_tensor_shape(self, their_name: str) -> tuple[int, ...]:
-        """Return the shape of the family's tensor `their_name`."""
-        rows, *columns = zip(*(self._sizes[name] for name in self.sources[their_name]), strict=True)
+    def compute_tensor_shape(self, huggingface_name: str) -> tuple[int, ...]:
+        """Return the shape of the family's tensor `huggingface_name`."""
+        rows, *columns = zip(*(self._sizes[name] for name in self.sources[huggingface_name]), strict=True)
         fused_size = (sum(rows), *(dimension[0] for dimension in columns))
-        return fused_size[::-1] if self._is_transposed(their_name) else fused_size
+        return fused_size[::-1] if self._is_transposed(huggingface_name) else fused_size
 
-    def fuse_parameters(self, their_name: str, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the family's tensor `their_name`, built from the swarmtrain `parameters` that it consists of."""
+    def fuse_parameters(self, huggingface_name: str, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the family's tensor `huggingface_name`, built from the swarmtrain `parameters` that it consists of."""
         if self._interleaves_heads and len(parameters) > 1:
             heads, size = self._shape.num_attention_heads, self._shape.head_size
             return torch.stack([parameter.reshape(heads, size, *parameter.shape[1:]) for parameter in parameters], dim=1).flatten(0, 2)
         tensor = torch.cat(list(parameters)) if len(parameters) > 1 else parameters[0]
-        return tensor.T if self._is_transposed(their_name) else tensor
+        return tensor.T if self._is_transposed(huggingface_name) else tensor
 
     def extract_parameter(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the swarmtrain parameter `name`, extracted from the family's `tensors`; a view of a tensor if possible."""
-        their_name, index = self._locations[name]
-        tensor, count = tensors[their_name], len(self.sources[their_name])
+        huggingface_name, index = self._locations[name]
+        tensor, count = tensors[huggingface_name], len(self.sources[huggingface_name])
         if self._interleaves_heads and count > 1:
             size = self._shape.head_size
             return tensor.reshape(self._shape.num_attention_heads, count, size, *tensor.shape[1:])[:, index].flatten(0, 1)
-        tensor = tensor.T if self._is_transposed(their_name) else tensor
+        tensor = tensor.T if self._is_transposed(huggingface_name) else tensor
         return tensor.chunk(count)[index][: self._sizes[name][0]]
 
-    def _is_transposed(self, their_name: str) -> bool:
-        """Return whether the family stores the tensor `their_name` transposed."""
-        return self._transposes and their_name.startswith(self._names.layer_prefix) and len(self._sizes[self.sources[their_name][0]]) > 1
+    def _is_transposed(self, huggingface_name: str) -> bool:
+        """Return whether the family stores the tensor `huggingface_name` transposed."""
+        return (
+            self._transposes
+            and huggingface_name.startswith(self._names.layer_prefix)
+            and len(self._sizes[self.sources[huggingface_name][0]]) > 1
+        )
 
     def _map_parameter_name(self, name: str) -> str:
         module, _, suffix = name.rpartition(".")

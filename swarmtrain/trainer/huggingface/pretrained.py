@@ -127,7 +127,7 @@ def find_architecture_differences(
         "mlp_factor x hidden_size": (loaded_architecture.mlp_width, architecture.mlp_width),
     }
     return [
-        f"{name} is {loaded} in the checkpoint and {configured} here"
+        f"{name} is {loaded} in the checkpoint and {configured} in the config"
         for name, (loaded, configured) in pairs.items()
         if loaded != configured
     ]
@@ -138,14 +138,14 @@ def _check_tensor_names_and_shapes(folder: Path, tensors: Mapping[str, Tensor], 
 
     `headless`: whether the tensor of the language model head is optional.
     """
-    expected = {their_name: mapping.compute_tensor_shape(their_name) for their_name in mapping.sources}
+    expected = {huggingface_name: mapping.compute_tensor_shape(huggingface_name) for huggingface_name in mapping.sources}
     extra = set(exclude_buffer_names(tensors)) - expected.keys() - ({mapping.head_name} if headless else set())
     mismatches = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     mismatches += [f"{name} is unexpected" for name in sorted(extra)]
     sizes = [(name, tuple(tensors[name].shape), size) for name, size in expected.items() if name in tensors]
     positions_name = mapping.position_embeddings_name  # a model with shorter samples uses only the first positions
     mismatches += [
-        f"{name} is {found_size} in the checkpoint and {size} here"
+        f"{name} is {found_size} in the checkpoint and {size} in the model"
         for name, found_size, size in sizes
         if found_size != size and not (name == positions_name and found_size[0] > size[0] and found_size[1:] == size[1:])
     ]

@@ -55,7 +55,7 @@ def main(request: Mapping[str, Any]) -> None:
     )
     records = [SourceRecord(number, {"before": options.instruction, "text": text}) for number, text in enumerate(options.texts)]
     documents = CompletionBuilder(tokenizer, "before", "text", eos_token).build_documents(records)
-    with open_parallel_model(model, needs_vectors=True) as (parallel_model, runtime):
+    with open_parallel_model(model, requires_embedding_model=True) as (parallel_model, runtime):
         vectors = embed_documents(
             parallel_model.local_model, documents, options.batch_size, runtime.device, show_progress=runtime.is_rank_zero
         )

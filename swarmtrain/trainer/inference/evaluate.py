@@ -57,7 +57,11 @@ def _evaluate_tasks(options: Mapping[str, Any]) -> None:
 def _resolve_model_folder(options: Mapping[str, Any], config: Config) -> Path:
     folder = options["model"] or config.trainer.save_dir
     if folder is None:
-        raise TrainingError("there is no model", place="config trainer.save_dir", hint="pass one with --model FOLDER")
+        raise TrainingError(
+            "is not set, so there is no model to evaluate",
+            place="config trainer.save_dir",
+            hint="pass the model's folder with --model FOLDER",
+        )
     return Path(folder)
 
 
@@ -73,7 +77,9 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         for name in sorted({*model.architecture.peft_fields, *architecture.peft_fields})
     ]
     mismatches += [
-        f"{name} is {loaded} in the checkpoint and {configured} here" for name, loaded, configured in adapter_fields if loaded != configured
+        f"{name} is {loaded} in the checkpoint and {configured} in the config"
+        for name, loaded, configured in adapter_fields
+        if loaded != configured
     ]
     if mismatches:
         raise IncompatibleCheckpoint(

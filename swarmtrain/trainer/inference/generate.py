@@ -108,7 +108,7 @@ def generate_tokens(
                 return
             tokens = torch.cat((tokens, torch.tensor(sampled, device=device)[:, None]), dim=1)
             if documents is not None:
-                # After the end of a sequence, each further token is a document of its own, so that no position exceeds the maximum.
+                # After the end of a sequence, each further token is a separate document, so that no position exceeds the maximum.
                 documents = torch.cat((documents, documents[:, -1:] + torch.tensor(finished, device=device)[:, None]), dim=1)
 
 
@@ -120,6 +120,6 @@ def _sample_token(logits: Tensor, sampling_params: SamplingParams, generator: to
     if sampling_params.top_k:
         sorted_logits = sorted_logits[: sampling_params.top_k]
     probabilities = sorted_logits.softmax(0)
-    # The most likely token is always kept, whatever top_p is.
+    # The most likely token is always kept, regardless of top_p.
     probabilities[(probabilities.cumsum(0) - probabilities >= sampling_params.top_p).logical_and(torch.arange(len(probabilities)) > 0)] = 0
     return int(tokens[probabilities.multinomial(1, generator=generator)])

@@ -1,6 +1,6 @@
 """KV cache: stores the attention keys and values of earlier tokens, so that they are computed only once.
 
-The model uses the cache through the interface for context parallelism: it computes only a part of each sequence, the new tokens, and gets
+The model uses the cache through the interface for context parallelism: it computes only a part of each sequence, the new tokens, and reads
 the keys and values of the other tokens from the cache.
 """
 

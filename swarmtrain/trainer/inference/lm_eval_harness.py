@@ -139,9 +139,9 @@ def run_tasks(
 
 
 def _build_task_manager(tasks: Sequence[str], task_folder: Path | None) -> TaskManager:
-    """Return a task manager that has `tasks`.
+    """Return a task manager that can load `tasks`.
 
-    Tasks are first searched for only in `task_folder`, since scanning the harness's thousands of tasks takes 10 s.
+    Only `task_folder` is searched first, since scanning the harness's thousands of tasks takes 10 s.
     """
     local_manager = TaskManager(include_path=task_folder, include_defaults=False) if task_folder else None
     return local_manager if local_manager and set(tasks) <= set(local_manager.all_subtasks) else TaskManager(include_path=task_folder)

@@ -49,7 +49,7 @@ class ModelSource:
 
 
 def open_model_tokenizer(names: Sequence[str], architecture: TransformerArchitectureConfig, place: str, option: str) -> BaseTokenizer:
-    """Open the first of the tokenizers `names` for a model with `architecture`.
+    """Open and return the first of the tokenizers `names` for a model with `architecture`.
 
     `place` (the model) and `option` (the option that sets the tokenizer) are shown in errors. Raises TrainingError if `names` is empty, or
     if the tokenizer's vocabulary is too large for the model.

@@ -19,18 +19,18 @@ from swarmtrain.trainer.runtime import Runtime, start_runtime
 
 
 @contextmanager
-def open_parallel_model(model: ModelSource, *, needs_vectors: bool = False) -> Iterator[tuple[ParallelModel, Runtime]]:
+def open_parallel_model(model: ModelSource, *, requires_embedding_model: bool = False) -> Iterator[tuple[ParallelModel, Runtime]]:
     """Context manager that yields `model`, tensor-parallel over all ranks, and the runtime.
 
-    `needs_vectors`: whether the model must be an embedding model; otherwise it must be a language model. Raises SwarmtrainError if it is
-    not, or if the model's dimensions are not divisible by the number of ranks.
+    `requires_embedding_model`: whether the model must be an embedding model; otherwise it must be a language model. Raises SwarmtrainError
+    if it is of the other type, or if the model's dimensions are not divisible by the number of ranks.
     """
     # Prompts of different lengths are padded. The padding is a separate document, so attention must not cross document boundaries.
     shape = model.architecture.model_copy(update={"reset_attention_mask": True, "reset_position_ids": True})
-    if needs_vectors is not (shape.embedding_head_config is not None):
+    if requires_embedding_model is not (shape.embedding_head_config is not None):
         reason, hint = (
             ("generates text, and has no embedding head", "sample")
-            if needs_vectors
+            if requires_embedding_model
             else ("is an embedding model, and does not generate text", "embed")
         )
         raise TrainingError(reason, place=str(model.path), hint=f"use swarmtrain {hint}")

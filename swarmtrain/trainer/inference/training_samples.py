@@ -38,8 +38,8 @@ class TrainingSampler:
     def generate_samples(self, step: int, timer: StepTimer, *, is_last: bool) -> list[GeneratedSample]:
         """Generate completions of the prompts if they are due after `step`, and return them on rank 0.
 
-        `is_last`: whether `step` is the last step. The completions are the same in every topology. Empty if none are due, and on all ranks
-        other than rank 0.
+        `is_last`: whether `step` is the last step. The completions are the same in every topology. The list is empty if none are due,
+        and on all ranks other than rank 0.
         """
         config, local = self._config, self._model.local_model
         if config is None or step == 0 or (step % config.interval and not is_last):

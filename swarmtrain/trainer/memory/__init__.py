@@ -31,7 +31,7 @@ peak, except in a pipeline."""
 
 @dataclass(frozen=True)
 class RankMemoryEstimate:
-    """Estimated memory in bytes of one simulated rank. Other ranks with the same pipeline stages need no more memory."""
+    """Estimated memory in bytes of one simulated rank. Other ranks with the same pipeline stages do not need more memory."""
 
     rank: int
     """The simulated rank: the lowest rank with these pipeline stages."""
@@ -57,8 +57,8 @@ class RankMemoryEstimate:
 def estimate_memory(config: Config, world_size: int) -> list[RankMemoryEstimate]:
     """Return the estimates for a run with `world_size` ranks: one per pipeline rank; without pipeline parallelism, one for rank 0.
 
-    Other ranks need no more memory: the first replica has the most micro batches, and tensor-parallel ranks need the same memory. Raises
-    SwarmtrainError if the number of ranks does not match the config, or if the step cannot be simulated.
+    Other ranks do not need more memory: the first replica has the most micro batches, and tensor-parallel ranks need the same memory.
+    Raises SwarmtrainError if the number of ranks does not match the config, or if the step cannot be simulated.
     """
     pipe_size = config.topology.pipeline_parallel_size
     return [_estimate_rank_memory(config, world_size, pipe_rank * world_size // pipe_size) for pipe_rank in range(pipe_size)]

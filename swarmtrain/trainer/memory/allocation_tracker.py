@@ -28,7 +28,7 @@ class AllocationKind(StrEnum):
     parameters = "parameters"
     gradients = "gradients"
     optimizer_state = "optimizer state"
-    fp64_sums = "sums in fp64"
+    fp64_sums = "fp64 gradients"
     activations = "activations"
     logits = "logits"
     backward_gradients = "backward gradients"
@@ -52,7 +52,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def __init__(self, *, vocabulary_size: int, has_fp64_sums: bool) -> None:
         """`vocabulary_size`: size of the vocabulary shard in this rank's logits.
 
-        `has_fp64_sums`: attribute float64 tensors to gradient sums.
+        `has_fp64_sums`: whether gradients are accumulated in fp64; float64 tensors are then recorded as such.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary_size, self._has_fp64_sums = vocabulary_size, has_fp64_sums

@@ -108,7 +108,7 @@ class _SyntheticSamples(TokenDataset):
 
 
 class _StaticBucketReducer:
-    """DDP's reducer with buckets that are never rebuilt: rebuilding reads data from other ranks, which do not exist here."""
+    """DDP's reducer with buckets that are never rebuilt: rebuilding reads data from other ranks, which the simulation does not run."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -22,7 +22,7 @@ from swarmtrain.trainer.health.rank_timing import RankTiming
 from swarmtrain.trainer.health.stragglers import StragglerDetector, find_slow_ranks
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.audit_log import replace_non_finite
-from swarmtrain.trainer.metrics.event_poster import EventPoster
+from swarmtrain.trainer.metrics.event_sender import EventSender
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
@@ -43,7 +43,7 @@ class RunReporter:
     def __init__(self, runtime: Runtime, trial: DeterminedTrial) -> None:
         self._runtime, self._trial = runtime, trial
         self._total_steps = runtime.config.trainer.train_iterations
-        self._poster = EventPoster(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
+        self._event_sender = EventSender(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
         self._sinks = Sinks(trial)
         self._throughput = Throughput()
         self._straggler_detector = StragglerDetector()
@@ -61,11 +61,11 @@ class RunReporter:
 
     def __exit__(self, *_: object) -> None:
         self._sinks.close()
-        if self._poster:
-            self._poster.close(_FLUSH_TIMEOUT_SECONDS)
+        if self._event_sender:
+            self._event_sender.close(_FLUSH_TIMEOUT_SECONDS)
 
     def report_start(self, step: int, resumed_from: Path | None, generation: int, model: ParallelModel) -> None:
-        """Report that training of `model` starts after `step`, and open the sinks. Called by all ranks together.
+        """Report that training of `model` starts after `step`, and open the sinks. Collective: all ranks must call it.
 
         `generation`: generation of the current world (rendezvous round). `resumed_from`: path of the checkpoint from which training
         resumes; None if it starts from scratch. Raises TrainingError if a sink cannot be opened.
@@ -134,7 +134,7 @@ class RunReporter:
             }
         )
         self._straggler_fields = {}
-        if self._poster:
+        if self._event_sender:
             self._memory_usage = memory or self._memory_usage
             fields = {
                 "step": step,
@@ -144,7 +144,7 @@ class RunReporter:
                 "phases": phase_seconds,
                 "memory": self._memory_usage,
             }
-            self._poster.queue_progress_event(Event(protocol.EVENT_PROGRESS, {**fields, "eta_seconds": round(eta, 1)}))
+            self._event_sender.queue_progress_event(Event(protocol.EVENT_PROGRESS, {**fields, "eta_seconds": round(eta, 1)}))
         if should_log or result.is_skipped:
             skip_reason = result.non_finite_reason or f"gradients overflow at loss scale {update.loss_scale or 1:g}"
             LOG.info(
@@ -184,7 +184,7 @@ class RunReporter:
         return extra_metrics | ({"skipped": True} if result.is_skipped else {}) | ({"clipped": True} if update.clipped else {})
 
     def report_rank_timings(self, timings: list[RankTiming] | None) -> None:
-        """Report the slowest rank, and a straggler if there is one. `timings`: timings of all ranks; None if no comparison was due."""
+        """Report the slowest rank, and any straggler. `timings`: timings of all ranks; None if no comparison was due."""
         if not self._runtime.is_rank_zero or timings is None:
             return
         slow_ranks = find_slow_ranks(timings)
@@ -246,7 +246,7 @@ class RunReporter:
             self._post_event(protocol.EVENT_NOTE, node=self._runtime.node, message=message)
 
     def report_graceful_exit(self, step: int) -> int:
-        """Report that all ranks exit gracefully after `step`, and return the exit code. Called by all ranks together."""
+        """Report that all ranks exit gracefully after `step`, and return the exit code. Collective: all ranks must call it."""
         LOG.info("stop requested: stops after step %d", step)
         return self._trial.acknowledge_preemption()
 
@@ -255,8 +255,8 @@ class RunReporter:
         self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **values)
 
     def _post_event(self, kind: str, **data: Any) -> None:
-        if self._poster:
-            self._poster.queue_event(Event(kind, data))
+        if self._event_sender:
+            self._event_sender.queue_event(Event(kind, data))
 
 
 def _format_accuracy(accuracy: float | None) -> str:

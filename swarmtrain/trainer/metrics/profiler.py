@@ -47,7 +47,7 @@ class TorchProfiler:
             if self._config.memory_snapshot and self._on_gpu:
                 torch.cuda.memory._record_memory_history(max_entries=_MAX_RECORDED_ALLOCATIONS)
             elif self._config.memory_snapshot:
-                LOG.warning("profiler.memory_snapshot: there is no GPU here, and a snapshot of CPU memory is not available")
+                LOG.warning("profiler.memory_snapshot: this rank has no GPU, and torch records snapshots only of GPU memory")
 
     def write_trace_if_due(self) -> None:
         """Stop the profiler and write the trace if the step was the last traced step."""

@@ -17,7 +17,7 @@ MetricValues = dict[str, "MetricValue"]
 
 
 class ReductionOp(StrEnum):
-    """Reductions of a metric over all ranks that logged it. Values are in rank order."""
+    """Reductions of a metric over all ranks that logged it, in rank order."""
 
     mean = "mean"
     sum = "sum"
@@ -42,7 +42,7 @@ class MetricValue:
 
 
 def flatten_metric_results(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
-    """Yield name and value of each metric in `value`. A mapping, or a torchmetrics object with several results, has several metrics.
+    """Yield the name and value of each metric in `value`. A mapping or a torchmetrics object with several results yields several metrics.
 
     Does not synchronize with the device. A tensor is cloned on its device, since the script may modify it afterwards. The `compute`
     method of a torchmetrics object is called by all ranks together. Raises TrainingError if a value is not a number.
@@ -59,7 +59,7 @@ def flatten_metric_results(name: str, value: Any) -> Iterator[tuple[str, MetricV
         raw_value = raw_value.detach().clone()
         if reduction is not ReductionOp.cat and raw_value.numel() != 1:
             raise _build_metric_error(
-                name, f"has {raw_value.numel()} elements", "reduce it to one value first, or use run.cat(...) for all of them"
+                name, f"has {raw_value.numel()} elements", "reduce it to one value first, or log all elements with run.cat(...)"
             )
     elif reduction is ReductionOp.cat:
         raw_value = [_convert_metric_to_number(name, each) for each in (raw_value if isinstance(raw_value, Sequence) else [raw_value])]

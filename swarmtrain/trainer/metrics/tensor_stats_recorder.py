@@ -34,7 +34,7 @@ class TensorStatsRecorder:
     """Records statistics of the tensors of a model on this rank. A no-op if the config does not enable it."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, resumed_step: int) -> None:
-        """Create the recorder for a run that resumes from `resumed_step`. Called by all ranks together.
+        """Create the recorder for a run that resumes from `resumed_step`. Collective: all ranks must call it.
 
         Raises TrainingError if the file cannot be created.
         """
@@ -151,7 +151,7 @@ class TensorStatsRecorder:
             self._histograms[key] += tensor_stats.compute_histogram(local_tensor).cpu()
 
     def _find_configured_statistics(self, name: str) -> tuple[Statistic, ...]:
-        """Return the statistics configured for the module or parameter `name`; empty if there are none.
+        """Return the statistics configured for the module or parameter `name`; empty if no pattern matches.
 
         The configured patterns match a parameter by its own name or by the name of its module.
         """

@@ -72,7 +72,7 @@ class TimelineRecorder:
             self._anchor = self._record_clock_anchor()
 
     def record_step_end(self, number: int) -> None:
-        """Record that step `number` has ended. Called by all ranks together."""
+        """Record that step `number` has ended. Collective: all ranks must call it."""
         if not self._step_count:
             return
         self._step_numbers.append(number)
@@ -82,7 +82,7 @@ class TimelineRecorder:
             self.close()
 
     def close(self) -> None:
-        """Write the timeline, unless it is already written. Called by all ranks together."""
+        """Write the timeline, unless it is already written. Collective: all ranks must call it."""
         if not self._step_count or len(self._step_numbers) <= self._start_step:
             return
         if self._runtime.device.type == "cuda":
@@ -179,7 +179,7 @@ def _find_max_clock_error(timelines: Sequence[RankTimeline]) -> float:
 
 
 def _measure_clock_offset(runtime: Runtime) -> tuple[float, float]:
-    """Return the offset in seconds from this rank's clock to rank 0's clock, and its maximum error. Called by all ranks together."""
+    """Return the offset in seconds from this rank's clock to rank 0's clock, and its maximum error. Collective: all ranks must call it."""
     offset_and_error, clock = (0.0, 0.0), torch.zeros(1, dtype=torch.float64)
     for rank in range(1, runtime.world_size):
         if runtime.is_rank_zero:

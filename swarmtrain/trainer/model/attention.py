@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.first_head = 0
         """Index in the full model of this rank's first attention head."""
         self.gather_key_value: KeyValueGather | None = None
-        """Function that gathers the keys and values of the whole sequence, if this rank has only a part of it (context parallelism)."""
+        """Function that gathers the keys and values of the full sequence (context parallelism); None without context parallelism."""
         self.head_size = architecture.head_size
         self.num_local_attention_heads = architecture.num_local_attention_heads
         self.position_type = architecture.relative_position_embedding_type

@@ -44,7 +44,7 @@ def compute_chunked_loss(
             ]
         ).sum()
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    loss: Tensor = _ChunkedLoss.apply(flat_hidden, loss_function, local_chunk_size, target_chunks, *trainable)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    loss: Tensor = _ChunkedLoss.apply(flat_hidden, loss_function, local_chunk_size, target_chunks, *trainable)  # type: ignore[no-untyped-call]  # not typed in torch
     return loss
 
 

@@ -55,7 +55,7 @@ def compute_token_noise(batch_size: int, positions: Tensor) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Zeroes a fraction of its input and scales the rest, so that the mean is unchanged. Active in training only."""
+    """Zeroes random elements of its input and scales the rest, so that the expected value is unchanged. Active in training only."""
 
     key: Tensor
     """Hash of the module name. It is a tensor rather than an integer, so that all layers share one compiled graph."""

@@ -17,7 +17,7 @@ class EmbeddingHead(nn.Module):
     """Pools the hidden states of a text's tokens into one vector, then applies optional projections and normalizes it to unit length.
 
     The position-weighted mean is that of SGPT (Muennighoff 2022, arXiv 2202.08904): with causal attention the first tokens have attended
-    to only a little of the text, so their weights are lower.
+    to only a small part of the text, so their weights are lower.
     """
 
     def __init__(self, architecture: TransformerArchitectureConfig, config: EmbeddingHeadConfig) -> None:

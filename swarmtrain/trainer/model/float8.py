@@ -86,8 +86,8 @@ def check_float8_support(architecture: TransformerArchitectureConfig, device: to
         return
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise TrainingError(
-        f"needs a GPU that supports float8 matmuls, as those of compute capability {'.'.join(map(str, _MIN_COMPUTE_CAPABILITY))} and later "
-        f"do, "
+        f"needs a GPU that supports float8 matmuls, such as one of compute capability {'.'.join(map(str, _MIN_COMPUTE_CAPABILITY))} or "
+        f"higher, "
         f"but this device is {device_name}",
         place=f"config transformer_architecture.{next(iter(architecture.float8_layers))}",
         hint="remove it, or set transformer_architecture.fp8_emulate: true for a slow emulation of float8",
@@ -95,7 +95,7 @@ def check_float8_support(architecture: TransformerArchitectureConfig, device: to
 
 
 def _matmul_local(input: Tensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
-    output: Tensor = _Float8Matmul.apply(input.flatten(0, -2), weight, recipe, output_dtype)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    output: Tensor = _Float8Matmul.apply(input.flatten(0, -2), weight, recipe, output_dtype)  # type: ignore[no-untyped-call]  # not typed in torch
     return output.view(*input.shape[:-1], -1)
 
 

@@ -114,7 +114,9 @@ def _remap_query_positions(mask_mod: MaskMod, query_positions: Tensor | None) ->
     return lambda sample, head, query, key: mask_mod(sample, head, query_positions[query], key)
 
 
-def compute_attention(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, how: AttentionOptions = _DEFAULT_OPTIONS) -> Tensor:
+def compute_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, options: AttentionOptions = _DEFAULT_OPTIONS
+) -> Tensor:
     """Return the attention output (batch, head, sequence, head size), with the shape of `query`.
 
     `key` and `value` may have fewer heads than `query` (GQA).
@@ -122,14 +124,14 @@ def compute_attention(query: Tensor, key: Tensor, value: Tensor, mask: Attention
     enable_gqa = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):
         attended: Tensor = _compile_function_cached(flex_attention)(
-            query, key, value, block_mask=mask, scale=how.scale, enable_gqa=enable_gqa
+            query, key, value, block_mask=mask, scale=options.scale, enable_gqa=enable_gqa
         )
         return attended
     if enable_gqa and not _can_use_gqa(query, mask):
         repeats = query.shape[1] // key.shape[1]
         key, value, enable_gqa = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1), False
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask=mask, dropout_p=options.dropout, is_causal=mask is None, scale=options.scale, enable_gqa=enable_gqa
     )
 
 

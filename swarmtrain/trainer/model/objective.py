@@ -1,7 +1,7 @@
-"""The interface of training objectives, which compute the loss; it is the same under every form of parallelism.
+"""Interface of training objectives, which compute the loss. It is the same for every form of parallelism.
 
-`trainer/objectives/` has the objectives that the config can select. Transformer, pipeline and training step use only the classes of this
-module.
+`trainer/objectives/` contains the objectives that the config can select. Transformer, pipeline and training step use only the classes of
+this module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Objective:
     again. If it is above 1, `is_sum_over_tokens` must be False."""
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Make the changes to `model` that the objective needs, in place. `model` is the full model, before it is parallelized."""
+        """Modify `model` in place as the objective requires. `model` is the full model, before it is parallelized."""
 
     def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss, a scalar that the backward pass differentiates.
@@ -52,7 +52,7 @@ class Objective:
         return None
 
     def generating_text(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context manager in which `model` gives the trained model's output for each row, without copies, to generate text."""
+        """Return a context manager for text generation: `model` outputs the trained model's logits for each row, without copies."""
         return nullcontext()
 
 
@@ -81,8 +81,9 @@ class VectorObjective(Objective, ABC):
 
     The loss is computed over the whole global batch, whatever the number of replicas and micro batches, with the memory of one micro batch
     (GradCache: Gao et al. 2021, arXiv 2101.06983). All vectors are first computed without gradients. Then the loss is differentiated with
-    respect to the vectors, and each micro batch runs again, with its part of those gradients. So the loss is the same in every topology,
-    at the cost of one more forward pass. Dropout is a function of the step and the sample, so it drops the same elements in both passes.
+    respect to the vectors, and each micro batch is recomputed and differentiated, with its part of those gradients. So the loss is the
+    same in every topology, at the cost of one more forward pass. Dropout is a function of the step and the sample, so it drops the same
+    elements in both passes.
     """
 
     is_sum_over_tokens = False

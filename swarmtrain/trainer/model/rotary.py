@@ -40,7 +40,7 @@ class RotaryEmbedding(nn.Module):
         """Return the rotation for `length` positions, or None if no dimension is rotated.
 
         `document_starts` (batch, sequence): for each token the position in the sample of its document's first token; positions are then
-        counted from there. None: positions are counted from the start of the sample.
+        relative to it. None: positions are counted from the start of the sample.
         """
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
         if not sine.shape[1]:
@@ -75,7 +75,7 @@ def apply_rotary(heads: Tensor, rotation: Rotation, position_type: PositionType)
     `position_type` determines which dimensions form a pair: neighbors (0 and 1), or the same index in both halves of the head.
     """
     cosine, sine = (table.to(heads.dtype) for table in rotation)
-    rotated: Tensor = _ApplyRotary.apply(heads, cosine, sine, position_type)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    rotated: Tensor = _ApplyRotary.apply(heads, cosine, sine, position_type)  # type: ignore[no-untyped-call]  # not typed in torch
     return rotated
 
 

@@ -16,7 +16,7 @@ lora                 LoRA: low-rank updates added to linear layers
 adapter              bottleneck blocks after layers
 embedding_head       one vector per text
 loss_targets         the target value of positions without a loss
-chunked_loss         a loss that never materializes all logits
+chunked_loss         loss computed without materializing all logits
 objective            the interface of training objectives, which compute the loss
 sequence_shard       the interface for ranks that have a part of each sequence
 
@@ -235,7 +235,7 @@ class InPlaceCrossEntropyLoss(nn.Module):
     """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = _InPlaceCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # torch's own is not typed
+        loss: Tensor = _InPlaceCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]  # not typed in torch
         return loss
 
 

@@ -25,7 +25,7 @@ LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 def scale_values_and_gradients(values: Tensor, forward: float = 1.0, backward: float = 1.0) -> Tensor:
     """Return `values` x `forward`. In the backward pass the gradient is multiplied by `backward`, not by `forward`."""
-    result: Tensor = _ScaleForwardBackward.apply(values, forward, backward)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    result: Tensor = _ScaleForwardBackward.apply(values, forward, backward)  # type: ignore[no-untyped-call]  # not typed in torch
     return result
 
 

@@ -1,10 +1,10 @@
-"""The training objectives: what a model is trained for.
+"""Training objectives that the config can select.
 
 language_model   next-token prediction
 preference       direct preference optimization (DPO) on pairs of responses
 contrastive      text embeddings, compared over a whole global batch
 
-trainer/model/objective.py has the interface.
+trainer/model/objective.py defines the interface.
 """
 
 from __future__ import annotations

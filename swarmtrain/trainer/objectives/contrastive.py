@@ -32,5 +32,5 @@ class ContrastiveObjective(VectorObjective):
         if self._config.query_side_only:
             candidates = candidates.detach()
         similarities = self._config.scale * queries @ candidates.T
-        answers = torch.arange(len(queries), device=vectors.device)
-        return functional.cross_entropy(similarities, answers, reduction="none"), similarities.argmax(1) == answers
+        positive_indices = torch.arange(len(queries), device=vectors.device)
+        return functional.cross_entropy(similarities, positive_indices, reduction="none"), similarities.argmax(1) == positive_indices

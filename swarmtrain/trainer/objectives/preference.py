@@ -1,8 +1,8 @@
 """Preference loss over pairs of responses: direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290).
 
-Samples come in pairs, the preferred response followed by the rejected one. Each sample runs twice in the same forward pass: once with
-LoRA or adapters, and once without them, which gives the reference model's output. So no second model is needed, and every form of
-parallelism works without changes.
+Samples are ordered in pairs, the preferred response followed by the rejected response. Each sample runs twice in the same forward
+pass: once with LoRA or adapters, and once without them, which gives the reference model's output. So no second
+model is needed, and every form of parallelism works without changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PreferenceObjective(Objective):
     def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
         """Return the DPO loss in nats, summed over all pairs. A pair without loss tokens has a loss of 0.
 
-        `token_losses`: loss of each token, flattened: first of all samples under the tuned model, then of all samples under the reference
+        `token_losses`: loss of each token, flattened: first of all samples under the policy, then of all samples under the reference
         model. `targets` (responses, sequence): the two responses of a pair are consecutive.
         """
         log_probabilities = -token_losses.view(2, -1, 2, targets.shape[1]).sum(-1)
@@ -55,7 +55,7 @@ class PreferenceObjective(Objective):
         return torch.where(valid, pair_losses, 0).sum()
 
     def pop_correct_count(self) -> Tensor | None:
-        """Return the number of correctly ranked pairs since the last call, and reset the counter. None if there was no pair.
+        """Return the number of correctly ranked pairs since the last call, and reset the counter. None if no pair was counted.
 
         A pair is ranked correctly if the preferred response has gained more likelihood over the reference model than the rejected
         response.

@@ -60,7 +60,7 @@ class Optimizer:
     """Optimizer of all trained parameters: each has the update rule, learning rate and weight decay of its training group."""
 
     def __init__(self, model: ParallelModel, config: Config) -> None:
-        """Raises TrainingError if the config's training_groups do not match the model's parameters."""
+        """Create the update rules of all groups. Raises TrainingError if the training_groups do not match the model's parameters."""
         self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained_names}
         self.param_groups = param_groups.build_parameter_groups(model.trained_names, config)
         self._shard_layout = model.shard_layout

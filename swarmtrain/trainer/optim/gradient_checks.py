@@ -14,7 +14,7 @@ from swarmtrain.trainer import collectives
 _MAX_NAMES_SHOWN = 3
 _HINT_BY_MESSAGE = {
     "does not have a deterministic implementation": "set trainer.deterministic: prefer to allow nondeterministic operations",
-    "returned nan values": "the traceback above shows the forward operation whose gradient is NaN; trainer.detect_anomaly has found it",
+    "returned nan values": "see the traceback above: it shows the forward operation whose gradient is NaN",
 }
 """Fragments of the error messages of torch's anomaly and determinism checks, and a hint for each."""
 
@@ -26,7 +26,7 @@ def count_non_finite_values(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def describe_non_finite_gradients(counts: Mapping[str, int]) -> str:
-    """Return a description of the gradients with NaN/Inf values on the first rank that has any. Called by all ranks together.
+    """Return a description of the gradients with NaN/Inf values on the first rank that has any. Collective: all ranks must call it.
 
     `counts`: result of `count_non_finite_values` on this rank.
     """

@@ -3,7 +3,7 @@
 Updates are scaled as by Liu et al. 2025 (arXiv 2502.16982), so that learning rates and weight decays of AdamW are suitable for Muon too.
 A matrix that is sharded over ranks is gathered and orthogonalized, and each rank keeps its shard of the result: the update is the same in
 every topology. All replicas would compute the same update, so each matrix is assigned to one replica, which broadcasts the update to the
-others.
+other replicas.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Muon:
         *,
         full_precision: bool,
     ) -> None:
-        """`replica_group`: process group of the ranks that hold the same parameter shards; None if no other rank does.
+        """`replica_group`: process group of the ranks that hold the same parameter shards; None if no other rank holds them.
 
         `full_precision`: orthogonalize in the precision of the parameters; else in bfloat16, which is much cheaper.
         """

@@ -66,7 +66,7 @@ def checkpoint_stage(stage_model: Transformer, mode: ActivationCheckpointing) ->
                 lambda *inputs, **kwargs: captured_context.run(original_forward, *inputs, **kwargs), *args, use_reentrant=False, **options
             )
 
-    stage_model.forward = forward  # type: ignore[method-assign]  # replaces the computation only; the module's hooks stay
+    stage_model.forward = forward  # type: ignore[method-assign]  # replaces only the computation; the module's hooks remain
 
 
 def _choose_checkpoint_policy(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:

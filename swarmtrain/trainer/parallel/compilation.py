@@ -1,8 +1,8 @@
 """Compilation of transformer blocks: torch.compile on the forward pass of each block, in training only.
 
-Each block is compiled separately, not the whole model. Blocks are alike, so one compilation serves all of them, and the code around the
-blocks (hooks of fully_shard, pipeline schedules, activation checkpointing) stays the same. Validation runs uncompiled: another compilation
-in the middle of a run would take longer than the validation itself.
+Each block is compiled separately, not the whole model. Blocks usually have the same structure: one compilation then serves all of them. The
+code around the blocks (hooks of fully_shard, pipeline schedules, activation checkpointing) stays the same. Validation
+runs uncompiled: another compilation in the middle of a run would take longer than the validation itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _check_compiler(device: torch.device) -> None:
 
     if device.type == "cuda" and not has_triton():
         raise TrainingError(
-            "needs Triton, which is not installed", place="config trainer.compile", hint="pip install triton, or remove trainer.compile"
+            "needs Triton, which is not installed", place="config trainer.compile", hint="run pip install triton, or remove trainer.compile"
         )
     try:
         compiler = cpp_builder.get_cpp_compiler()

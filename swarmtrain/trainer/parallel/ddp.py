@@ -1,12 +1,12 @@
 """Data parallelism: DistributedDataParallel over the mesh's data group, with summed instead of averaged gradients.
 
-The loss is a sum over tokens divided by the global number of tokens, so the gradients of micro batches add up, whichever replica computes
-them.
+The loss is a sum over tokens divided by the global number of tokens, so the gradients of micro batches are summed, regardless of the
+replica that computes them.
 
 With float32 parameters, gradients are summed in float64. Sums of a small number of 24-bit significands are exact in 53 bits, so the
-result depends neither on the order of additions nor on the number of replicas: a run on three nodes has exactly the losses of a run on
-one. In float32, a difference in the last bit would grow to one in the second digit of the loss within some hundred steps. Float64 sums
-double the network traffic.
+result depends neither on the order of additions nor on the number of replicas: a run on three nodes has exactly the same losses as a
+run on one. In float32, a difference in the last bit would grow to one in the second digit of the loss within some hundred steps. Float64
+sums double the network traffic.
 
 With bfloat16 the losses cannot be exactly equal anyway, so gradients are summed in float32. A sum of two numbers is rounded only once, so
 a step of at most two micro batches needs no float64 sums.
@@ -36,7 +36,7 @@ class SingleReplicaModel:
         """`sum_in_fp64`: sum the gradients of micro batches in float64."""
         self._model, self._sum_in_fp64 = model, sum_in_fp64
         self.parameters = list(model.parameters())
-        self._gradient_sums: dict[Tensor, Tensor] = {}
+        self._accumulated_gradients: dict[Tensor, Tensor] = {}
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch, as a tensor for the backward pass (see Transformer.forward)."""
@@ -51,11 +51,11 @@ class SingleReplicaModel:
         """
         yield
         if not is_last and self._sum_in_fp64:
-            _accumulate_gradients(self.parameters, self._gradient_sums)
+            _accumulate_gradients(self.parameters, self._accumulated_gradients)
         elif is_last:
-            for parameter, total in self._gradient_sums.items():
+            for parameter, total in self._accumulated_gradients.items():
                 parameter.grad = total.add_(_flatten_gradient(parameter)).to(parameter.dtype).view_as(parameter)
-            self._gradient_sums.clear()
+            self._accumulated_gradients.clear()
 
 
 class DdpModel:
@@ -68,8 +68,8 @@ class DdpModel:
         """`rows_per_sample`: number of rows per sample. `sum_in_fp64`: sum the gradients of micro batches and replicas in float64."""
         self._sum_in_fp64 = sum_in_fp64
         self.parameters = list(model.parameters())
-        self._gradient_sums: dict[Tensor, Tensor] = {}
-        self._group = mesh.data_group
+        self._accumulated_gradients: dict[Tensor, Tensor] = {}
+        self._group = mesh.data_parallel_group
         self._ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, gradient_as_bucket_view=True)
         # Buffers are constant tables, the same on every rank; DDP would broadcast them before every forward pass. Set as an attribute,
         # because torch has renamed the argument.
@@ -100,16 +100,16 @@ class DdpModel:
         with self._ddp.no_sync():
             yield
         if self._sum_in_fp64:
-            _accumulate_gradients(self.parameters, self._gradient_sums)
+            _accumulate_gradients(self.parameters, self._accumulated_gradients)
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sum a bucket of gradients over the data group. Return a future of the bucket's buffer with the sums."""
         buffer = bucket.buffer()
         sums = buffer.double() if self._sum_in_fp64 else buffer
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter in self._gradient_sums:
+            if parameter in self._accumulated_gradients:
                 start = gradient.storage_offset() - buffer.storage_offset()
-                sums[start : start + gradient.numel()] += self._gradient_sums.pop(parameter)
+                sums[start : start + gradient.numel()] += self._accumulated_gradients.pop(parameter)
         work = dist.all_reduce(sums, group=self._group, async_op=True)
 
         def copy_reduced_gradients(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -125,7 +125,7 @@ def _reduce_bucket_hook(replicas: DdpModel, bucket: dist.GradBucket) -> torch.fu
 
 
 def _accumulate_gradients(parameters: Sequence[Tensor], sums: dict[Tensor, Tensor]) -> None:
-    """Add the gradients of one micro batch to `sums`, in float64, and clear the gradients."""
+    """Accumulate the gradients of one micro batch in `sums`, in float64, and clear the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             if parameter in sums:

@@ -79,7 +79,7 @@ class FsdpModel:
     def __init__(self, model: Transformer, config: Config, mesh: Mesh, materialize: Materializer) -> None:
         self._model, self._reduce_every_micro_batch = model, config.topology.reduce_every_micro_batch
         self._keep_gathered = config.topology.data_parallel_type is DataParallelType.ddp
-        """Gather parameters once per step and keep them until its end: only the optimizer state is sharded (ZeRO-1)."""
+        """True if parameters are gathered once per step and kept until its end: only the optimizer state is sharded (ZeRO-1)."""
         self.micro_batches_per_step = max(mesh.micro_batches_per_replica)
         """Number of micro batches that every rank runs in a step. Ranks with fewer run empty ones: each pass needs all ranks' shards."""
         self._fsdp_parameters = FsdpParameters(model, [model], config, mesh, materialize, keep_gathered=self._keep_gathered)

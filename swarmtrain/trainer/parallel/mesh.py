@@ -18,7 +18,7 @@ class Mesh:
 
     Consecutive rank numbers vary along the tensor dimension first, then along shard, replica and pipe. The dimensions replica and shard
     together are the data dimension, over whose ranks gradients are summed. Without context parallelism, each rank of the data dimension
-    processes micro batches of its own. With context parallelism, each group of consecutive ranks in the data dimension shares its micro
+    processes its own micro batches. With context parallelism, each group of consecutive ranks in the data dimension shares its micro
     batches, and each rank of the group processes a part of every sequence.
     """
 
@@ -47,7 +47,7 @@ class Mesh:
         return self.pipe_rank == self.pipe_size - 1 and self.tensor_rank == 0
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
+    def data_parallel_group(self) -> dist.ProcessGroup:
         """Process group of the ranks that hold the same layers and tensor-parallel shards, and process different tokens."""
         return self.device_mesh.get_group("data")
 
@@ -72,7 +72,11 @@ class Mesh:
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """All process groups that training uses."""
         meshes = {id(mesh): mesh for mesh in (self.device_mesh, self.state_mesh, self.context_mesh) if mesh}.values()
-        return dist.distributed_c10d._get_default_group(), self.data_group, *(group for mesh in meshes for group in mesh.get_all_groups())
+        return (
+            dist.distributed_c10d._get_default_group(),
+            self.data_parallel_group,
+            *(group for mesh in meshes for group in mesh.get_all_groups()),
+        )
 
 
 def build_mesh(runtime: Runtime) -> Mesh:
@@ -81,7 +85,7 @@ def build_mesh(runtime: Runtime) -> Mesh:
     try:
         micro_batches_per_replica = topology.assign_micro_batches(runtime.world_size)
     except ValueError as error:
-        raise WorldError(str(error), place="config topology", hint="add or remove ranks to satisfy this") from None
+        raise WorldError(str(error), place="config topology", hint="change the number of ranks to match the topology") from None
     context_size = topology.context_parallel_size
     shard_size = topology.compute_shard_group_size(len(micro_batches_per_replica), zero=runtime.config.optimizer.zero)
     # The tensor dimension comes before shard, because tensor-parallel shards are sharded again: DTensor applies dimensions in mesh order.

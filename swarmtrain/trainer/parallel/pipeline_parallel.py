@@ -60,10 +60,11 @@ class PipelineModel:
         materialize_shards: Materializer | None,
         tied_index: int | None,
     ) -> None:
-        """`model` has only this rank's layers.
+        """Create the pipeline stages of `model`, which contains only this rank's layers.
 
         `materialize_shards`: function that materializes parameters, if replicas shard the model's state; None if `model` is already
-        materialized. `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if there is none.
+        materialized. `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no parameter has
+        one.
         """
         self._mesh, self._device = mesh, device
         topology, architecture = config.topology, config.transformer_architecture
@@ -208,46 +209,48 @@ class _HookedStage(PipelineStage):
 
 
 class _ReplicatedParameters:
-    """Parameters that every replica holds completely, with their gradient sums over micro batches and over replicas."""
+    """Parameters that every replica holds completely. Accumulates their gradients over micro batches and sums them over replicas."""
 
     def __init__(self, model: Transformer, mesh: Mesh, *, sum_in_fp64: bool, tied_index: int | None) -> None:
         """`sum_in_fp64`: sum gradients in float64.
 
-        `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if there is none.
+        `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no parameter has one.
         """
         self.parameters = list(model.parameters())
         self._mesh, self._sum_in_fp64 = mesh, sum_in_fp64
         self._tied_parameter = None if tied_index is None else self.parameters[tied_index]
-        self._gradient_sums: dict[nn.Parameter, Tensor] = {}
+        self._accumulated_gradients: dict[nn.Parameter, Tensor] = {}
 
     def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of one micro batch to the float64 sums.
+        """Accumulate the gradients of one micro batch in float64.
 
         A no-op without float64 sums: autograd then accumulates the gradients.
         """
         for parameter in parameters if self._sum_in_fp64 else ():
             if parameter.grad is None:
                 continue
-            if parameter in self._gradient_sums:
-                self._gradient_sums[parameter] += parameter.grad
+            if parameter in self._accumulated_gradients:
+                self._accumulated_gradients[parameter] += parameter.grad
             else:
-                self._gradient_sums[parameter] = parameter.grad.double()
+                self._accumulated_gradients[parameter] = parameter.grad.double()
             parameter.grad = None
 
     def finalize_gradients(self) -> None:
         """Sum the gradients over all replicas, and store the results as the parameters' gradients."""
         for parameter in self.parameters:
             if parameter.grad is not None:
-                self._gradient_sums[parameter], parameter.grad = parameter.grad, None
-        group = self._mesh.data_group
+                self._accumulated_gradients[parameter], parameter.grad = parameter.grad, None
+        group = self._mesh.data_parallel_group
         if group.size() > 1:
-            for work in [dist.all_reduce(total, group=group, async_op=True) for total in self._gradient_sums.values()]:
+            for work in [dist.all_reduce(total, group=group, async_op=True) for total in self._accumulated_gradients.values()]:
                 work.wait()
-        if self._tied_parameter in self._gradient_sums:
-            self._gradient_sums[self._tied_parameter] = _sum_with_tied_copy(self._gradient_sums[self._tied_parameter], self._mesh)
-        for parameter, total in self._gradient_sums.items():
+        if self._tied_parameter in self._accumulated_gradients:
+            self._accumulated_gradients[self._tied_parameter] = _sum_with_tied_copy(
+                self._accumulated_gradients[self._tied_parameter], self._mesh
+            )
+        for parameter, total in self._accumulated_gradients.items():
             parameter.grad = total.to(parameter.dtype)
-        self._gradient_sums.clear()
+        self._accumulated_gradients.clear()
 
 
 def _sum_with_tied_copy(gradient: Tensor, mesh: Mesh) -> Tensor:

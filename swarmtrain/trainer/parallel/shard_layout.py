@@ -64,7 +64,7 @@ class ShardLayout:
     def compute_global_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the 2-norm over all full tensors, given this rank's shard of each in `tensors`, by parameter name.
 
-        Called by all ranks together.
+        Collective: all ranks must call it.
 
         Rows are never split over the shard dimension, and the norms of rows are added in float64, so the result does not depend on the
         number of ranks.

@@ -137,7 +137,7 @@ def _build_parallelize_plan(model: Transformer, *, sequence_parallel: bool) -> d
             plan[name] = SequenceParallel()
         elif sequence_parallel and leaf in ("attention", "mlp"):
             plan[name] = PrepareModuleInput(input_layouts=residual_layout, desired_input_layouts=Replicate())
-    # Modules that another pipeline stage holds cannot be sharded here.
+    # Modules of other pipeline stages are not on this rank, so it cannot shard them.
     return {name: style for name, style in plan.items() if _is_local_module(model.get_submodule(name))}
 
 

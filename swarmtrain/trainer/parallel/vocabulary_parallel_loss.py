@@ -16,14 +16,14 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 
 class VocabularyParallelLoss(nn.Module):
-    """Computes the loss of each token in nats, equal on all ranks of `group`, which have equally large shards of the logits."""
+    """Computes the loss of each token in nats from logits that are sharded evenly over `group`. All its ranks get the same loss."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self._group = group
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = _VocabularyParallelCrossEntropy.apply(logits, targets, self._group)  # type: ignore[no-untyped-call]  # torch's own is not typed
+        loss: Tensor = _VocabularyParallelCrossEntropy.apply(logits, targets, self._group)  # type: ignore[no-untyped-call]  # not typed in torch
         return loss
 
 

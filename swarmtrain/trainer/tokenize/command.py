@@ -17,8 +17,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.data import TokenFileFormat
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, SwarmtrainError, TrainingError
 from swarmtrain.trainer.cli_exit import handle_cli_errors
-from swarmtrain.trainer.tokenize.pipeline import prepare_token_files
-from swarmtrain.trainer.tokenize.tokenize_options import PrepareOptions
+from swarmtrain.trainer.tokenize.pipeline import tokenize_source_files
+from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 from swarmtrain.trainer.tokenize.verification import verify_token_files
 
 
@@ -33,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_tokenize_command(values: dict[str, Any], names: Sequence[str]) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker pool runs in parallel already
-    options = PrepareOptions(**values)
+    options = TokenizeOptions(**values)
     options = replace(options, workers=options.workers or len(os.sched_getaffinity(0)))
     try:
-        meta = prepare_token_files(options, names)
+        meta = tokenize_source_files(options, names)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted: finished shards are kept; run the same command again to resume\n")
         return EXIT_INTERRUPTED

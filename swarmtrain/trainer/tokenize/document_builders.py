@@ -14,7 +14,7 @@ from swarmtrain.trainer.tokenize import chat_template, tokenizer_backends
 from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
 from swarmtrain.trainer.tokenize.readers import SourceRecord
 from swarmtrain.trainer.tokenize.shards import Document, DocumentBuilder
-from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, PrepareOptions
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, TokenizeOptions
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 
@@ -133,7 +133,7 @@ class ChatBuilder:
         ]
 
 
-def select_document_builder(options: PrepareOptions, tokenizer: BaseTokenizer) -> DocumentBuilder:
+def select_document_builder(options: TokenizeOptions, tokenizer: BaseTokenizer) -> DocumentBuilder:
     """Return the document builder that `options` select. Raises TrainingError if `options` contradict each other."""
     eos_token = tokenizer_backends.resolve_eos_token(tokenizer, options.eos_token, use_default=options.append_eos)
     pair_keys = options.prompt_key, options.completion_key

@@ -28,7 +28,7 @@ from swarmtrain.trainer.tokenize import document_builders, readers, shards, toke
 from swarmtrain.trainer.tokenize.progress import ProgressBar
 from swarmtrain.trainer.tokenize.readers import FilePart, SourceFile
 from swarmtrain.trainer.tokenize.shards import DocumentBuilder, ShardStats
-from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, PrepareOptions
+from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, TokenizeOptions
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 from swarmtrain.trainer.tokenize.worker_pool import WorkerPool
 
@@ -38,7 +38,7 @@ _READ_BYTES = 1 << 20
 _FORMAT_VERSION = 1
 
 
-def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_shard_bytes: int = _MIN_SHARD_BYTES) -> dict[str, Any]:
+def tokenize_source_files(options: TokenizeOptions, names: Sequence[str], *, min_shard_bytes: int = _MIN_SHARD_BYTES) -> dict[str, Any]:
     """Tokenize the source files `names` into token files as `options` specify. Return the content of PREFIX.meta.json.
 
     Raises TrainingError if a file cannot be read or written, or if `options` contradict each other.
@@ -50,7 +50,7 @@ def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_sh
     plan = readers.plan_shards(files, builder.keys, max(min_shard_bytes, sum(file.size for file in files) // _MAX_SHARDS))
     if formats.build_token_file_path(prefix, "bin").exists() and _read_job_identity(prefix) is None:
         raise TrainingError(
-            f"{prefix}: there are token files that were not written by this command", place=ERROR_PLACE, hint="choose another prefix"
+            f"{prefix}: token files exist that swarmtrain data tokenize did not write", place=ERROR_PLACE, hint="choose another prefix"
         )
     folder = formats.build_token_file_path(prefix, "parts")
     with _lock_folder(folder):
@@ -68,7 +68,7 @@ def prepare_token_files(options: PrepareOptions, names: Sequence[str], *, min_sh
 
 
 def _build_missing_shards(
-    folder: Path, plan: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], builder: DocumentBuilder, options: PrepareOptions
+    folder: Path, plan: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], builder: DocumentBuilder, options: TokenizeOptions
 ) -> list[ShardStats]:
     """Build the shards of `plan` that are not finished, in parallel. Return the statistics of all shards."""
     shard_stats = {
@@ -85,7 +85,7 @@ def _build_missing_shards(
     progress_bar = ProgressBar("tokens", sum(sizes), initial=sum(sizes[number] for number in shard_stats))
 
     def build_planned_shard(number: int) -> ShardStats:
-        return shards.build_shard(folder, number, plan[number], files, builder, stop_on_bad=stops_on_bad)
+        return shards.build_shard(folder, number, plan[number], files, builder, stop_on_invalid_record=stops_on_bad)
 
     with _open_worker_pool(min(options.workers, len(missing)), build_planned_shard) as workers:
         for finished in workers.run_tasks(missing):
@@ -156,7 +156,7 @@ def _merge_shards(
     documents, tokens = sum(each.documents for each in shard_stats), sum(each.tokens for each in shard_stats)
     if not tokens:
         raise TrainingError(
-            "there is no document in these files", place=ERROR_PLACE, hint="set --key to the field with the text of a record"
+            "the source files contain no documents", place=ERROR_PLACE, hint="set --key to the field with the text of a record"
         )
     merged_paths = {suffix: folder / f"whole.{suffix}" for suffix in ("bin", "idx", *(["mask.bin"] if builder.has_loss_mask else []))}
     numbers = range(len(shard_stats))
@@ -214,7 +214,7 @@ def _write_index_file(path: Path, paths: Sequence[Path]) -> str:
     return sha256.hexdigest()
 
 
-def _report_skipped_records(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: PrepareOptions) -> None:
+def _report_skipped_records(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: TokenizeOptions) -> None:
     """Print the number of skipped records. If `on_bad` is "skip", also list them."""
     bad_records = [each for stats in shard_stats for each in stats.bad_records]
     if options.on_bad == "skip":

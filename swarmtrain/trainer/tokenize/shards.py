@@ -76,17 +76,23 @@ def list_data_file_suffixes(builder: DocumentBuilder) -> tuple[str, ...]:
 
 
 def build_shard(
-    folder: Path, number: int, parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, *, stop_on_bad: bool
+    folder: Path,
+    number: int,
+    parts: Sequence[FilePart],
+    files: Sequence[SourceFile],
+    builder: DocumentBuilder,
+    *,
+    stop_on_invalid_record: bool,
 ) -> ShardStats:
     """Write shard `number` to `folder`, and return its statistics. `parts`: the file parts whose records it contains.
 
-    If `stop_on_bad` is set, raises TrainingError for the first invalid record.
+    If `stop_on_invalid_record` is set, raises TrainingError for the first invalid record.
     """
     stats = ShardStats()
     temporary_paths = {suffix: folder / f".{number:06}.{suffix}.{os.getpid()}" for suffix in list_data_file_suffixes(builder)}
     streams = {suffix: path.open("wb") for suffix, path in temporary_paths.items()}
     try:
-        for document in _iterate_documents(parts, files, builder, stats, stop_on_bad=stop_on_bad):
+        for document in _iterate_documents(parts, files, builder, stats, stop_on_invalid_record=stop_on_invalid_record):
             streams["bin"].write(document.tokens.astype(builder.dtype).tobytes())
             streams["len"].write(len(document.tokens).to_bytes(8, "little"))
             if document.loss_mask is not None:
@@ -117,7 +123,7 @@ def read_finished_shard_stats(folder: Path, number: int) -> ShardStats | None:
 
 
 def _iterate_documents(
-    parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, stats: ShardStats, *, stop_on_bad: bool
+    parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, stats: ShardStats, *, stop_on_invalid_record: bool
 ) -> Iterator[Document]:
     """Yield the documents of `parts`, and count invalid and empty records in `stats`."""
     for number, batch in _iterate_record_batches(parts, files, builder):
@@ -129,7 +135,7 @@ def _iterate_documents(
                 stats.empty_count += 1
             elif document is None or (document.loss_mask is not None and not document.loss_mask.any()):
                 _handle_bad_record(
-                    stats, (number, files[number]), record, problem or "has no token that counts in the loss", stop_on_bad=stop_on_bad
+                    stats, (number, files[number]), record, problem or "has no loss tokens", stop_on_invalid_record=stop_on_invalid_record
                 )
             else:
                 yield document
@@ -160,9 +166,9 @@ def build_bad_record_error(source: SourceFile, position: int, problem: str) -> T
 
 
 def _handle_bad_record(
-    stats: ShardStats, numbered_source: tuple[int, SourceFile], record: SourceRecord, problem: str, *, stop_on_bad: bool
+    stats: ShardStats, numbered_source: tuple[int, SourceFile], record: SourceRecord, problem: str, *, stop_on_invalid_record: bool
 ) -> None:
-    if stop_on_bad:
+    if stop_on_invalid_record:
         raise build_bad_record_error(numbered_source[1], record.position, problem)
     stats.bad_count += 1
     if len(stats.bad_records) < MAX_NAMED_BAD_RECORDS:

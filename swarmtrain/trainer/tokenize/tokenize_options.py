@@ -12,7 +12,7 @@ ERROR_PLACE = "data tokenize"
 
 
 @dataclass(frozen=True)
-class PrepareOptions:
+class TokenizeOptions:
     """Options of `swarmtrain data tokenize`, except the input files."""
 
     prefix: str

@@ -61,7 +61,7 @@ class WorkerPool(Generic[TaskT, ResultT]):
             if not ready:
                 yield None
             for connection in ready:
-                assert isinstance(connection, Connection)  # noqa: S101  # for mypy: wait() returns the connections it was given
+                assert isinstance(connection, Connection)  # noqa: S101  # for mypy: wait() returns only connections that were passed to it
                 number, result = running.pop(connection), self._receive_result(connection)
                 self._idle.append(connection)
                 if isinstance(result, TaskFailure):
@@ -79,7 +79,7 @@ class WorkerPool(Generic[TaskT, ResultT]):
         try:
             result: ResultT | TaskFailure = worker.recv()
         except EOFError:
-            hint = "lower --workers if memory is short; run the same command again to resume"
+            hint = "lower --workers if the machine runs out of memory; run the same command again to resume"
             raise TrainingError("a worker process was killed", place=ERROR_PLACE, hint=hint) from None
         return result
 

@@ -1,6 +1,6 @@
 """Curves of metrics over steps, computed from a run's events.
 
-A run that resumed from a checkpoint recomputes steps: the newest value of each step counts.
+A run that resumed from a checkpoint recomputes steps: the newest value of each step replaces older ones.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
 
 
 class RunDataSource:
-    """Data source of one run; any number of threads may use it. `launcher` is None for a run that is down."""
+    """Data source of one run; thread-safe. `launcher` is None for a run that is down."""
 
     def __init__(self, run: str, launcher: Launcher | None) -> None:
         self.run = run
@@ -160,7 +160,7 @@ class RunDataSource:
                     with self._lines_lock:
                         self._append_output_line(line)
         except SwarmtrainError:
-            pass  # the page shows that the run is unreachable; the next request for lines tries again
+            pass  # the page shows that the run is unreachable; the next request for lines retries
         time.sleep(POLL_SECONDS)
 
 

@@ -59,6 +59,6 @@ def write_html_report(source: RunDataSource, path: Path) -> None:
 
 
 def _dump_script_safe_json(value: PageData) -> str:
-    """Return `value` as JSON that is safe inside a script element, whatever texts it contains."""
+    """Return `value` as JSON that is safe inside a script element, even if its strings contain markup."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

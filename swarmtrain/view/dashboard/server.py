@@ -53,7 +53,7 @@ def serve_dashboard(source: RunDataSource, *, host: str, port: int, token_file: 
     listener = _bind_socket(host, port)
     policy = create_access_policy(host, listener.getsockname()[1], token_file)
     url = _format_url(host, policy.port)
-    print_message(f"the page of {source.run} is at {url}{f'?token={policy.token}' if policy.token and token_file is None else ''}")
+    print_message(f"dashboard of {source.run}: {url}{f'?token={policy.token}' if policy.token and token_file is None else ''}")
     print_message("Ctrl-C stops the dashboard; the run continues")
     if open_browser:
         webbrowser.open(f"{url}?token={policy.token}" if policy.token else url)
@@ -110,15 +110,15 @@ def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
         Route("/{name:path}", serve_asset),
     ]
     return Starlette(
-        routes=routes, middleware=[Middleware(_AccessMiddleware, keeper=policy), Middleware(GZipMiddleware, minimum_size=2000)]
+        routes=routes, middleware=[Middleware(_AccessMiddleware, policy=policy), Middleware(GZipMiddleware, minimum_size=2000)]
     )
 
 
 class _AccessMiddleware:
     """Middleware that rejects clients without access, moves the token from the URL into a cookie, and sets the headers of all responses."""
 
-    def __init__(self, app: ASGIApp, keeper: AccessPolicy) -> None:
-        self._app, self._policy = app, keeper
+    def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
+        self._app, self._policy = app, policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.datastructures import MutableHeaders

@@ -1,7 +1,7 @@
 """Compute from the engine's responses how many GPUs and other generic resources each stack has claimed on each node.
 
-A service's reservation counts from its creation until its container has finally ended: a service that waits for a GPU will get it, and
-one that is being restarted has released it only for a moment.
+A service's reservation counts from its creation until its container has finally ended: a pending service will be assigned its GPU,
+and a restarting service releases its GPU only briefly.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def append_resource_holders_to_pending_reason(state: TaskState, supplies_by_kind
         (kind, supply) for kind, kind_supplies in supplies_by_kind.items() for supply in kind_supplies if supply.host == state.host
     ]
     holders = [
-        f"{stack or 'another'} has {count} of {host_supply.declared} {kind}"
+        f"{stack or 'a service outside any stack'} has {count} of {host_supply.declared} {kind}"
         for kind, host_supply in host_supplies
         for stack, count in host_supply.claimed.items()
     ]

@@ -25,7 +25,7 @@ _VISIBILITY_TIMEOUT_SECONDS = 10.0
 
 
 def run_and_convert_os_errors(save_dir: Path, action: Callable[[], T]) -> T:
-    """Run `action`, which accesses `save_dir`, and return its result. An OSError is raised as CheckpointError."""
+    """Run `action`, which accesses `save_dir`, and return its result. An OSError is converted to a CheckpointError."""
     try:
         return action()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Find the newest complete checkpoint, in one folder that all nodes share or in the folders on the nodes' disks.
+"""Find the newest complete checkpoint: in one shared folder, or in the node-local folders of all nodes.
 
 If each node has its own disk, the checkpoint is copied to all nodes.
 """
@@ -24,14 +24,14 @@ from swarmtrain.trainer.runtime import Runtime
 
 WarningReporter = Callable[[str], None]
 """Function that reports a warning to the user, for example that a checkpoint is skipped or cannot be written."""
-FoundCheckpoint = tuple[Path, Manifest]
+CheckpointWithManifest = tuple[Path, Manifest]
 """Path and manifest of a checkpoint."""
 
 
-def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warning: WarningReporter) -> FoundCheckpoint | None:
+def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warning: WarningReporter) -> CheckpointWithManifest | None:
     """Return path and manifest of the newest complete checkpoint in `folder`, which all ranks can read; None if there is none.
 
-    Called by all ranks together. `report_warning` is called with a message for each checkpoint that is skipped.
+    Collective: all ranks must call it. `report_warning` is called with a message for each checkpoint that is skipped.
     """
     for path, text in collectives.run_on_rank_zero(lambda: _list_candidate_checkpoints(folder, report_warning)):
         content = Manifest.from_text(text, str(path))
@@ -65,7 +65,7 @@ class NodeLocalFolders:
     generation: int
     report_warning: WarningReporter
 
-    def find_newest_checkpoint(self) -> FoundCheckpoint | None:
+    def find_newest_checkpoint(self) -> CheckpointWithManifest | None:
         """Find the newest checkpoint whose files are each valid on at least one node, and copy it to all nodes.
 
         Return its path and manifest; None if there is none.
@@ -76,20 +76,22 @@ class NodeLocalFolders:
         collectives.run_on_all_ranks(lambda: scanned.extend(commit.scan_checkpoints(self.save_dir)))
         local_copies = {_build_checkpoint_identity(content): (path, content) for path, content in scanned if isinstance(content, Manifest)}
         corrupt = [f"{path}: {content.message}" for path, content in scanned if isinstance(content, CheckpointError)]
-        answers = collectives.all_gather_objects((tuple(local_copies), corrupt) if self.nodes.leader_group else ((), []))
-        for rank, (_, messages) in enumerate(answers):
+        copies_by_rank = collectives.all_gather_objects((tuple(local_copies), corrupt) if self.nodes.leader_group else ((), []))
+        for rank, (_, messages) in enumerate(copies_by_rank):
             for message in messages:
                 self.report_warning(f"{self._find_node_name(rank)} skipped {message}")
-        copy_counts = Counter(copy for copies, _ in answers for copy in copies)
-        # Of checkpoints with the same generation and step, try the one that most nodes have first: it needs the fewest copies.
+        copy_counts = Counter(copy for copies, _ in copies_by_rank for copy in copies)
+        # Of checkpoints with the same generation and step, first try the one that the most nodes have: it needs the fewest copies.
         for copy in sorted(copy_counts, key=lambda copy: (copy.generation, copy.step, copy_counts[copy], copy.digest), reverse=True):
             if checkpoint := self._assemble_checkpoint(copy, local_copies.get(copy)):
                 return checkpoint
-        if any(copies or messages for copies, messages in answers):
+        if any(copies or messages for copies, messages in copies_by_rank):
             self.report_warning(f"no checkpoint in {self.save_dir} is complete across all nodes: the folder is treated as empty")
         return None
 
-    def _assemble_checkpoint(self, identity: _CheckpointIdentity, local_checkpoint: FoundCheckpoint | None) -> FoundCheckpoint | None:
+    def _assemble_checkpoint(
+        self, identity: _CheckpointIdentity, local_checkpoint: CheckpointWithManifest | None
+    ) -> CheckpointWithManifest | None:
         """Copy the checkpoint `identity` to all nodes whose copy is missing or incomplete, and return its path and manifest.
 
         Return None if a file of the checkpoint is missing or corrupt on all nodes. `local_checkpoint`: this node's copy, if any.
@@ -99,27 +101,27 @@ class NodeLocalFolders:
             commit.build_checkpoint_path(self.save_dir, identity.step),
         )
         assigned_names = names[self.nodes.local_ranks.index(self.nodes.rank) :: len(self.nodes.local_ranks)]
-        answers = collectives.all_gather_objects(
+        file_checks_by_rank = collectives.all_gather_objects(
             (names, *(_find_valid_files(*local_checkpoint, assigned_names) if local_checkpoint else ([], None)))
         )
         valid_names: list[set[str]] = [set() for _ in self.nodes.node_names]
-        for rank, (_, verified, fault) in enumerate(answers):
+        for rank, (_, verified, fault) in enumerate(file_checks_by_rank):
             valid_names[self.nodes.node_of_rank[rank]].update(verified)
             if fault:
                 self.report_warning(f"{self._find_node_name(rank)} has a corrupt {path}: {fault}")
-        all_names = {name for names, _, _ in answers for name in names}
+        all_names = {name for names, _, _ in file_checks_by_rank for name in names}
         if missing := all_names - set().union(*valid_names):
             self.report_warning(f"skipped {path} of world {identity.generation}: {min(missing)} is missing or corrupt on all nodes")
             return None
         if any(node_names != all_names for node_names in valid_names):
-            source_node = next(self.nodes.node_of_rank[rank] for rank, (names, _, _) in enumerate(answers) if names)
+            source_node = next(self.nodes.node_of_rank[rank] for rank, (names, _, _) in enumerate(file_checks_by_rank) if names)
             collectives.run_on_all_ranks(
                 lambda: self._copy_checkpoint_to_incomplete_nodes(local_checkpoint, valid_names[self.nodes.node], source_node)
             )
         return path, manifest.read_manifest(path)
 
     def _copy_checkpoint_to_incomplete_nodes(
-        self, local_checkpoint: FoundCheckpoint | None, valid_names: set[str], source_node: int
+        self, local_checkpoint: CheckpointWithManifest | None, valid_names: set[str], source_node: int
     ) -> None:
         """Copy a checkpoint to all nodes that lack some of its files. `source_node` is a node that has its manifest.
 

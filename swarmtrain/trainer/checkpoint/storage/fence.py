@@ -23,12 +23,12 @@ _POLL_SECONDS = 0.1
 _LOG_AFTER_SECONDS = 2.0
 
 
-def claim_generation(save_dir: Path, above: int) -> int:
-    """Claim and return the lowest generation that is higher than `above` and than all generations claimed so far.
+def claim_generation(save_dir: Path, exclusive_lower_bound: int) -> int:
+    """Claim and return the lowest generation that is higher than `exclusive_lower_bound` and than all generations claimed so far.
 
     Raises CheckpointError if save_dir cannot be written.
     """
-    generation = above + 1
+    generation = exclusive_lower_bound + 1
     while not try_claim_generation(save_dir, generation := max(generation, find_highest_generation(save_dir) + 1)):
         pass
     return generation

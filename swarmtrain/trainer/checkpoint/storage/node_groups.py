@@ -33,7 +33,7 @@ class NodeGroups:
 
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> NodeGroups:
-        """Gather the node of each rank from all ranks, and return the groups. Called by all ranks together.
+        """Gather the node of each rank from all ranks, and return the groups. Collective: all ranks must call it.
 
         Several nodes may run on one machine, so they are distinguished by the rank of their torchrun agent (GROUP_RANK).
         """

@@ -1,8 +1,8 @@
 """Checkpoint writer for nodes that each have their own disk.
 
 To minimize network traffic, a node writes every shard that one of its ranks holds completely. The shards are the same as on a shared file
-system: one per rank. If ranks of several nodes hold the tensors of a shard, each of these nodes writes it. For example, all ranks hold
-unsharded state.
+system: one per rank. If ranks of several nodes hold the tensors of a shard (for example unsharded state, which all ranks hold),
+each of these nodes writes it.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def group_tensor_chunks_by_file(tensor_index: Mapping[str, Any]) -> dict[str, li
     return {file: [index for _, index in sorted(chunks, key=lambda pair: pair[0])] for file, chunks in sorted(chunks_by_file.items())}
 
 
-def assign_shards_to_ranks(writable: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
+def assign_shards_to_ranks(writable_shards_by_rank: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
     """Assign each shard that any of a node's `ranks` can write to one of these ranks. Return the assigned shard names by rank.
 
-    `writable`: for each rank of the world, the names of the shards that it can write. Each rank is assigned its own shard; any other shard
-    is assigned to the rank with the fewest shards.
+    `writable_shards_by_rank`: for each rank of the world, the names of the shards that it can write. Each rank is assigned its own shard;
+    any other shard is assigned to the rank with the fewest shards.
     """
     assigned: dict[int, list[str]] = {rank: [] for rank in ranks}
-    for name in sorted({name for rank in ranks for name in writable[rank]}):
+    for name in sorted({name for rank in ranks for name in writable_shards_by_rank[rank]}):
         chosen = min(
-            (rank for rank in ranks if name in writable[rank]),
+            (rank for rank in ranks if name in writable_shards_by_rank[rank]),
             key=lambda rank: (name != format_shard_file_name(rank), len(assigned[rank]), rank),
         )
         assigned[chosen].append(name)

@@ -22,7 +22,7 @@ from swarmtrain.trainer.checkpoint.manifest import FileDigests
 from swarmtrain.trainer.checkpoint.storage import commit, fence, sidecar_files
 from swarmtrain.trainer.checkpoint.storage.completion_markers import collect_completion_markers
 from swarmtrain.trainer.checkpoint.storage.discovery import (
-    FoundCheckpoint,
+    CheckpointWithManifest,
     NodeLocalFolders,
     WarningReporter,
     find_newest_checkpoint_in_folder,
@@ -79,7 +79,7 @@ class StorageBackend(Protocol):
         """
         ...
 
-    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+    def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
         """Return path and manifest of the newest complete checkpoint; None if there is none.
 
         `generation`: generation of this world. Raises CheckpointError if a node cannot write its copy.
@@ -115,7 +115,7 @@ class SharedStorage:
             self._save_dir, lambda: commit_files(collect_completion_markers(folder, range(self._runtime.world_size), all_written))
         )
 
-    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+    def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
         return find_newest_checkpoint_in_folder(self._runtime, self._save_dir, self._report_warning)
 
 
@@ -170,7 +170,7 @@ class NodeLocalStorage:
         files = exchange_files(folder, available, self.nodes)
         return self.nodes.run_on_leaders(lambda: commit_files(files), self._save_dir)
 
-    def find_newest_checkpoint(self, generation: int) -> FoundCheckpoint | None:
+    def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
         checkpoint = NodeLocalFolders(self.nodes, self._save_dir, generation, self._report_warning).find_newest_checkpoint()
         if checkpoint:
             step = checkpoint[1].step
@@ -195,7 +195,7 @@ class NodeLocalStorage:
 
 
 def build_storage_backend(runtime: Runtime, save_dir: Path, report_warning: WarningReporter) -> StorageBackend:
-    """Return the storage backend that trainer.save_dir_shared selects. Called by all ranks together."""
+    """Return the storage backend that trainer.save_dir_shared selects. Collective: all ranks must call it."""
     return (
         SharedStorage(runtime, save_dir, report_warning)
         if runtime.config.trainer.save_dir_shared

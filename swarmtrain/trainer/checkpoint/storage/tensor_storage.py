@@ -199,7 +199,8 @@ class TensorStorageReader(StorageReader):
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         """Read the values of `item` into `target`.
 
-        If they are contiguous in the file and `target` has their dtype and layout, they are read into `target` without another copy.
+        If they are contiguous in the file and `target` has their dtype and layout, they are read into `target` without an
+        intermediate copy.
         """
         name, offset, dtype, sizes = self._locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
         starts, lengths = item.storage_offsets, item.lengths

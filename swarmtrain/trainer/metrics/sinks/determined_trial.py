@@ -28,7 +28,7 @@ class DeterminedTrial:
     """Determined trial, as seen by rank 0. A no-op on other ranks, and outside a trial."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Connect to the Determined master, on rank 0 of a trial. Called by all ranks together.
+        """Connect to the Determined master, on rank 0 of a trial. Collective: all ranks must call it.
 
         Raises TrainingError on every rank if the connection fails.
         """

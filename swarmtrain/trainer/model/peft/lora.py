@@ -20,7 +20,7 @@ class Lora(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, config: LoraConfig, layer_name: str) -> None:
-        """`layer_name` identifies the layer: dropout is seeded by it."""
+        """Add a LoRA adapter to a linear layer. The layer's name, `layer_name`, seeds the dropout."""
         super().__init__()
         self.dropout = Dropout(config.dropout, layer_name)
         self.a = nn.Linear(inputs, config.rank, bias=False)

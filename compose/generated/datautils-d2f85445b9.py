@@ -1,4 +1,4 @@
-"""Datasets: text as memory-mapped tokens, arrays, folders of images. Edit it as you like; nothing here depends on ranks or nodes.
+"""Datasets: text as memory-mapped tokens, arrays, folders of images. Edit it as needed; it does not depend on ranks or nodes.
 
 The quickstart's data needs no download: it is the source text of the running Python's standard library, one token per byte.
 """
@@ -25,9 +25,9 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 
 
 def write_python_sources(training: Path, validation: Path) -> None:
-    """Write the standard library's source text to the prefixes `training` and `validation`, unless it is there already.
+    """Write the standard library's source text to the prefixes `training` and `validation`, unless it is already written.
 
-    About one file in ten is for validation, chosen by a hash of its name: every node with the same Python gets the same split.
+    About 10 % of the files are for validation, selected by a hash of the name: every node with the same Python gets the same split.
     """
     source = f"standard library of Python {platform.python_version()}"
     if _read_source(training) == _read_source(validation) == source:
@@ -42,10 +42,10 @@ def write_python_sources(training: Path, validation: Path) -> None:
 
 
 class ArrayDataset:
-    """Rows of several NumPy arrays, memory-mapped .npy files."""
+    """Dataset of rows from several NumPy arrays, memory-mapped from .npy files."""
 
     def __init__(self, *paths: Path | str) -> None:
-        """Raises TrainingError if a file cannot be read, or the arrays have different lengths."""
+        """Open the arrays at `paths`. Raises TrainingError if a file cannot be read, or the arrays have different lengths."""
         self._arrays = [_load_array(Path(path)) for path in paths]
         lengths = [len(array) for array in self._arrays]
         if len(set(lengths)) > 1:
@@ -65,7 +65,7 @@ class ArrayDataset:
 
 
 class ImageFolderDataset:
-    """Images in a folder with one subfolder per class. A label is an index into `classes`, the sorted names."""
+    """Images in a folder with one subfolder per class. A label is an index into `classes`, the sorted class names."""
 
     def __init__(self, folder: Path | str, size: tuple[int, int], mode: str = "RGB") -> None:
         """`size`: (width, height) to which images are resized. `mode` is Pillow's: RGB, or L for grayscale.
@@ -79,7 +79,7 @@ class ImageFolderDataset:
         ]
         self._images = [(path, label) for path, label in labeled_paths if path.suffix.lower() in _IMAGE_SUFFIXES]
         if not self._images:
-            hint = f"FOLDER/CLASS/NAME.png; supported: {', '.join(sorted(_IMAGE_SUFFIXES))}"
+            hint = f"store images as FOLDER/CLASS/NAME.png; supported formats: {', '.join(sorted(_IMAGE_SUFFIXES))}"
             raise TrainingError("contains no images", place=str(folder), hint=hint)
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class CaptionedImageDataset:
 
 
 def require_single_prefix(prefixes: Sequence[Path]) -> Path:
-    """Return the only one of `prefixes`. Raises TrainingError if there is not exactly one."""
+    """Return the only prefix in `prefixes`. Raises TrainingError if the number of prefixes is not 1."""
     if len(prefixes) != 1:
         raise TrainingError(
             f"{len(prefixes)} prefixes, but the data set python_sources writes only one",
@@ -133,7 +133,7 @@ def require_single_prefix(prefixes: Sequence[Path]) -> Path:
 def compute_bigram_loss(training: Path, validation: Path) -> float:
     """Return the cross-entropy, in nats per byte, of `validation` under a byte-bigram model of `training` with add-one smoothing.
 
-    A model has to beat it to have learned more than which byte follows which.
+    This is the baseline: a model with a lower loss has learned more than the frequencies of byte pairs.
     """
     counts = np.ones((256, 256))
     for first, second in _iterate_byte_pairs(MemoryMap(training)):

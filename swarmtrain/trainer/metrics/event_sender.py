@@ -20,7 +20,7 @@ _INTERVAL_SECONDS = 0.5
 """Minimum seconds between two posts of progress events."""
 
 
-class EventPoster:
+class EventSender:
     """Posts events to the coordinator at `address` (host:port)."""
 
     def __init__(self, address: str) -> None:
