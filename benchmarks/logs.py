@@ -73,7 +73,7 @@ def _measure_follow() -> tuple[float, int]:
             _, status, resource_usage = os.wait4(program.pid, 0)
             program.returncode = os.waitstatus_to_exitcode(status)
         if program.returncode:
-            raise BenchmarkUnavailableError(f"swarmtrain logs ended with {program.returncode}")
+            raise BenchmarkUnavailableError(f"swarmtrain logs exited with code {program.returncode}")
         printed_lines = Counter(printed.read_text().splitlines())
     expected_lines = {
         f"node{stream} rank {stream} | line {number}" for stream in range(_STREAM_COUNT) for number in range(_LINES_PER_SECOND * _SECONDS)

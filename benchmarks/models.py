@@ -64,7 +64,7 @@ def measure_prepare() -> Iterator[BenchmarkRow]:
     yield BenchmarkRow(
         "prepare", description, "MB/s", result, baseline, f"`tokenizers` alone, {workers} threads: read, encode and count lines", goal=0.9
     )
-    peaks = [_measure_peak_megabytes(sample, tokenizer) for sample in (full_text, tenth_of_text)]
+    peaks = [_measure_peak_memory_megabytes(sample, tokenizer) for sample in (full_text, tenth_of_text)]
     yield BenchmarkRow(
         "prepare/memory",
         f"peak memory of a tokenizing process, for {_TEXT_MEGABYTES} MB of text",
@@ -170,5 +170,5 @@ def _measure_baseline_seconds(argv: list[str], env: dict[str, str]) -> float:
     return measure_wall_seconds(argv, env)
 
 
-def _measure_peak_megabytes(text: Path, tokenizer: Path) -> float:
-    return measure_peak_memory(_build_command(text, tokenizer)) / 1e6
+def _measure_peak_memory_megabytes(text_file: Path, tokenizer_file: Path) -> float:
+    return measure_peak_memory(_build_command(text_file, tokenizer_file)) / 1e6

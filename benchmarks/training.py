@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import machine, third_party_tools
+from benchmarks.loop_processes import LoopProgram, SteppedLoop
 from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, measure_in_turns_for
-from benchmarks.stepped_loops import LoopProgram, SteppedLoop
 from swarmtrain import process
 
 _PLAIN_PYTORCH_TEXT = "the same model in a handwritten loop"

@@ -303,7 +303,7 @@ def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any
     try:
         if unsupported := _list_unsupported_settings(values, model_family):
             reason = f"is a {model_family.model_type} variant that is not supported: {'; '.join(unsupported)}"
-            raise SwarmtrainError(reason, place=location, hint="train it with a custom script: see docs/how-to/own-script.md")
+            raise SwarmtrainError(reason, place=location, hint="train it with a custom script: see docs/how-to/custom-script.md")
         architecture_values = {
             **model_family.fixed_values,
             **{field.config_path: field.import_value(values) for field in model_family.field_mappings},

@@ -119,7 +119,7 @@ def set_link_down(lab: str, node: str) -> None:
 
 def set_link_up(lab: str, node: str) -> None:
     """Set the node's link up, at full speed."""
-    for link_namespace, device in _list_link_ends(lab, node):
+    for link_namespace, device in _list_link_endpoints(lab, node):
         process.run_command(["tc", "-n", link_namespace, "qdisc", "replace", "dev", device, "root", "noqueue"])
     _run_ip(get_namespace_name(lab, "bridge"), "link", "set", node, "up")
 
@@ -127,7 +127,7 @@ def set_link_up(lab: str, node: str) -> None:
 def limit_link_rate(lab: str, node: str, rate: str) -> None:
     """Limit the node's link to `rate` (`100mbit`, `1gbit`) in both directions. Raises LabError if `rate` is invalid."""
     burst = max(128 * 1024, int(parse_rate(rate) / 8 * 0.004))
-    for link_namespace, device in _list_link_ends(lab, node):
+    for link_namespace, device in _list_link_endpoints(lab, node):
         shape = ["tbf", "rate", rate, "burst", str(burst), "latency", "50ms"]
         process.run_command(["tc", "-n", link_namespace, "qdisc", "replace", "dev", device, "root", *shape])
 
@@ -154,7 +154,7 @@ def list_link_states(lab: str) -> dict[str, str]:
     return {link["ifname"]: rate_limits.get(link["ifname"], "up") if "UP" in link["flags"] else "cut" for link in links if "ifname" in link}
 
 
-def _list_link_ends(lab: str, node: str) -> list[tuple[str, str]]:
+def _list_link_endpoints(lab: str, node: str) -> list[tuple[str, str]]:
     return [(get_namespace_name(lab, "bridge"), node), (get_namespace_name(lab, node), "eth0")]
 
 

@@ -68,7 +68,7 @@ class Change(Protocol):
     """A change that `deploy_run` would make to a run. str() returns a description of the change and its cause."""
 
     @property
-    def interrupts(self) -> bool:
+    def interrupts_run(self) -> bool:
         """Whether the change interrupts running processes or containers."""
         ...
 
@@ -80,7 +80,7 @@ class Action:
     verb: str
     name: str
     cause: str
-    interrupts: bool = False
+    interrupts_run: bool = False
     """Whether the change interrupts running processes or containers."""
 
     def __str__(self) -> str:

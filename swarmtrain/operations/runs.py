@@ -62,7 +62,7 @@ def _describe_plan_differences(launcher: Launcher, plan: Plan, changes: Sequence
         config, cargo = load_deployment(launcher, plan.run)
     except StackError as error:
         return [str(error)]
-    return list_differences(plan, config, cargo, launcher.list_tasks(plan.run), sum(change.interrupts for change in changes))
+    return list_differences(plan, config, cargo, launcher.list_tasks(plan.run), sum(change.interrupts_run for change in changes))
 
 
 def run_plan_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
@@ -108,8 +108,8 @@ def _show_and_check_plan(launcher: Launcher, plan: Plan) -> None:
 
 def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
     changes = launcher.plan_changes(plan)
-    interrupted_services = format_count(sum(change.interrupts for change in changes), "service")
-    if not any(change.interrupts for change in changes):
+    interrupted_services = format_count(sum(change.interrupts_run for change in changes), "service")
+    if not any(change.interrupts_run for change in changes):
         return
     print_message(f"{plan.run} is running; this deploy changes:")
     for line in _describe_plan_differences(launcher, plan, changes):

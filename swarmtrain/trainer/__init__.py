@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from swarmtrain.trainer.custom import Run, build_linear_scaling_warmup, instantiate, run
     from swarmtrain.trainer.data.samples import TokenDataset, open_data
     from swarmtrain.trainer.loop import TrainingResult, train
-    from swarmtrain.trainer.model.objective import Objective, VectorObjective
+    from swarmtrain.trainer.model.objective import EmbeddingObjective, Objective
     from swarmtrain.trainer.model.transformer import Transformer
     from swarmtrain.trainer.optim import Optimizer
     from swarmtrain.trainer.parallelization import parallelize
     from swarmtrain.trainer.runtime import Runtime, read_config, read_options, start_runtime
 
 __all__ = [
+    "EmbeddingObjective",
     "Objective",
     "Optimizer",
     "Run",
@@ -43,7 +44,6 @@ __all__ = [
     "TokenDataset",
     "TrainingResult",
     "Transformer",
-    "VectorObjective",
     "build_linear_scaling_warmup",
     "instantiate",
     "open_data",
@@ -64,7 +64,7 @@ _MODULE_BY_NAME = {
     "TokenDataset": "data.samples",
     "TrainingResult": "loop",
     "Transformer": "model.transformer",
-    "VectorObjective": "model.objective",
+    "EmbeddingObjective": "model.objective",
     "build_linear_scaling_warmup": "custom",
     "instantiate": "custom",
     "open_data": "data.samples",

@@ -42,8 +42,8 @@ def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
 _COMMAND_MODULES = {
     "export": "swarmtrain.trainer.export.command",
     "sample": "swarmtrain.trainer.inference.sample",
-    "embed": "swarmtrain.trainer.inference.embed",
-    "evaluate": "swarmtrain.trainer.inference.evaluate",
+    "embed": "swarmtrain.trainer.inference.embeddings",
+    "evaluate": "swarmtrain.trainer.inference.evaluation",
 }
 REQUEST_HANDLERS = {"memory": estimate_memory}
 

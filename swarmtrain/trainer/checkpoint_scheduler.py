@@ -14,7 +14,7 @@ from swarmtrain.trainer.metrics import RunReporter
 class CheckpointScheduler:
     """Saves checkpoints to the run's save_dir; a no-op if it is not set.
 
-    All methods except `is_due_by_clock` and `report_saved_checkpoints` are called by all ranks together.
+    All methods except `is_due_by_clock` and `report_saved_checkpoints` are collective: every rank must call them.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.data.token_batch import TokenBatch
 from swarmtrain.trainer.health.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from swarmtrain.trainer.model import dropout
-from swarmtrain.trainer.model.objective import VectorLoss, VectorObjective
+from swarmtrain.trainer.model.objective import EmbeddingLoss, EmbeddingObjective
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.pipeline_parallel import LossTransform, PipelineModel
 from swarmtrain.trainer.random_seeds import derive_seed, seed_everything
@@ -43,7 +43,7 @@ def run_forward_backward(
     number of correct loss units (see Objective.pop_correct_count; 0 if the objective does not count them).
     """
     forward = partial(_prepare_forward, runtime, number, timer)
-    vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, forward)
+    vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, forward)
     if isinstance(model.wrapped_model, PipelineModel):
         first_micro_batch = micro_batches[0][0] if micro_batches else 0
         rows = _load_all_micro_batches(runtime, data, micro_batches)
@@ -71,7 +71,7 @@ def run_forward_backward(
     return _get_loss_and_correct_count(model, vector_loss, loss_sum)
 
 
-def _get_loss_and_correct_count(model: ParallelModel, vector_loss: VectorLoss | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
+def _get_loss_and_correct_count(model: ParallelModel, vector_loss: EmbeddingLoss | None, loss_sum: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss, and the number of correct loss units (0 if the objective does not count them).
 
     `loss_sum`: sum of the model's outputs, which is the loss unless the objective compares vectors.
@@ -82,14 +82,14 @@ def _get_loss_and_correct_count(model: ParallelModel, vector_loss: VectorLoss | 
     return loss_sum, loss_sum.new_zeros(()) if correct is None else correct
 
 
-def _compute_vector_loss(
+def _compute_embedding_loss(
     runtime: Runtime,
     model: ParallelModel,
     data: TokenDataset,
     micro_batches: MicroBatches,
     forward: Callable[..., AbstractContextManager[object]],
-) -> VectorLoss | None:
-    """Return the vector loss of this replica's samples (see VectorObjective).
+) -> EmbeddingLoss | None:
+    """Return the vector loss of this replica's samples (see EmbeddingObjective).
 
     The samples' vectors are computed without gradients, and compared with all vectors of the global batch. Return None if the objective
     does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage).
@@ -97,12 +97,12 @@ def _compute_vector_loss(
     the context manager for that forward pass.
     """
     objective, topology, mesh = model.local_model.objective, runtime.config.topology, model.mesh
-    if not isinstance(objective, VectorObjective):
+    if not isinstance(objective, EmbeddingObjective):
         return None
     first = micro_batches[0][0] if micro_batches else 0
     with torch.no_grad():
         if isinstance(model.wrapped_model, PipelineModel):
-            local_vectors = model.wrapped_model.compute_vectors(
+            local_vectors = model.wrapped_model.compute_embeddings(
                 _load_all_micro_batches(runtime, data, micro_batches), lambda index, stage: forward(first + index, stage)
             )
         else:
@@ -115,7 +115,7 @@ def _compute_vector_loss(
     if local_vectors is None:
         return None
     first = sum(mesh.micro_batches_per_replica[: mesh.data_rank]) * topology.samples_per_micro_batch
-    return objective.compute_vector_loss(
+    return objective.compute_embedding_loss(
         local_vectors,
         rows_per_sample=data.rows_per_sample,
         first_sample=first,
@@ -132,8 +132,8 @@ def run_validation_forward(
     Return the loss summed over the micro batches, in nats, and the number of correct loss units (0 if the objective does not count them).
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    if isinstance(model.local_model.objective, VectorObjective):
-        vector_loss = _compute_vector_loss(runtime, model, data, micro_batches, lambda *_: build_autocast_context(runtime))
+    if isinstance(model.local_model.objective, EmbeddingObjective):
+        vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, lambda *_: build_autocast_context(runtime))
         return _get_loss_and_correct_count(model, vector_loss, loss_sum)
     if isinstance(model.wrapped_model, PipelineModel):
         return _get_loss_and_correct_count(
@@ -165,12 +165,12 @@ def _load_micro_batch(runtime: Runtime, data: TokenDataset, ids: Ids | None) -> 
     return _copy_batch_to_device(runtime, data.build_empty_sample() if ids is None else data.load_samples(ids))
 
 
-def _copy_batch_to_device(runtime: Runtime, rows: TokenBatch) -> TokenBatch:
-    """Return a copy of `rows` on the device.
+def _copy_batch_to_device(runtime: Runtime, batch: TokenBatch) -> TokenBatch:
+    """Return a copy of `batch` on the device.
 
     On CUDA the source is pinned memory: a copy from pageable memory waits for all queued work.
     """
-    pinned = rows.map_tensors(Tensor.pin_memory) if runtime.device.type == "cuda" else rows
+    pinned = batch.map_tensors(Tensor.pin_memory) if runtime.device.type == "cuda" else batch
     return pinned.map_tensors(lambda tensor: tensor.to(runtime.device, non_blocking=True))
 
 

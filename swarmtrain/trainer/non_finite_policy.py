@@ -26,7 +26,7 @@ _HINT = "lower learning_rate_scheduler.learning_rate, or set trainer.detect_anom
 
 
 class NonFinitePolicy:
-    """Applies the configured policy for non-finite steps. All methods are called by all ranks together."""
+    """Applies the configured policy for non-finite steps. All methods are collective: every rank must call them."""
 
     def __init__(self, runtime: Runtime) -> None:
         """Read the positions of the batches to skip from save_dir. Raises CheckpointError if their file cannot be read."""

@@ -114,9 +114,9 @@ def parse_size(text: str, option: str = "--device-memory") -> int:
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
-def _label_rank(rank: Mapping[str, Any], rank_count: int) -> str:
+def _label_rank(rank: Mapping[str, Any], world_size: int) -> str:
     stages = rank["stages"]
-    return "every rank" if rank_count == 1 else f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    return "every rank" if world_size == 1 else f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _format_rank_table(rows: Sequence[Sequence[str]]) -> list[str]:

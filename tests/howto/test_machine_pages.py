@@ -111,7 +111,7 @@ def test_own_machines(swarm: Machines) -> None:
     [
         "docs/how-to/remote.md",
         "docs/how-to/doctor.md",
-        "docs/how-to/own-script.md",
+        "docs/how-to/custom-script.md",
         "docs/how-to/network.md",
         "docs/how-to/own-data.md",
         "docs/how-to/images.md",

@@ -58,7 +58,7 @@ def test_a_rank_stops_at_its_breakpoint(project: Path) -> None:
     assert done.returncode == 3, done.stderr
     logs = {path.name: path.read_text() for path in (project / "home" / "swarmtrain" / "config").glob("rank*.log")}
     assert logs == dict.fromkeys(("rank0.log", "rank2.log"), "sum 16 helped hidden ['--fast']\n")
-    assert "rank2 ended with exit code 6" in done.stderr
+    assert "rank2 exited with code 6" in done.stderr
 
 
 def test_a_rank_that_is_not_there_is_refused(project: Path) -> None:

@@ -157,7 +157,7 @@ def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: 
     with monkeypatch.context() as patched:
         patched.setattr(local, "_compare_with_plan", meanwhile)
         changes = launcher.plan_changes(plan)
-    assert [str(change) for change in changes if change.interrupts] == []
+    assert [str(change) for change in changes if change.interrupts_run] == []
 
 
 def test_a_run_of_another_version_is_listed_stopped_and_removed_but_not_changed(launcher: LocalLauncher, tmp_path: Path) -> None:

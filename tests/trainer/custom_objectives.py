@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarmtrain.trainer import Objective, VectorObjective
+from swarmtrain.trainer import EmbeddingObjective, Objective
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 
@@ -33,7 +33,7 @@ class MeanLogLikelihoodMargin(Objective):
         return torch.where(valid, -functional.logsigmoid(mean_losses[:, 1] - mean_losses[:, 0]), 0).sum()
 
 
-class SquaredDistance(VectorObjective):
+class SquaredDistance(EmbeddingObjective):
     """The squared distance of each text from its match."""
 
     loss_unit = "text"

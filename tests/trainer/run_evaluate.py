@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from swarmtrain.trainer.inference import evaluate
+from swarmtrain.trainer.inference import evaluation
 
 
 def main() -> None:
-    sys.exit(evaluate.main(json.loads(Path("asked.json").read_text())))
+    sys.exit(evaluation.main(json.loads(Path("asked.json").read_text())))

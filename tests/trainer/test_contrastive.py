@@ -25,8 +25,8 @@ from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
-from swarmtrain.trainer.inference import evaluate, model_source
-from swarmtrain.trainer.inference.embed import embed_documents
+from swarmtrain.trainer.inference import evaluation, model_source
+from swarmtrain.trainer.inference.embeddings import embed_documents
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
 from swarmtrain.trainer.model.transformer import Transformer
@@ -187,7 +187,7 @@ def test_evaluation_gives_what_training_logged(
     base_config: dict[str, Any], single_rank_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {"config": json.dumps(base_config), "model": str(single_rank_run / "run"), "tasks": [], "json": False}
-    assert evaluate.main(asked) == 0
+    assert evaluation.main(asked) == 0
     assert f"validation loss {read_validation_losses(single_rank_run)[STEPS]:.4f} nats per query, accuracy " in capsys.readouterr().out
 
 
@@ -328,7 +328,7 @@ def test_a_single_sample_is_compared_with_its_own_negatives(tmp_path: Path) -> N
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mine = functional.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), dim=1)
-        found = ContrastiveObjective(ContrastiveConfig(scale=1.0)).compute_vector_loss(
+        found = ContrastiveObjective(ContrastiveConfig(scale=1.0)).compute_embedding_loss(
             mine, rows_per_sample=3, first_sample=0, global_batch_size=1, group=torch.distributed.group.WORLD
         )
         assert float(found.loss) == pytest.approx(float(torch.tensor([0.0, 0.5**0.5]).logsumexp(0)))

@@ -16,7 +16,7 @@ from worlds import compute_deviation, merge_config, read_losses, read_metric, re
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.samples import open_data
-from swarmtrain.trainer.inference import evaluate
+from swarmtrain.trainer.inference import evaluation
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives import build_objective
 
@@ -72,7 +72,7 @@ def test_it_is_the_same_in_every_topology(focal_config: dict[str, Any], single_r
 @pytest.mark.usefixtures("_single_process")
 def test_evaluation_reports_no_perplexity(focal_config: dict[str, Any], single_rank_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"config": json.dumps(focal_config), "model": str(single_rank_run / "run"), "tasks": [], "json": False}
-    assert evaluate.main(options) == 0
+    assert evaluation.main(options) == 0
     assert f"validation loss {read_validation_losses(single_rank_run)[STEPS]:.4f} nats per token, over " in capsys.readouterr().out
 
 

@@ -19,8 +19,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import EXIT_ERROR, CheckpointError, TrainingError
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
-from swarmtrain.trainer.inference import evaluate, generate, model_source
-from swarmtrain.trainer.inference.generate import SamplingParams
+from swarmtrain.trainer.inference import evaluation, generation, model_source
+from swarmtrain.trainer.inference.generation import SamplingParams
 from swarmtrain.trainer.inference.kv_cache import enable_kv_cache
 from swarmtrain.trainer.inference.text_stream import TextStream
 from swarmtrain.trainer.model.transformer import Transformer
@@ -60,7 +60,7 @@ def generate_completions(
     return [
         list(column)
         for column in zip(
-            *generate.generate_tokens(model, prompts, sampling_params, max_tokens=options.pop("most", 20), **options), strict=True
+            *generation.generate_tokens(model, prompts, sampling_params, max_tokens=options.pop("most", 20), **options), strict=True
         )
     ]
 
@@ -112,7 +112,7 @@ def test_tokens_are_sampled_as_likely_as_they_are() -> None:
     generator = torch.Generator().manual_seed(1)
 
     def shares(sampling_params: SamplingParams) -> torch.Tensor:
-        drawn = torch.tensor([generate._sample_token(logits, sampling_params, generator) for _ in range(4000)])
+        drawn = torch.tensor([generation._sample_token(logits, sampling_params, generator) for _ in range(4000)])
         return torch.bincount(drawn, minlength=5) / 4000
 
     torch.testing.assert_close(shares(SamplingParams(2.0)), (logits / 2).softmax(0), rtol=0, atol=0.03)
@@ -197,10 +197,10 @@ def test_models_that_cannot_generate_are_refused(
     with pytest.raises(TrainingError, match="has 256 tokens, but the vocabulary of the model has only 64"):
         replace(found, architecture=found.architecture.model_copy(update={"vocab_size": 64})).open_tokenizer(None)
     other = merge_config(trained_run[1], transformer_architecture={**GATED, "num_layers": 3})
-    assert evaluate.main(build_evaluate_arguments(other, trained_run[0])) == EXIT_ERROR
+    assert evaluation.main(build_evaluate_arguments(other, trained_run[0])) == EXIT_ERROR
     assert "num_layers is 2 in the checkpoint and 3 in the config" in capsys.readouterr().err
     beside = merge_config(trained_run[1], transformer_architecture={"lora_config": {}})
-    assert evaluate.main(build_evaluate_arguments(beside, trained_run[0])) == EXIT_ERROR
+    assert evaluation.main(build_evaluate_arguments(beside, trained_run[0])) == EXIT_ERROR
     assert "lora_config is None in the checkpoint" in capsys.readouterr().err
     broken = build_random_model("usual")
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_models_that_cannot_generate_are_refused(
 @pytest.mark.usefixtures("_single_process")
 def test_evaluation_gives_what_training_logged(trained_run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     folder, config = trained_run
-    assert evaluate.main(build_evaluate_arguments(config, folder)) == 0
+    assert evaluation.main(build_evaluate_arguments(config, folder)) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["step"] == 6
     assert round(result["loss"], 4) == round(read_validation_losses(folder)[6], 4)

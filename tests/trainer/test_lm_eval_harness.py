@@ -12,7 +12,7 @@ from test_inference import GATED, build_evaluate_arguments
 from worlds import LocalWorld, merge_config, run_training
 
 from swarmtrain.errors import EXIT_ERROR
-from swarmtrain.trainer.inference import evaluate, model_source
+from swarmtrain.trainer.inference import evaluation, model_source
 from swarmtrain.trainer.model.transformer import Transformer
 
 pytestmark = pytest.mark.test_all_only("imports lm-evaluation-harness and all that it needs")
@@ -133,8 +133,8 @@ def test_results_are_those_of_the_logits(trained_run: tuple[Path, dict[str, Any]
 
 @pytest.mark.usefixtures("_single_process")
 def test_invalid_tasks(trained_run: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main(build_evaluate_arguments(trained_run[1], trained_run[0], tasks=["no_such_task"])) == EXIT_ERROR
+    assert evaluation.main(build_evaluate_arguments(trained_run[1], trained_run[0], tasks=["no_such_task"])) == EXIT_ERROR
     assert "no_such_task" in capsys.readouterr().err
     (tmp_path / "away.yaml").write_text(TASK.format(name="away", data=tmp_path / "none.jsonl") + MULTIPLE)
-    assert evaluate.main(build_evaluate_arguments(trained_run[1], trained_run[0], tasks=["away"], task_files=str(tmp_path))) == EXIT_ERROR
+    assert evaluation.main(build_evaluate_arguments(trained_run[1], trained_run[0], tasks=["away"], task_files=str(tmp_path))) == EXIT_ERROR
     assert "error: --tasks away" in capsys.readouterr().err

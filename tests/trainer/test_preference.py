@@ -20,7 +20,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
-from swarmtrain.trainer.inference import evaluate
+from swarmtrain.trainer.inference import evaluation
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives.preference import PreferenceObjective
 
@@ -208,7 +208,7 @@ def test_evaluation_gives_what_training_logged(
     base_run: tuple[Path, dict[str, Any]], single_rank_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {"config": json.dumps(base_run[1]), "model": str(single_rank_run / "run"), "tasks": [], "json": False}
-    assert evaluate.main(asked) == 0
+    assert evaluation.main(asked) == 0
     accuracy = f"accuracy {read_metric(single_rank_run, 'validation_accuracy')[6]:.1%}"
     assert (
         f"validation loss {read_validation_losses(single_rank_run)[6]:.4f} nats per pair, {accuracy}, over 24 samples"

@@ -243,14 +243,14 @@ def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
         ({"sequence_length": 24}, "sequence_length: 24 is not a multiple of the float8 alignment 16 | 16 or 32 would fit"),
         (
             {"precision": "float16"},
-            "precision: float16 does not support float8 products, which fp8_config_mlp enables | set precision: bfloat16",
+            "precision: float16 does not support float8 matmuls, which fp8_config_mlp enables | set precision: bfloat16",
         ),
         ({"fp8_config_mlp": {"scaling": "rowwise"}}, "fp8_config_mlp.scaling: rowwise scaling supports only bfloat16 | set precision to b"),
         (
             {"fp8_config_mlp": {"dtypes_forward": {"left_dtype": "e5m2", "right_dtype": "e5m2"}}},
             "fp8_config_mlp.dtypes_forward.right_dtype: no device can multiply two e5m2 matrices | choose e4m3 for one operand",
         ),
-        ({"fp8_config_mlp": None, "fp8_emulate": True}, "fp8_emulate: has an effect only on float8 products, but no fp8_config_… is set"),
+        ({"fp8_config_mlp": None, "fp8_emulate": True}, "fp8_emulate: has an effect only on float8 matmuls, but no fp8_config_… is set"),
     ],
 )
 def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -> None:

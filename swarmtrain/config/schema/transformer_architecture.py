@@ -327,7 +327,7 @@ class TransformerArchitectureConfig(Section):
             if self.precision not in (Precision.bfloat16, Precision.float32):
                 raise build_field_error(
                     "precision",
-                    f"{self.precision} does not support float8 products, which {name} enables",
+                    f"{self.precision} does not support float8 matmuls, which {name} enables",
                     f"set precision: bfloat16, or leave out {name}",
                 )
             if config.scaling is FP8Scaling.rowwise and self.precision is not Precision.bfloat16:
@@ -335,7 +335,7 @@ class TransformerArchitectureConfig(Section):
                     f"{name}.scaling", "rowwise scaling supports only bfloat16", "set precision to bfloat16, or scaling to tensorwise"
                 )
         if self.fp8_emulate and not self.float8_layers:
-            raise build_field_error("fp8_emulate", "has an effect only on float8 products, but no fp8_config_… is set")
+            raise build_field_error("fp8_emulate", "has an effect only on float8 matmuls, but no fp8_config_… is set")
         return self
 
     @property

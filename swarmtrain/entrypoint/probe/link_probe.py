@@ -133,10 +133,10 @@ class LinkProber:
         if partner not in self._addresses:
             return Link(a, b, error=f"{partner} cannot be reached from {self.name}")
         try:
-            connection = self._connect_to_peer(b, partner_timeout) if self.name == a else self._wait_for_caller(a, partner_timeout)
+            connection = self._connect_to_peer(b, partner_timeout) if self.name == a else self._wait_for_client(a, partner_timeout)
             with connection:
                 return (
-                    _measure_link_as_caller(self, connection, a, b) if self.name == a else _measure_link_as_callee(self, connection, a, b)
+                    _measure_link_as_client(self, connection, a, b) if self.name == a else _measure_link_as_server(self, connection, a, b)
                 )
         except (OSError, ValueError) as error:
             return Link(a, b, error=str(error) or type(error).__name__)
@@ -175,7 +175,7 @@ class LinkProber:
                     raise
                 time.sleep(0.1)
 
-    def _wait_for_caller(self, peer: str, partner_timeout: float) -> socket.socket:
+    def _wait_for_client(self, peer: str, partner_timeout: float) -> socket.socket:
         with self._caller_arrived:
             if not self._caller_arrived.wait_for(lambda: peer in self._incoming, partner_timeout):
                 raise OSError(f"{peer} did not connect to {self.name}")
@@ -204,7 +204,7 @@ class LinkProber:
             self._received_sizes.setdefault(address, set()).add(len(datagram) + _HEADER_BYTES)
 
 
-def _measure_link_as_caller(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
+def _measure_link_as_client(prober: LinkProber, connection: socket.socket, client_node: str, server_node: str) -> Link:
     _configure_socket(connection)
     round_trips: list[float] = []
     started_at = time.monotonic()
@@ -221,11 +221,11 @@ def _measure_link_as_caller(prober: LinkProber, connection: socket.socket, a: st
         backward_bandwidth = _receive_stream(connection)
         _send_json(connection, backward_bandwidth)
     except OSError as error:  # small packets came through, so return what was measured
-        return Link(a, b, median_round_trip, largest_packet=largest_packet, error=f"the data transfer stalled: {error}")
-    return Link(a, b, median_round_trip, forward_bandwidth, backward_bandwidth, largest_packet)
+        return Link(client_node, server_node, median_round_trip, largest_packet=largest_packet, error=f"the data transfer stalled: {error}")
+    return Link(client_node, server_node, median_round_trip, forward_bandwidth, backward_bandwidth, largest_packet)
 
 
-def _measure_link_as_callee(prober: LinkProber, connection: socket.socket, a: str, b: str) -> Link:
+def _measure_link_as_server(prober: LinkProber, connection: socket.socket, client_node: str, server_node: str) -> Link:
     _configure_socket(connection)
     while _receive_exact_bytes(connection, 1) == _MORE_MARK:
         connection.sendall(_MORE_MARK)
@@ -233,7 +233,7 @@ def _measure_link_as_callee(prober: LinkProber, connection: socket.socket, a: st
     forward_bandwidth = _receive_stream(connection)
     _send_json(connection, forward_bandwidth)
     backward_bandwidth = _send_stream(connection)
-    return Link(a, b, 0.0, forward_bandwidth, backward_bandwidth, largest_packet)
+    return Link(client_node, server_node, 0.0, forward_bandwidth, backward_bandwidth, largest_packet)
 
 
 def _configure_socket(connection: socket.socket) -> None:

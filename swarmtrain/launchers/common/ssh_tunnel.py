@@ -57,7 +57,7 @@ def open_tunnel(address: str) -> str:
                 else f"no answer within {_CONNECT_TIMEOUT_SECONDS:g} s"
             )
             raise EngineError(
-                message or f"ssh ended with exit code {ssh.returncode}",
+                message or f"ssh exited with code {ssh.returncode}",
                 place=place,
                 hint=f"check that this works: {process.format_command([*_build_login_argv(address), 'docker', 'info'])}",
             )

@@ -67,7 +67,7 @@ def _run_other_ranks(
     finally:
         for log, child in children.items():
             if code := _terminate_process(child):
-                report_progress(f"{log.stem} ended with exit code {code}: {log}")
+                report_progress(f"{log.stem} exited with code {code}: {log}")
 
 
 def _terminate_process(child: subprocess.Popen[bytes]) -> int:

@@ -315,11 +315,11 @@ def _stop_job(record: SlurmRunRecord, run: str) -> None:
     )
 
 
-def _wait_for_job_step(allocation_id: str, run: str, folder: SlurmRunFolder) -> None:
+def _wait_for_job_step(job_id: str, run: str, folder: SlurmRunFolder) -> None:
     deadline = time.monotonic() + _CLEANUP_SECONDS
-    while not slurm_cli.list_job_steps(allocation_id, run) and not (folder.path / "node0.state").exists():
+    while not slurm_cli.list_job_steps(job_id, run) and not (folder.path / "node0.state").exists():
         if time.monotonic() > deadline:
-            raise StackError("srun has not started", place=f"allocation {allocation_id}", hint=f"cat {folder.path / 'slurm.out'}")
+            raise StackError("srun has not started", place=f"allocation {job_id}", hint=f"cat {folder.path / 'slurm.out'}")
         time.sleep(_POLL_SECONDS)
 
 

@@ -188,7 +188,7 @@ def verify_environment(
             report.findings.append(Finding(f"host {name}", f"{python}: {problem}", hint))
     report.findings += _find_version_differences(report.hosts)
     for backend in BACKENDS:
-        why = _find_backend_obstacle(backend, report.hosts)
+        why = _find_backend_incompatibility(backend, report.hosts)
         if not why:
             report_progress(f"testing all-reduce with {backend} over {', '.join(host_group.hosts)}")
             why = _verify_backend(backend, runner, python, host_group)
@@ -332,7 +332,7 @@ def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Find
             )
 
 
-def _find_backend_obstacle(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
+def _find_backend_incompatibility(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
     """Return the reason why `backend` cannot be tested on all hosts; empty if it can be tested."""
     hosts_by_obstacle = {
         "no probe result": [name for name, host_info in hosts.items() if not host_info],

@@ -45,7 +45,7 @@ class StepVerb(StrEnum):
 class ReconcileStep:
     """Reconcile step: one request to the engine, and its cause.
 
-    `restarts`: containers are replaced. `interrupts`: the replaced containers are running.
+    `restarts`: containers are replaced. `interrupts_run`: the replaced containers are running.
     """
 
     verb: StepVerb
@@ -56,7 +56,7 @@ class ReconcileStep:
     service: Service | None = None
     id: str = ""
     restarts: bool = False
-    interrupts: bool = False
+    interrupts_run: bool = False
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind} {self.name}: {self.cause}"

@@ -97,7 +97,7 @@ class SavedCheckpoint:
 class CheckpointManager:
     """Saves and finds the checkpoints of a run, for one world (the ranks of one rendezvous round).
 
-    All methods are called by all ranks together, unless documented otherwise.
+    All methods are collective (every rank must call them), unless documented otherwise.
     """
 
     def __init__(self, runtime: Runtime, state: CheckpointState, data_fingerprint: str, report_warning: WarningReporter) -> None:

@@ -38,7 +38,7 @@ class _StepAgreement(NamedTuple):
 
 
 class TrainingLoop:
-    """Runs the steps of a custom script, and saves its registered objects. All methods are called by all ranks together."""
+    """Runs the steps of a custom script, and saves its registered objects. All methods are collective: every rank must call them."""
 
     def __init__(
         self, runtime: Runtime, group: dist.ProcessGroup | None, user_state: UserState, stop: StopFlag, report_warning: WarningReporter

@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from torch.nn.functional import pad
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.inference.generate import SamplingParams, build_logits_gather, generate_tokens
+from swarmtrain.trainer.inference.generation import SamplingParams, build_logits_gather, generate_tokens
 from swarmtrain.trainer.inference.text_stream import TextStream
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.tokenize import tokenizer_backends

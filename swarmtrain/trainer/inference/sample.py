@@ -13,7 +13,7 @@ from typing import Any
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.cli_exit import handle_cli_errors
 from swarmtrain.trainer.inference import model_source
-from swarmtrain.trainer.inference.generate import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
+from swarmtrain.trainer.inference.generation import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
 from swarmtrain.trainer.inference.model_source import ModelSource
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.inference.text_stream import TextStream

@@ -9,7 +9,7 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.forward_backward import build_autocast_context
 from swarmtrain.trainer.health.step_timer import VALIDATION, StepTimer
 from swarmtrain.trainer.inference import model_source
-from swarmtrain.trainer.inference.generate import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
+from swarmtrain.trainer.inference.generation import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
 from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.random_seeds import derive_seed
@@ -19,7 +19,7 @@ from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 
 class TrainingSampler:
-    """Generates completions of the configured prompts. All methods are called by all ranks together."""
+    """Generates completions of the configured prompts. All methods are collective: every rank must call them."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel) -> None:
         """Encode the configured prompts.

@@ -58,7 +58,7 @@ class Float8Tensor(NamedTuple):
 def build_recipe(config: FP8LinearConfig, *, emulate: bool) -> Float8Recipe:
     """Return the float8 recipe for a layer with the settings `config` on this machine.
 
-    `emulate`: round the operands to float8, but multiply them in float32, on devices without float8 products.
+    `emulate`: round the operands to float8, but multiply them in float32, on devices without float8 matmuls.
     """
     forward, grad_input, grad_weight = (
         _resolve_operand_dtypes(each) for each in (config.dtypes_forward, config.dtypes_grad_input, config.dtypes_grad_weight)
@@ -81,7 +81,7 @@ def compute_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: F
 
 
 def check_float8_support(architecture: TransformerArchitectureConfig, device: torch.device) -> None:
-    """Raise TrainingError if `architecture` needs float8 products and `device` does not support them."""
+    """Raise TrainingError if `architecture` needs float8 matmuls and `device` does not support them."""
     if not architecture.float8_layers or architecture.fp8_emulate or _has_float8_support(device):
         return
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

@@ -82,19 +82,19 @@ def build_masks(
     return Masks(full_mask, None if window is None else make_mask(window))
 
 
-def build_mask_mod(documents: Tensor | None, window: int | None) -> MaskMod:
+def build_mask_mod(document_ids: Tensor | None, window: int | None) -> MaskMod:
     """Return the mask function: a token attends to itself and to earlier tokens of its document, at most `window` positions back.
 
-    `documents` (batch, sequence): the document number of each token; None: all tokens of a sample belong to one document. `window`
+    `document_ids` (batch, sequence): the document id of each token; None: all tokens of a sample belong to one document. `window`
     None: no limit.
     """
 
-    def mask_mod(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = query >= key
+    def mask_mod(batch_index: Tensor, _head_index: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+        visible = query_index >= key_index
         if window is not None:
-            visible = visible & (query - key <= window)
-        if documents is not None:
-            visible = visible & (documents[sample, query] == documents[sample, key])
+            visible = visible & (query_index - key_index <= window)
+        if document_ids is not None:
+            visible = visible & (document_ids[batch_index, query_index] == document_ids[batch_index, key_index])
         return visible
 
     return mask_mod

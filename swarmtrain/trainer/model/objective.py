@@ -57,7 +57,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class VectorLoss:
+class EmbeddingLoss:
     """The loss of this replica's part of a global batch, and the loss gradients of this replica's vectors."""
 
     loss: Tensor
@@ -76,7 +76,7 @@ class VectorLoss:
         return gradients if len(gradients) else self.vector_gradients.new_zeros(size, 1)
 
 
-class VectorObjective(Objective, ABC):
+class EmbeddingObjective(Objective, ABC):
     """An objective that compares the vectors of all texts of a global batch, for models with an embedding head.
 
     The loss is computed over the whole global batch, whatever the number of replicas and micro batches, with the memory of one micro batch
@@ -96,9 +96,9 @@ class VectorObjective(Objective, ABC):
         positive and negative texts.
         """
 
-    def compute_vector_loss(
+    def compute_embedding_loss(
         self, vectors: Tensor, *, rows_per_sample: int, first_sample: int, global_batch_size: int, group: dist.ProcessGroup
-    ) -> VectorLoss:
+    ) -> EmbeddingLoss:
         """Compute the loss over the vectors of all replicas. Called by the ranks of `group` together, one rank per replica.
 
         `vectors` (this replica's samples x `rows_per_sample`, dimensions). `first_sample`: index of this replica's first sample in the
@@ -112,4 +112,4 @@ class VectorObjective(Objective, ABC):
         with torch.enable_grad():
             losses, correct = self.compute_sample_losses(all_vectors.requires_grad_())
             (gradients,) = torch.autograd.grad(losses.sum(), all_vectors)
-        return VectorLoss(losses.detach()[local_slice].double().sum(), correct[local_slice].sum(), gradients[local_slice].flatten(0, 1))
+        return EmbeddingLoss(losses.detach()[local_slice].double().sum(), correct[local_slice].sum(), gradients[local_slice].flatten(0, 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.model.objective import Objective, VectorObjective
+from swarmtrain.trainer.model.objective import EmbeddingObjective, Objective
 from swarmtrain.trainer.object_factory import instantiate
 from swarmtrain.trainer.objectives.contrastive import ContrastiveObjective
 from swarmtrain.trainer.objectives.language_model import LanguageModelObjective
@@ -48,7 +48,7 @@ def _check_objective(objective: object, config: Config, place: str) -> None:
             f"{type(objective).__name__} is not an Objective", place=place, hint="derive the class from swarmtrain.trainer.Objective"
         )
     has_vectors = config.transformer_architecture.embedding_head_config is not None
-    if isinstance(objective, VectorObjective) != has_vectors:
+    if isinstance(objective, EmbeddingObjective) != has_vectors:
         needed, state = ("logits", "set") if has_vectors else ("vectors", "null")
         raise TrainingError(f"needs {needed}, but transformer_architecture.embedding_head_config is {state}", place=place)
     if not objective.is_sum_over_tokens and config.topology.context_parallel_size > 1:

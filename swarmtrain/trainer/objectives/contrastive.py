@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmtrain.config.schema.objectives import ContrastiveConfig
-from swarmtrain.trainer.model.objective import VectorObjective
+from swarmtrain.trainer.model.objective import EmbeddingObjective
 
 
-class ContrastiveObjective(VectorObjective):
+class ContrastiveObjective(EmbeddingObjective):
     """InfoNCE objective for text embeddings: the loss of a query is the cross-entropy of its scaled similarities to all candidates."""
 
     loss_unit = "query"

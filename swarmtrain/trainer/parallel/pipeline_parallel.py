@@ -104,24 +104,25 @@ class PipelineModel:
 
     def run_forward_backward(
         self,
-        rows: TokenBatch,
+        batch: TokenBatch,
         scale_loss: LossTransform,
         forward_context: PassContextFactory,
         backward_context: PassContextFactory,
         vector_gradients: Tensor | None = None,
     ) -> Tensor:
-        """Run the forward and backward passes of `rows`, this replica's samples of one step.
+        """Run the forward and backward passes of `batch`, this replica's samples of one step.
 
         Return the unscaled loss summed over the samples, in float64; 0 on a rank without the last stage, and if `vector_gradients` is
         given. Afterwards, the parameters of every rank have the gradient of the loss summed over all replicas and scaled by `scale_loss`.
-        `vector_gradients`: gradients of the loss with respect to the vectors that the last stage computes from `rows` (VectorObjective).
+        `vector_gradients`: gradients of the loss with respect to the vectors that the last stage computes from `batch`
+        (EmbeddingObjective).
         """
         if vector_gradients is None:
-            losses = self._run_schedule(self._schedule.step, rows, lambda loss, _: scale_loss(loss), (forward_context, backward_context))
+            losses = self._run_schedule(self._schedule.step, batch, lambda loss, _: scale_loss(loss), (forward_context, backward_context))
         else:
             self._run_schedule(
                 self._schedule.step,
-                rows,
+                batch,
                 lambda vectors, pull: scale_loss((vectors * pull).sum()),
                 (forward_context, backward_context),
                 vector_gradients,
@@ -132,36 +133,36 @@ class PipelineModel:
             self._tied_parameter.grad = _sum_with_tied_copy(self._tied_parameter.grad, self._mesh)
         return self._sum_losses(losses)
 
-    def evaluate_loss(self, rows: TokenBatch, forward_context: PassContextFactory) -> Tensor:
-        """Return the loss summed over `rows`, in float64; 0 on a rank without the last stage."""
-        return self._sum_losses(self._run_schedule(self._schedule.eval, rows, _return_output, (forward_context, forward_context)))
+    def evaluate_loss(self, batch: TokenBatch, forward_context: PassContextFactory) -> Tensor:
+        """Return the loss summed over `batch`, in float64; 0 on a rank without the last stage."""
+        return self._sum_losses(self._run_schedule(self._schedule.eval, batch, _return_output, (forward_context, forward_context)))
 
-    def compute_vectors(self, rows: TokenBatch, forward_context: PassContextFactory) -> Tensor | None:
-        """Return the last stage's output vector for each of `rows`; None on a rank without the last stage."""
-        outputs = self._run_schedule(self._schedule.eval, rows, _return_output, (forward_context, forward_context))
-        return torch.cat(outputs)[: len(rows.inputs)] if outputs else None
+    def compute_embeddings(self, batch: TokenBatch, forward_context: PassContextFactory) -> Tensor | None:
+        """Return the last stage's output embedding for each row of `batch`; None on a rank without the last stage."""
+        outputs = self._run_schedule(self._schedule.eval, batch, _return_output, (forward_context, forward_context))
+        return torch.cat(outputs)[: len(batch.inputs)] if outputs else None
 
     def _run_schedule(
         self,
         run_schedule: Callable[..., object],
-        rows: TokenBatch,
+        batch: TokenBatch,
         loss_function: _StageLossFunction,
         contexts: tuple[PassContextFactory, PassContextFactory],
         schedule_targets: Tensor | None = None,
     ) -> list[Tensor]:
-        """Run a pipeline schedule over `rows`.
+        """Run a pipeline schedule over `batch`.
 
         Return the last stage's output for each micro batch; empty on a rank without the last stage.
         `loss_function` computes the value to differentiate. `contexts`: context managers for forward and backward passes.
-        `schedule_targets`: passed to `loss_function` instead of the targets of `rows`.
+        `schedule_targets`: passed to `loss_function` instead of the targets of `batch`.
         """
         self._loss_function, self._outputs = loss_function, []
         for stage in self._stages:
             stage.forward_context, stage.backward_context = contexts
-        inputs = (self._pad_rows(rows.inputs, 0),) if self._stages[0].is_first else ()
-        kwargs = {} if rows.document_ids is None else {"documents": self._pad_rows(rows.document_ids, 0)}
+        inputs = (self._pad_rows(batch.inputs, 0),) if self._stages[0].is_first else ()
+        kwargs = {} if batch.document_ids is None else {"documents": self._pad_rows(batch.document_ids, 0)}
         if self._stages[-1].is_last:
-            kwargs["targets"] = self._pad_rows(rows.targets, IGNORE_INDEX)
+            kwargs["targets"] = self._pad_rows(batch.targets, IGNORE_INDEX)
             kwargs["target"] = kwargs["targets"] if schedule_targets is None else self._pad_rows(schedule_targets, 0)
         try:
             run_schedule(*inputs, return_outputs=False, **kwargs)

@@ -57,7 +57,7 @@ class _CheckpointIdentity(NamedTuple):
 class NodeLocalFolders:
     """The folder `save_dir` on the disk of each of `nodes`, claimed by the world with this `generation`.
 
-    All methods are called by all ranks together.
+    All methods are collective: every rank must call them.
     """
 
     nodes: NodeGroups

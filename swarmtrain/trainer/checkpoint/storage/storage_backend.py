@@ -37,7 +37,7 @@ _MAX_CLAIM_ATTEMPTS = 3
 
 
 class StorageBackend(Protocol):
-    """Interface of checkpoint storage. All methods except `commit_checkpoint` are called by all ranks together."""
+    """Interface of checkpoint storage. All methods except `commit_checkpoint` are collective: every rank must call them."""
 
     is_leader: bool
     """True if this rank commits the checkpoints on the shared disk, or on its node's disk."""
