@@ -1,6 +1,6 @@
 """`python -m benchmarks [NAME …] [--docs]`: run the benchmarks, print the table, write build/bench.json.
 
-The file keeps the earlier results of benchmarks that are not selected.
+The file keeps the earlier results of benchmarks that are not selected. `--docs` also writes docs/reference/speed.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _run_benchmark(benchmark: Benchmark) -> list[Record]:
-    """Run `benchmark`, write its rows to the file, and return them. A benchmark that cannot run yields a row with the reason."""
+    """Run `benchmark`, write its rows to build/bench.json, and return them. A benchmark that cannot run yields a row with the reason."""
     load, _, _ = os.getloadavg()
     _print_progress(f"{benchmark.name}: {benchmark.description} (load of the machine: {load:.1f})")
     rows: list[BenchmarkRow] = []
@@ -54,7 +54,7 @@ def _run_benchmark(benchmark: Benchmark) -> list[Record]:
         rows.extend(benchmark.measure_rows())
     except SwarmtrainError as error:
         reason = " ".join(str(error).split())
-        _print_progress(f"  not here: {reason}")
+        _print_progress(f"  skipped: {reason}")
         rows.append(BenchmarkRow(benchmark.name, benchmark.description, skip_reason=reason))
     new_records = [records.build_record(row, load) for row in rows]
     records.write_records(

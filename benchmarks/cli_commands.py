@@ -14,7 +14,7 @@ from benchmarks.measurement import (
     BenchmarkRow,
     BenchmarkUnavailableError,
     Sample,
-    format_growth,
+    format_time_per_item,
     measure_cpu_seconds,
     measure_in_turns,
     measure_wall_seconds,
@@ -29,7 +29,10 @@ _NODE_COUNTS = (125, 250, 500, 1000)
 
 
 def measure_help() -> Iterator[BenchmarkRow]:
-    """Measure the CPU time of `--help`. Shell completion has the same startup cost."""
+    """Measure the CPU time, in ms, of `--help` of swarmtrain, its subcommands and other launchers.
+
+    Shell completion incurs the same startup cost.
+    """
     measure_swarmtrain = partial(_measure_cpu_milliseconds, [*SWARMTRAIN_ARGV, "--help"])
     for index, (requirement, program) in enumerate(
         ((third_party_tools.TORCHX, "torchx"), (third_party_tools.DSTACK, "dstack"), (third_party_tools.SKYPILOT, "sky"))
@@ -55,7 +58,7 @@ def measure_help() -> Iterator[BenchmarkRow]:
 
 
 def measure_generate() -> Iterator[BenchmarkRow]:
-    """Measure the CPU time of `generate` for three nodes, and of the equivalent command of another launcher."""
+    """Measure the CPU time, in ms, of `generate` for three nodes, and of the equivalent command of another launcher."""
     measure_swarmtrain = partial(
         _measure_cpu_milliseconds, [*SWARMTRAIN_ARGV, "generate", _QUICKSTART, "-o", "runner.hosts=[a,b,c]", "--output", str(_STACK_FILE)]
     )
@@ -77,8 +80,8 @@ def measure_generate() -> Iterator[BenchmarkRow]:
     yield build_row(result=result, baseline=baseline)
 
 
-def measure_generate_1000() -> Iterator[BenchmarkRow]:
-    """Measure the wall time of `generate` for 1,000 nodes, and the CPU time per node as a function of the number of nodes."""
+def measure_generate_for_1000_nodes() -> Iterator[BenchmarkRow]:
+    """Measure the wall time, in seconds, of `generate` for 1,000 nodes, and how its CPU time per node grows with the number of nodes."""
     argv = [
         *SWARMTRAIN_ARGV,
         "generate",
@@ -92,7 +95,7 @@ def measure_generate_1000() -> Iterator[BenchmarkRow]:
     samples = dict(zip(_NODE_COUNTS, measure_in_turns(5, *(partial(_measure_generate_cpu, size) for size in _NODE_COUNTS)), strict=True))
     pairs = zip(samples[1000].values, samples[250].values, strict=True)
     ratios = Sample.from_values([large / 1000 / (small / 250) for large, small in pairs])
-    growth_text = ", ".join(format_growth({size: sample.median for size, sample in samples.items()}))
+    growth_text = ", ".join(format_time_per_item({size: sample.median for size, sample in samples.items()}))
     description = "CPU time per node for 1,000 nodes, relative to that for 250 nodes: 1 is linear"
     note = f"CPU time per node, by number of nodes: {growth_text}"
     yield BenchmarkRow("generate-1000/growth", description, "times", ratios, limit=1.3, note=note)
@@ -102,20 +105,20 @@ def _measure_cpu_milliseconds(argv: list[str], *, is_third_party: bool = False) 
     return measure_cpu_seconds(argv, dict(third_party_tools.build_environment()) if is_third_party else None) * 1e3
 
 
-def _build_host_overrides(count: int) -> list[str]:
-    names = ", ".join(f"gpu-{index}" for index in range(count))
+def _build_host_overrides(host_count: int) -> list[str]:
+    names = ", ".join(f"gpu-{index}" for index in range(host_count))
     return [f"runner.hosts=[{names}]", "runner.nodes=null", "runner.max_nodes=null"]
 
 
-def _measure_generate_cpu(count: int) -> float:
+def _measure_generate_cpu(node_count: int) -> float:
     """Return the CPU seconds of plan and generate, without interpreter startup and without writing the file."""
-    from swarmtrain.config.loading import load_config
-    from swarmtrain.launchers.planning import plan_run_offline
+    from swarmtrain.config.loader import load_config
+    from swarmtrain.launchers.planner import plan_run_offline
     from swarmtrain.render import stack_document
 
-    overrides = _build_host_overrides(count)
+    overrides = _build_host_overrides(node_count)
     started_at = time.process_time()
-    plan = plan_run_offline(load_config(ROOT / _QUICKSTART, overrides), "bench", folder=ROOT)
+    plan = plan_run_offline(load_config(ROOT / _QUICKSTART, overrides), "bench", working_folder=ROOT)
     str(plan)
     stack_document.render_stack_yaml(stack_document.render_stack(plan))
     return time.process_time() - started_at

@@ -27,7 +27,10 @@ _MIN_SECONDS = 0.5
 
 
 def measure_data_loading() -> Iterator[BenchmarkRow]:
-    """Measure loading batches of 16-bit tokens from the page cache in one process, and opening a sparse file of 100 GB."""
+    """Measure the CPU time, in ns per token, to load batches from the page cache, and the wall time, in ms, to open a file of 100 GB.
+
+    The files contain 16-bit tokens; one process loads them. The file of 100 GB is sparse.
+    """
     prefixes = [_FOLDER / name for name in ("a", "b")]
     for seed, prefix in enumerate(prefixes):
         generator = np.random.default_rng(seed)
@@ -64,13 +67,13 @@ def measure_data_loading() -> Iterator[BenchmarkRow]:
     shutil.rmtree(_FOLDER)
 
 
-def _measure_nanoseconds_per_token(data: TokenDataset) -> float:
-    """Return nanoseconds of CPU time per loss token."""
+def _measure_nanoseconds_per_token(dataset: TokenDataset) -> float:
+    """Return the CPU time to load batches of `dataset`, in ns per loss token."""
     tokens = position = 0
     started_at = time.process_time()
     while (seconds := time.process_time() - started_at) < _MIN_SECONDS:
-        batch = data.build_batch(position, _BATCH_SIZE)
-        data.load_samples(batch.ids)
+        batch = dataset.build_batch(position, _BATCH_SIZE)
+        dataset.load_samples(batch.ids)
         position, tokens = position + _BATCH_SIZE, tokens + batch.loss_tokens
     return seconds / tokens * 1e9
 
@@ -82,7 +85,7 @@ def _measure_open_milliseconds(prefix: Path) -> float:
 
 
 def _create_large_file(prefix: Path) -> Path:
-    """Create a large sparse token file. Its index is also sparse, except for the last entry. Return its prefix."""
+    """Create a sparse token file of 100 GB, and return its prefix. Its index is also sparse, except for the last entry."""
     documents, tokens = 50_000_000, _LARGE_FILE_BYTES // 2
     last_entry = np.array([0, tokens], dtype=np.int64)
     for suffix, size in (("bin", _LARGE_FILE_BYTES), ("idx", documents * 16)):

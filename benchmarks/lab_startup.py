@@ -17,7 +17,7 @@ _NODE_COUNT = 4
 
 @contextmanager
 def run_lab(nodes: int, components: Sequence[str] = ("swarm",)) -> Iterator[Lab]:
-    """Yield a lab that only this process uses, and remove it afterwards.
+    """Start and yield a lab of `nodes` nodes that only this process uses, and remove it afterwards.
 
     Raises LabError if the lab cannot run on this machine.
     """
@@ -31,7 +31,10 @@ def run_lab(nodes: int, components: Sequence[str] = ("swarm",)) -> Iterator[Lab]
 
 
 def measure_lab_up() -> Iterator[BenchmarkRow]:
-    """Measure the start of a lab of four engines in a swarm and a registry, and of the same swarm created with Docker commands."""
+    """Measure the startup time, in seconds, of a lab: four engines in a swarm, and a registry.
+
+    The baseline is the same swarm, created with Docker commands.
+    """
     lab = Lab(f"bench-{os.getpid()}")
     lab.check_prerequisites()
 
@@ -69,5 +72,5 @@ def _start_swarm_with_docker(lab: Lab) -> None:
         process.run_command([*docker[node], "swarm", "join", "--token", token, f"{addresses[first]}:2377"])
     status_command = [*docker[first], "node", "ls", "--format", "{{.Status}}"]
     wait_until(
-        lambda: process.run_command(status_command).split() == ["Ready"] * _NODE_COUNT, "the nodes are not ready", seconds=60, interval=0.1
+        lambda: process.run_command(status_command).split() == ["Ready"] * _NODE_COUNT, "the nodes are not ready", timeout=60, interval=0.1
     )

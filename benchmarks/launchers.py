@@ -106,13 +106,13 @@ _BASELINE_TOOLS = {
 
 
 def measure_first_steps() -> Iterator[BenchmarkRow]:
-    """Measure the seconds to the first step, with swarmtrain and with the launcher's own commands in turns."""
-    with _running_lab_with_image() as lab:
+    """Measure the time to the first step, in seconds, with swarmtrain and with the launcher's own commands in turns."""
+    with _run_lab_with_image() as lab:
         for runner_type in _MANUAL_COMMANDS:
             result, baseline = measure_in_turns(
                 _REPEATS, partial(_measure_swarmtrain, lab, runner_type), partial(_measure_baseline_start, lab, runner_type)
             )
-            print_progress(f"{runner_type}: ours {result.median:.1f} s, by hand {baseline.median:.1f} s")
+            print_progress(f"{runner_type}: swarmtrain {result.median:.1f} s, baseline {baseline.median:.1f} s")
             description = (
                 f"`swarmtrain deploy`, `runner_type: {runner_type}`, until the first optimizer step of 3 nodes; goal: at most 1 s longer"
             )
@@ -125,16 +125,19 @@ def measure_first_steps() -> Iterator[BenchmarkRow]:
 
 
 def measure_interrupted_starts() -> Iterator[BenchmarkRow]:
-    """Interrupt starts by Ctrl-C in the first seconds, at different times. Count the objects that remain, if needed after `down`."""
+    """Count the objects and processes that remain after deploys that SIGINT interrupts within their first 6 s.
+
+    If a deploy does not clean up, `down` runs before the count.
+    """
     starts = _INTERRUPTED_STARTS // len(_MANUAL_COMMANDS)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit an ignored SIGINT, as in a background job
-    with _running_lab_with_image() as lab:
+    with _run_lab_with_image() as lab:
         for runner_type in _MANUAL_COMMANDS:
             leftover_count = 0
             for start in range(starts):
                 leftover_count += len(leftovers := _interrupt_deploy(lab, runner_type, _INTERRUPT_WINDOW_SECONDS * (start + 0.5) / starts))
                 for leftover in leftovers:
-                    print_progress(f"{runner_type}: left is {leftover}")
+                    print_progress(f"{runner_type}: leftover: {leftover}")
             description = (
                 f"{starts} deploys, `runner_type: {runner_type}`, interrupted within {_INTERRUPT_WINDOW_SECONDS:g} s: objects and "
                 f"processes that remain afterwards"
@@ -143,8 +146,8 @@ def measure_interrupted_starts() -> Iterator[BenchmarkRow]:
 
 
 @contextmanager
-def _running_lab_with_image() -> Iterator[Lab]:
-    """Yield a lab that supports every launcher, and whose engines have the image."""
+def _run_lab_with_image() -> Iterator[Lab]:
+    """Start and yield a lab that supports every launcher, with the image on every node."""
     with run_lab(len(_NODES), components=("swarm", "ssh", "slurm")) as lab:
         provide_image(lab)
         yield lab
@@ -171,7 +174,7 @@ def _measure_baseline_start(lab: Lab, runner_type: str) -> float:
     if runner_type == "swarm":
         process.run_command(["docker", "stack", "rm", _RUN_NAME], env=env)
         list_command = ["docker", "network", "ls", "-q", "--filter", f"name={_RUN_NAME}_"]
-        wait_until(lambda: not process.run_command(list_command, env=env).strip(), "the stack's network stays")
+        wait_until(lambda: not process.run_command(list_command, env=env).strip(), "the removal of the stack's network")
     return seconds
 
 
@@ -207,12 +210,12 @@ def _interrupt_deploy(lab: Lab, runner_type: str, delay_seconds: float) -> list[
         with contextlib.suppress(ProcessError):  # interrupted before anything was created
             process.run_command([*SWARMTRAIN_ARGV, "down", _RUN_NAME], env=env)
     with contextlib.suppress(BenchmarkUnavailableError):
-        wait_until(lambda: not _list_run_processes() and not _list_leftover_objects(lab), "nothing", seconds=_CLEANUP_TIMEOUT_SECONDS)
+        wait_until(lambda: not _list_run_processes() and not _list_leftover_objects(lab), "nothing", timeout=_CLEANUP_TIMEOUT_SECONDS)
     return [*_list_run_processes(), *_list_leftover_objects(lab)]
 
 
 def _list_run_processes() -> list[str]:
-    """Return the command lines of all processes of the run, on any machine of the lab."""
+    """Return the command lines of all processes of the run, on any node of the lab."""
     command_lines = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -224,7 +227,7 @@ def _list_run_processes() -> list[str]:
 
 
 def _list_leftover_objects(lab: Lab) -> list[str]:
-    """Return the run's remaining objects in the engines, and its remaining Slurm jobs."""
+    """Return the run's remaining containers, networks, services and Slurm jobs."""
     objects = process.run_command(["squeue", "--noheader"], env=lab.build_client_environment()).splitlines()
     for node in _NODES:
         docker = ["docker", "-H", lab.get_docker_host(node)]

@@ -37,11 +37,11 @@ _TICK_SECONDS = 0.05
 
 
 def measure_log_streams() -> Iterator[BenchmarkRow]:
-    """Measure the CPU time per second, and count the lines that are lost or duplicated."""
+    """Measure the CPU time per second of `logs --follow`, in cores, and count the lines that are lost or duplicated."""
     cores, wrong_line_counts = [], []
     for _ in range(_REPEATS):
-        cores_used, wrong_lines = _measure_follow()
-        print_progress(f"{cores_used:.2f} cores, {wrong_lines} lines lost or twice")
+        cores_used, wrong_lines = _measure_logs_command()
+        print_progress(f"{cores_used:.2f} cores, {wrong_lines} lines lost or duplicated")
         cores.append(cores_used)
         wrong_line_counts.append(float(wrong_lines))
     description = f"`swarmtrain logs --follow` of {_STREAM_COUNT} services, {_STREAM_COUNT * _LINES_PER_SECOND:,} lines per second in total"
@@ -58,7 +58,7 @@ def measure_log_streams() -> Iterator[BenchmarkRow]:
     )
 
 
-def _measure_follow() -> tuple[float, int]:
+def _measure_logs_command() -> tuple[float, int]:
     """Run `logs --follow` once. Return its CPU seconds per second, and the number of lines that do not appear exactly once."""
     with tempfile.TemporaryDirectory() as folder, FakeEngine(Path(folder) / "s") as engine:
         printed = Path(folder) / "printed"
@@ -92,11 +92,11 @@ class FakeEngine(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.started_at = path, time.time() + 2
+    def __init__(self, socket_path: Path) -> None:
+        self.path, self.started_at = socket_path, time.time() + 2
         self._open_connections: set[Any] = set()
         self.generation = 0
-        super().__init__(str(path), _FakeEngineHandler)
+        super().__init__(str(socket_path), _FakeEngineHandler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
@@ -149,18 +149,18 @@ class _FakeEngineHandler(BaseHTTPRequestHandler):
             protocol.RENDEZVOUS_SERVICE: protocol.ROLE_RENDEZVOUS,
             **{f"node{number}": protocol.ROLE_NODE for number in range(_STREAM_COUNT)},
         }
-        return [{"ID": name, "Version": {"Index": 1}, "Spec": _build_spec(name, role)} for name, role in names.items()]
+        return [{"ID": name, "Version": {"Index": 1}, "Spec": _build_service_spec(name, role)} for name, role in names.items()]
 
-    def _stream_log(self, name: str, query: dict[str, list[str]]) -> None:
+    def _stream_log(self, service_name: str, query: dict[str, list[str]]) -> None:
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        stream = int(name.removeprefix("node")) if name.startswith("node") else None
+        stream = int(service_name.removeprefix("node")) if service_name.startswith("node") else None
         started_at, follow = self.server.started_at, "follow" in query
         number = max(0, int((float(query.get("since", ["0"])[0]) - started_at) * _LINES_PER_SECOND))
         while stream is not None:
             due_lines = min(_LINES_PER_SECOND * _SECONDS, max(0, int((time.time() - started_at) * _LINES_PER_SECOND)))
-            if data := b"".join(_build_frame(started_at, stream, index) for index in range(number, due_lines)):
+            if data := b"".join(_build_log_frame(started_at, stream, index) for index in range(number, due_lines)):
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
             number = max(number, due_lines)
             if not follow:
@@ -171,14 +171,14 @@ class _FakeEngineHandler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
 
-def _build_spec(name: str, role: str) -> dict[str, Any]:
+def _build_service_spec(name: str, role: str) -> dict[str, Any]:
     labels = {protocol.LABEL_STACK: _RUN_NAME, protocol.LABEL_RUN: _RUN_NAME, protocol.LABEL_ROLE: role}
     return {"Name": f"{_RUN_NAME}_{name}", "Labels": labels, "Mode": {"Replicated": {"Replicas": 1}}, "TaskTemplate": {}}
 
 
-def _build_frame(started_at: float, stream: int, number: int) -> bytes:
-    line_time = started_at + (number + 0.5) / _LINES_PER_SECOND
+def _build_log_frame(started_at: float, stream_number: int, line_number: int) -> bytes:
+    line_time = started_at + (line_number + 0.5) / _LINES_PER_SECOND
     stamp = datetime.fromtimestamp(int(line_time), UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    details = f"com.docker.swarm.node.id=n,com.docker.swarm.service.id=node{stream},com.docker.swarm.task.id=t{stream}"
-    line = f"{stamp}.{int(line_time % 1 * 1e9):09d}Z {details} [rank {stream}] line {number}\n".encode()
+    details = f"com.docker.swarm.node.id=n,com.docker.swarm.service.id=node{stream_number},com.docker.swarm.task.id=t{stream_number}"
+    line = f"{stamp}.{int(line_time % 1 * 1e9):09d}Z {details} [rank {stream_number}] line {line_number}\n".encode()
     return struct.pack(">BxxxL", 1, len(line)) + line

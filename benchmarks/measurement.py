@@ -65,7 +65,7 @@ class BenchmarkRow:
     baseline: Sample | None = None
     baseline_description: str = ""
     limit: float | None = None
-    """The maximum of `result`."""
+    """The largest allowed median of `result`."""
     goal: float | None = None
     """Target ratio of `result` to `baseline`. The table shows it, and marks results that do not reach it."""
     note: str = ""
@@ -96,11 +96,11 @@ def measure_in_turns_for(seconds: float, *measurements: Callable[[], float]) -> 
     return [Sample.from_values(values) for values in zip(*rounds, strict=True)]
 
 
-def compute_median_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+def compute_median_confidence_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the true median of `ratios`; None if there are too few ratios.
 
-    The median is below the k-th smallest of n values if fewer than k of them fell below it, with the chance of fewer than k heads in n
-    coin tosses.
+    The interval is distribution-free: its bounds are order statistics, since the number of values below the true median follows the
+    binomial distribution B(n, 0.5).
     """
     count, tail_probability, rank = len(ratios), 0.0, 0
     while (tail_probability := tail_probability + math.comb(count, rank) / 2**count) <= _TAIL_PROBABILITY:
@@ -110,7 +110,7 @@ def compute_median_interval(ratios: Sequence[float]) -> tuple[float, float] | No
 
 
 def measure_cpu_seconds(argv: Sequence[str], env: Mapping[str, str] | None = None) -> float:
-    """Run `argv` in the repository's root; return the CPU time, user and system, of it and its children. Raises ProcessError."""
+    """Run `argv` in the repository's root; return the CPU seconds, user and system, of it and its children. Raises ProcessError."""
     program = process.start_process(argv, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, resource_usage = os.wait4(program.pid, 0)
     program.returncode = os.waitstatus_to_exitcode(status)
@@ -120,7 +120,9 @@ def measure_cpu_seconds(argv: Sequence[str], env: Mapping[str, str] | None = Non
 
 
 def measure_peak_memory(argv: Sequence[str], *, input: str = "") -> float:
-    """Run `argv` in the repository's root, with `input`; return the peak memory in bytes of it or of a process that it waited for.
+    """Run `argv` in the repository's root, with `input` on stdin; return the peak resident set size (RSS) in bytes.
+
+    This is the maximum over the program and the descendants that it waited for.
 
     Raises ProcessError.
     """
@@ -135,16 +137,19 @@ def measure_wall_seconds(argv: Sequence[str], env: Mapping[str, str] | None = No
     return time.monotonic() - started_at
 
 
-def wait_until(is_done: Callable[[], bool], description: str, *, seconds: float = 180.0, interval: float = 0.5) -> None:
-    """Block until `is_done` returns True. Raises BenchmarkUnavailableError with `description` after `seconds`."""
-    deadline = time.monotonic() + seconds
+def wait_until(is_done: Callable[[], bool], description: str, *, timeout: float = 180.0, interval: float = 0.5) -> None:
+    """Call `is_done` every `interval` seconds until it returns True.
+
+    Raises BenchmarkUnavailableError with `description` after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
     while not is_done():
         if time.monotonic() > deadline:
-            raise BenchmarkUnavailableError(f"{description}: not within {seconds:.0f} s")
+            raise BenchmarkUnavailableError(f"{description}: not within {timeout:.0f} s")
         time.sleep(interval)
 
 
-def format_growth(values: Mapping[int, float]) -> Iterator[str]:
-    """Yield the cost per item at each size: `250: 0.61 ms`."""
-    for size, seconds in values.items():
+def format_time_per_item(seconds_by_size: Mapping[int, float]) -> Iterator[str]:
+    """Yield the time per item, in ms, at each size: `250: 0.61 ms`."""
+    for size, seconds in seconds_by_size.items():
         yield f"{size}: {seconds / size * 1e3:.2f} ms"

@@ -45,8 +45,11 @@ print(count)
 """
 
 
-def measure_prepare() -> Iterator[BenchmarkRow]:
-    """Measure `data tokenize` on real text, a script that only encodes the same text, and peak memory as a function of text size."""
+def measure_tokenization() -> Iterator[BenchmarkRow]:
+    """Measure the throughput of `data tokenize`, in MB/s, and its peak memory, in MB, for two text sizes.
+
+    The baseline of the throughput is a script that only encodes the same text.
+    """
     full_text, tenth_of_text = (
         _write_text(_FOLDER / "whole.jsonl", _TEXT_MEGABYTES),
         _write_text(_FOLDER / "tenth.jsonl", _TEXT_MEGABYTES // 10),
@@ -58,7 +61,9 @@ def measure_prepare() -> Iterator[BenchmarkRow]:
         [sys.executable, "-c", _BASELINE_SCRIPT, str(tokenizer), str(full_text)],
         {"RAYON_NUM_THREADS": str(workers)},
     )
-    result, baseline = measure_in_turns(_REPEATS, partial(_measure_prepare_seconds, full_text, tokenizer), measure_baseline, warm_up=False)
+    result, baseline = measure_in_turns(
+        _REPEATS, partial(_measure_tokenization_seconds, full_text, tokenizer), measure_baseline, warm_up=False
+    )
     description = f"`swarmtrain data tokenize` of {_TEXT_MEGABYTES} MB of text, a BPE of {_VOCABULARY_SIZE:,} tokens, {workers} processes"
     result, baseline = (Sample.from_values([_TEXT_MEGABYTES / seconds for seconds in sample.values]) for sample in (result, baseline))
     yield BenchmarkRow(
@@ -78,7 +83,7 @@ def measure_prepare() -> Iterator[BenchmarkRow]:
 
 
 def measure_export() -> Iterator[BenchmarkRow]:
-    """Measure the peak memory of `export` for a model of 1.2 billion parameters, in files of at most 2 GB."""
+    """Measure the peak memory, in GB, of `export` of a model of 1.2 billion parameters, sharded into files of at most 2 GB."""
     shutil.rmtree(_FOLDER, ignore_errors=True)
     _FOLDER.mkdir(parents=True)
     print_progress("writing a checkpoint of 1.2 billion parameters")
@@ -142,28 +147,28 @@ def _write_text(path: Path, megabytes: int) -> Path:
                     return path
 
 
-def _train_tokenizer(text: Path) -> Path:
+def _train_tokenizer(text_file: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY_SIZE, initial_alphabet=alphabet, show_progress=False)
-    with text.open() as lines:
+    with text_file.open() as lines:
         tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines.readlines(_TOKENIZER_TRAINING_BYTES)), trainer)
     path = _FOLDER / "tokenizer.json"
     tokenizer.save(str(path))
     return path
 
 
-def _build_command(text: Path, tokenizer: Path) -> list[str]:
+def _build_tokenize_command(text_file: Path, tokenizer_file: Path) -> list[str]:
     for path in _FOLDER.glob("tokens*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return [*SWARMTRAIN_ARGV, "data", "tokenize", str(text), "--to", str(_FOLDER / "tokens"), "--tokenizer", str(tokenizer)]
+    return [*SWARMTRAIN_ARGV, "data", "tokenize", str(text_file), "--to", str(_FOLDER / "tokens"), "--tokenizer", str(tokenizer_file)]
 
 
-def _measure_prepare_seconds(text: Path, tokenizer: Path) -> float:
-    return measure_wall_seconds(_build_command(text, tokenizer))
+def _measure_tokenization_seconds(text_file: Path, tokenizer_file: Path) -> float:
+    return measure_wall_seconds(_build_tokenize_command(text_file, tokenizer_file))
 
 
 def _measure_baseline_seconds(argv: list[str], env: dict[str, str]) -> float:
@@ -171,4 +176,4 @@ def _measure_baseline_seconds(argv: list[str], env: dict[str, str]) -> float:
 
 
 def _measure_peak_memory_megabytes(text_file: Path, tokenizer_file: Path) -> float:
-    return measure_peak_memory(_build_command(text_file, tokenizer_file)) / 1e6
+    return measure_peak_memory(_build_tokenize_command(text_file, tokenizer_file)) / 1e6

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from benchmarks.measurement import BenchmarkRow, compute_median_interval
+from benchmarks import machine_description
+from benchmarks.measurement import BenchmarkRow, compute_median_confidence_interval
 
 Record = dict[str, Any]
 """A row: name, description, result and baseline (medians in `unit`, null if not measured) and their spreads, baseline_description,
@@ -17,8 +17,8 @@ ratio (the median of the pairs' ratios) and its interval, limit, goal …
 """
 
 
-def build_record(row: BenchmarkRow, load: float) -> Record:
-    """Return `row` as a record; `load`: load average of the machine at the start of the benchmark."""
+def build_record(row: BenchmarkRow, load_average: float) -> Record:
+    """Return `row` as a record; `load_average`: load average of the machine at the start of the benchmark."""
     return {
         "name": row.name,
         "description": row.description,
@@ -29,8 +29,8 @@ def build_record(row: BenchmarkRow, load: float) -> Record:
         "goal": row.goal,
         "note": row.note,
         "skip_reason": row.skip_reason,
-        "machine": machine.describe_machine(),
-        "load": round(load, 1),
+        "machine": machine_description.describe_machine(),
+        "load": round(load_average, 1),
     }
 
 
@@ -46,13 +46,19 @@ def write_records(file: Path, records: Sequence[Record]) -> None:
     file.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
 
 
-def merge_records(previous: Sequence[Record], benchmark: str, records: Sequence[Record], names: Sequence[str]) -> list[Record]:
-    """Return `previous` with the records of `benchmark` replaced by `records`, in the order of `names`.
+def merge_records(
+    previous_records: Sequence[Record], benchmark_name: str, new_records: Sequence[Record], benchmark_names: Sequence[str]
+) -> list[Record]:
+    """Return `previous_records` with the records of `benchmark_name` replaced by `new_records`, in the order of `benchmark_names`.
 
-    `names`: names of all registered benchmarks; records of other benchmarks are dropped.
+    `benchmark_names`: names of all registered benchmarks; records of other benchmarks are dropped.
     """
-    other_records = [found for found in previous if _get_benchmark_name(found) in names and _get_benchmark_name(found) != benchmark]
-    return sorted([*other_records, *records], key=lambda found: list(names).index(_get_benchmark_name(found)))
+    other_records = [
+        found
+        for found in previous_records
+        if _get_benchmark_name(found) in benchmark_names and _get_benchmark_name(found) != benchmark_name
+    ]
+    return sorted([*other_records, *new_records], key=lambda found: list(benchmark_names).index(_get_benchmark_name(found)))
 
 
 def _get_benchmark_name(benchmark_record: Record) -> str:
@@ -68,7 +74,7 @@ def _iterate_figures(row: BenchmarkRow) -> Iterator[tuple[str, object]]:
         if row.result and row.baseline
         else []
     )
-    ratio_interval = compute_median_interval(ratios)
+    ratio_interval = compute_median_confidence_interval(ratios)
     yield "ratio", _round_figure(statistics.median(ratios)) if ratios else None
     yield "interval", [_round_figure(edge) for edge in ratio_interval] if ratio_interval else None
 

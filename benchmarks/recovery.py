@@ -39,7 +39,7 @@ _TORCHRUN_RESTART_OPTIONS = ["--rdzv-id=bench", "--max-restarts=1000", "training
 
 
 def measure_recovery() -> Iterator[BenchmarkRow]:
-    """Measure the time from SIGKILL of a node's container to the first new step of the run."""
+    """Measure the time, in seconds, from SIGKILL of a node's container to the first new step of the run."""
     with run_lab(_NODE_COUNT) as lab:
         provide_image(lab)
 
@@ -60,7 +60,7 @@ def measure_recovery() -> Iterator[BenchmarkRow]:
 
 
 def measure_scale() -> Iterator[BenchmarkRow]:
-    """Measure the time from `swarmtrain scale` (two nodes to four) to the first step of four ranks."""
+    """Measure the time, in seconds, from `swarmtrain scale` (2 nodes to 4) to the first step of four ranks."""
     with run_lab(_NODE_COUNT) as lab:
         provide_image(lab)
 
@@ -70,7 +70,7 @@ def measure_scale() -> Iterator[BenchmarkRow]:
                 process.run_command(
                     [*SWARMTRAIN_ARGV, "scale", RUN_NAME, "--nodes", str(_NODE_COUNT), "--yes"], env=lab.build_client_environment()
                 )
-                wait_until(lambda: _count_ranks(lab) == _NODE_COUNT, "four ranks make no step", interval=0.1)
+                wait_until(lambda: _count_ranks(lab) == _NODE_COUNT, "the first step of four ranks", interval=0.1)
                 return time.monotonic() - started_at
 
         [result] = measure_in_turns(_SCALE_REPEATS, measure_swarmtrain, warm_up=False)
@@ -91,8 +91,8 @@ def _measure_recovery_seconds(lab: Lab) -> float:
     highest_step = _find_highest_step(lab)
     wait_until(
         lambda: _find_newest_generation(lab) > generation and _find_highest_step(lab) > highest_step,
-        "training does not resume",
-        seconds=150,
+        "the first new step",
+        timeout=150,
         interval=0.1,
     )
     seconds = time.monotonic() - killed_at
@@ -107,7 +107,7 @@ def _run_swarmtrain(lab: Lab, nodes: int) -> Iterator[None]:
     command = ["deploy", "examples/quickstart.yml", "--name", RUN_NAME, "--detach", *_DEPLOY_OPTIONS, "-o", f"runner.nodes={nodes}"]
     try:
         process.run_command([*SWARMTRAIN_ARGV, *command], env=environment)
-        _wait_until_steady(lab, nodes)
+        _wait_for_steady_state(lab, nodes)
         yield
     finally:
         SwarmLauncher(environment["DOCKER_HOST"]).tear_down_run(RUN_NAME, lambda line: None)
@@ -126,12 +126,12 @@ def _run_torchrun(lab: Lab) -> Iterator[None]:
     _STACK_FILE.write_text(yaml.safe_dump(_replace_supervisor_with_torchrun(yaml.safe_load(_STACK_FILE.read_text()))))
     try:
         process.run_command(["docker", "stack", "deploy", "--detach=true", "-c", str(_STACK_FILE), RUN_NAME], env=environment)
-        _wait_until_steady(lab, _NODE_COUNT)
+        _wait_for_steady_state(lab, _NODE_COUNT)
         yield
     finally:
         process.run_command(["docker", "stack", "rm", RUN_NAME], env=environment)
         list_command = ["docker", "network", "ls", "-q", "--filter", f"name={RUN_NAME}_"]
-        wait_until(lambda: not process.run_command(list_command, env=environment).strip(), "the stack's network stays")
+        wait_until(lambda: not process.run_command(list_command, env=environment).strip(), "the removal of the stack's network")
         _remove_run_folders(lab)
 
 
@@ -147,10 +147,10 @@ def _replace_supervisor_with_torchrun(stack: dict[str, Any]) -> dict[str, Any]:
     return stack
 
 
-def _wait_until_steady(lab: Lab, ranks: int) -> None:
-    wait_until(lambda: _count_ranks(lab) == ranks, f"{ranks} ranks make no steps", seconds=300)
+def _wait_for_steady_state(lab: Lab, ranks: int) -> None:
+    wait_until(lambda: _count_ranks(lab) == ranks, f"the first step of {ranks} ranks", timeout=300)
     step = _find_highest_step(lab)
-    wait_until(lambda: _find_highest_step(lab) >= step + _STEADY_STEPS, "no steps are made", seconds=300)
+    wait_until(lambda: _find_highest_step(lab) >= step + _STEADY_STEPS, "the steady state", timeout=300)
 
 
 def _find_newest_generation(lab: Lab) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import cli_commands, data, lab_startup, launchers, logs, models, recovery, run_startup, services, training
+from benchmarks import cli_commands, data, idle_services, lab_startup, launchers, logs, models, recovery, run_startup, training
 from benchmarks.measurement import BenchmarkRow
 
 
@@ -21,9 +21,9 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("help", "CPU time of --help, against other launchers", cli_commands.measure_help),
     Benchmark("generate", "CPU time of generate, against another launcher's dry run", cli_commands.measure_generate),
-    Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", cli_commands.measure_generate_1000),
+    Benchmark("generate-1000", "generate for 1,000 nodes, and how it grows", cli_commands.measure_generate_for_1000_nodes),
     Benchmark("data", "loading tokens from cached files, and opening a large file", data.measure_data_loading),
-    Benchmark("prepare", "text to tokens, against the tokenizer alone", models.measure_prepare),
+    Benchmark("prepare", "text to tokens, against the tokenizer alone", models.measure_tokenization),
     Benchmark("export", "peak memory of the export of a large model", models.measure_export),
     Benchmark("lab-up-4", "start of a lab with four engines", lab_startup.measure_lab_up),
     Benchmark("first-step", "deploy to the first optimizer step", run_startup.measure_first_step),
@@ -34,12 +34,12 @@ BENCHMARKS = (
     ),
     Benchmark("interrupted", "remaining objects after interrupted starts, by launcher", launchers.measure_interrupted_starts),
     Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", run_startup.measure_doctor),
-    Benchmark("services-100", "deployment and removal of 100 services", services.measure_services),
-    Benchmark("status-100", "status and plan of a run of a hundred services", services.measure_status_and_plan),
-    Benchmark("logs-100", "a hundred streams of output followed, through connections that are killed", logs.measure_log_streams),
+    Benchmark("services-100", "deployment and removal of 100 services", idle_services.measure_services),
+    Benchmark("status-100", "status and plan of a run of 100 services", idle_services.measure_status_and_plan),
+    Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
     Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.measure_scale),
-    Benchmark("checkpoint", "cost of a background checkpoint for training", training.measure_background_checkpoint),
+    Benchmark("checkpoint", "cost of a background checkpoint for training", training.measure_async_checkpoint),
     Benchmark("logging", "time per step for metrics and logging", training.measure_logging),
     Benchmark("train", "the trainer against a plain PyTorch loop", training.measure_plain_pytorch),
     Benchmark("train-ddp", "two processes, against plain DistributedDataParallel", training.measure_plain_ddp),

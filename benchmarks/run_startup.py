@@ -37,7 +37,7 @@ _STACK_FILE = BUILD / "run" / "generated.yml"
 
 
 def measure_first_step() -> Iterator[BenchmarkRow]:
-    """Measure the time to the first optimizer step of the quickstart, on a lab whose nodes already have the image."""
+    """Measure the time, in seconds, to the first optimizer step of the quickstart, on a lab whose nodes already have the image."""
     with run_lab(3) as lab:
         provide_image(lab)
         environment = lab.build_client_environment()
@@ -58,7 +58,7 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
         def measure_command(label: str, argv: list[str]) -> float:
             started_at = time.time()
             with _run_command(argv, environment):
-                wait_until(lambda: _has_stepped(launcher), "the first step", seconds=300)
+                wait_until(lambda: _has_stepped(launcher), "the first step", timeout=300)
                 durations = _measure_phases(launcher, DockerEngine(environment["DOCKER_HOST"]), started_at)
             launcher.tear_down_run(RUN_NAME, lambda line: None)
             process.run_command(["rm", "-rf", str(lab.shared_disk / RUN_NAME)])
@@ -75,7 +75,7 @@ def measure_first_step() -> Iterator[BenchmarkRow]:
 
 
 def measure_doctor() -> Iterator[BenchmarkRow]:
-    """Measure doctor with all queries and probes, on a lab whose nodes already have the image."""
+    """Measure the wall time, in seconds, of `doctor` with all queries and probes, on a lab whose nodes already have the image."""
     with run_lab(4) as lab:
         provide_image(lab)
         argv = [*SWARMTRAIN_ARGV, "doctor", "examples/quickstart.yml", "-o", "runner.nodes=4", *DEPLOY_OPTIONS]

@@ -29,20 +29,20 @@ Measured on: {machine}.
 """
 
 
-def render_page(records: Sequence[Record], names: Sequence[str], previous_page: str = "") -> str:
-    """Return the Markdown page of `records`. Rows of `previous_page` without a new record are kept. `names`: names of all benchmarks."""
-    cells = _collect_previous_lines(_ROW_PATTERN, previous_page, names) | {
+def render_page(records: Sequence[Record], benchmark_names: Sequence[str], previous_page: str = "") -> str:
+    """Return the Markdown page of `records`, in the order of `benchmark_names`. Rows of `previous_page` without a new record are kept."""
+    cells = _collect_previous_lines(_ROW_PATTERN, previous_page, benchmark_names) | {
         record["name"]: f"| {' | '.join(_format_cells(record))} |" for record in records
     }
-    texts = _collect_previous_lines(_TEXT_PATTERN, previous_page, names) | {
+    texts = _collect_previous_lines(_TEXT_PATTERN, previous_page, benchmark_names) | {
         record["name"]: _format_description(record) for record in records
     }
-    order = sorted(cells, key=lambda name: list(names).index(_get_benchmark_name(name)))
+    order = sorted(cells, key=lambda name: list(benchmark_names).index(_get_benchmark_name(name)))
     previous_machines = _MACHINES_PATTERN.findall(previous_page)
     machines = "; ".join(
         dict.fromkeys([*(previous_machines[0].split("; ") if previous_machines else []), *(record["machine"] for record in records)])
     )
-    header = _HEADER.format(names=", ".join(f"`{name}`" for name in names), machine=machines)
+    header = _HEADER.format(names=", ".join(f"`{name}`" for name in benchmark_names), machine=machines)
     return header + "".join(f"{cells[name]}\n" for name in order) + "\n" + "".join(f"{texts[name]}\n" for name in order)
 
 
@@ -71,11 +71,11 @@ def _format_cells(record: Record) -> tuple[str, ...]:
     )
 
 
-def _format_sample(record: Record, value: str, spread: str) -> str:
-    if record[value] is None:
+def _format_sample(record: Record, value_key: str, spread_key: str) -> str:
+    if record[value_key] is None:
         return ""
-    low, high = record[spread]
-    return f"{_format_number(record[value])} {record['unit']} ({_format_number(low)}–{_format_number(high)})"
+    low, high = record[spread_key]
+    return f"{_format_number(record[value_key])} {record['unit']} ({_format_number(low)}–{_format_number(high)})"
 
 
 def _format_ratio(record: Record) -> str:
@@ -86,12 +86,12 @@ def _format_ratio(record: Record) -> str:
     return f"{record['ratio']:.2f}{interval_text}" + (f", goal {goal:g}" if goal else "")
 
 
-def _collect_previous_lines(pattern: re.Pattern[str], previous_page: str, names: Sequence[str]) -> dict[str, str]:
-    return {match[1]: match[0] for match in pattern.finditer(previous_page) if _get_benchmark_name(match[1]) in names}
+def _collect_previous_lines(pattern: re.Pattern[str], previous_page: str, benchmark_names: Sequence[str]) -> dict[str, str]:
+    return {match[1]: match[0] for match in pattern.finditer(previous_page) if _get_benchmark_name(match[1]) in benchmark_names}
 
 
-def _get_benchmark_name(name: str) -> str:
-    return name.partition("/")[0]
+def _get_benchmark_name(record_name: str) -> str:
+    return record_name.partition("/")[0]
 
 
 def _format_number(value: float) -> str:

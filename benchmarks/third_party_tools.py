@@ -21,27 +21,27 @@ NANOGPT = "https://github.com/karpathy/nanoGPT"
 
 def install_program(requirement: str, program: str) -> Path:
     """Install `requirement` and return the path of its `program`. Raises BenchmarkUnavailableError if the installation fails."""
-    return _create_environment([requirement]) / "bin" / program
+    return _create_virtual_environment([requirement]) / "bin" / program
 
 
 def install_with_shared_packages(*requirements: str) -> Path:
-    """Install `requirements` in a virtual environment that also has this environment's packages, such as torch. Return its Python.
+    """Install `requirements` in a virtual environment that includes this environment's packages. Return its Python interpreter.
 
     Raises BenchmarkUnavailableError if the installation fails.
     """
-    return _create_environment(requirements, shares_packages=True) / "bin" / "python"
+    return _create_virtual_environment(requirements, shares_packages=True) / "bin" / "python"
 
 
-def clone_repository(address: str) -> Path:
-    """Clone the repository at `address`, unless a clone exists. Return the clone's folder. Raises BenchmarkUnavailableError."""
-    folder = BUILD / address.rpartition("/")[2]
+def clone_repository(url: str) -> Path:
+    """Clone the repository at `url`, unless a clone exists, and return its folder. Raises BenchmarkUnavailableError if the clone fails."""
+    folder = BUILD / url.rpartition("/")[2]
     if not folder.exists():
-        print_progress(f"cloning {address}")
+        print_progress(f"cloning {url}")
         try:
-            process.run_command(["git", "clone", "--quiet", "--depth", "1", address, str(folder)], env={"GIT_TERMINAL_PROMPT": "0"})
+            process.run_command(["git", "clone", "--quiet", "--depth", "1", url, str(folder)], env={"GIT_TERMINAL_PROMPT": "0"})
         except ProcessError as error:
             raise BenchmarkUnavailableError(
-                f"{address} cannot be cloned: {_get_last_line(error)}", hint=f"run git clone {address} {folder}"
+                f"{url} cannot be cloned: {_get_last_line(error)}", hint=f"run git clone {url} {folder}"
             ) from None
     return folder
 
@@ -53,7 +53,7 @@ def build_environment() -> Mapping[str, str]:
     return {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "DSTACK_TELEMETRY": "0"}
 
 
-def _create_environment(requirements: Sequence[str], *, shares_packages: bool = False) -> Path:
+def _create_virtual_environment(requirements: Sequence[str], *, shares_packages: bool = False) -> Path:
     folder = BUILD / requirements[0].replace("==", "-")
     if not (folder / ".complete").exists():
         print_progress(f"installing {' '.join(requirements)}")

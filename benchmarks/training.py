@@ -14,9 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import machine, third_party_tools
-from benchmarks.loop_processes import LoopProgram, SteppedLoop
+from benchmarks import machine_description, third_party_tools
 from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, measure_in_turns_for
+from benchmarks.training_loop_processes import LoopProgram, SteppedLoop
 from swarmtrain import process
 
 _PLAIN_PYTORCH_TEXT = "the same model in a handwritten loop"
@@ -37,11 +37,11 @@ _LLAMA_SHAPE = {
     "mlp_factor": 3.0,
 }
 _GPT_SHAPE = {**_LLAMA_SHAPE, "norm_type": "layernorm", "mlp_type": "default", "mlp_factor": 4.0}
-"""nanoGPT's, except for its learned positions."""
+"""nanoGPT's shape, except for its learned position embeddings."""
 
 
 def measure_plain_pytorch() -> Iterator[BenchmarkRow]:
-    """Compare one process with a plain PyTorch loop with the same model."""
+    """Compare the throughput of the trainer in one process with that of a plain PyTorch loop with the same model."""
     for precision in ("float32", "bfloat16"):
         config = _build_config(_LLAMA_SHAPE, precision)
         yield _compare_loops(
@@ -58,7 +58,7 @@ def measure_plain_pytorch() -> Iterator[BenchmarkRow]:
 
 
 def measure_plain_ddp() -> Iterator[BenchmarkRow]:
-    """Compare two processes with a plain PyTorch loop with DistributedDataParallel."""
+    """Compare the throughput of the trainer in two processes with that of a plain PyTorch loop with DistributedDataParallel."""
     for precision in ("float32", "bfloat16"):
         config = _build_config(_LLAMA_SHAPE, precision, micro_batch_size=_BATCH_SIZE // 2)
         row = _build_row(
@@ -68,7 +68,7 @@ def measure_plain_ddp() -> Iterator[BenchmarkRow]:
 
 
 def measure_hugging_face() -> Iterator[BenchmarkRow]:
-    """Compare with Hugging Face's Trainer and the Llama model of transformers."""
+    """Compare the throughput of the trainer with that of Hugging Face's Trainer with the Llama model of transformers."""
     python = str(third_party_tools.install_with_shared_packages(third_party_tools.TRANSFORMERS, third_party_tools.ACCELERATE))
     baseline_description = f"Hugging Face's Trainer, {third_party_tools.TRANSFORMERS.replace('==', ' ')}, a model of the same shape"
     for precision, goal, compiled_goal in (("float32", 1.0, None), ("bfloat16", 1.1, 1.2)):
@@ -85,7 +85,7 @@ def measure_hugging_face() -> Iterator[BenchmarkRow]:
 
 
 def measure_nanogpt() -> Iterator[BenchmarkRow]:
-    """Compare with nanoGPT's train.py, which does not support bfloat16 on a CPU."""
+    """Compare the throughput of the trainer with that of nanoGPT's train.py, which does not support bfloat16 on a CPU."""
     environment = {"BENCH_NANOGPT": str(third_party_tools.clone_repository(third_party_tools.NANOGPT))}
     baseline = LoopProgram("nanogpt", _build_config(_GPT_SHAPE, "float32"), environment=environment)
     for precision, goal in (("float32", 1.0), ("bfloat16", 2.2)):
@@ -94,7 +94,7 @@ def measure_nanogpt() -> Iterator[BenchmarkRow]:
 
 
 def measure_full_run() -> Iterator[BenchmarkRow]:
-    """Measure the overhead of a complete run with checkpoint, metrics and log, relative to its steps."""
+    """Compare the throughput of a complete run, including checkpoint, metrics and log, with that of its median step."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=BUILD) as folder:
         config = _build_config(_LLAMA_SHAPE, "float32", train_iterations=_FULL_RUN_STEPS, save_dir=folder)
@@ -109,8 +109,8 @@ def measure_full_run() -> Iterator[BenchmarkRow]:
     )
 
 
-def measure_background_checkpoint() -> Iterator[BenchmarkRow]:
-    """Measure the cost of background checkpoints at the interval that `save_interval: auto` selects."""
+def measure_async_checkpoint() -> Iterator[BenchmarkRow]:
+    """Measure the stall of an asynchronous checkpoint, in ms, and its CPU time, in % of the interval that `save_interval: auto` selects."""
     from swarmtrain.trainer.checkpoint import save_interval
 
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def measure_background_checkpoint() -> Iterator[BenchmarkRow]:
 
 
 def measure_logging() -> Iterator[BenchmarkRow]:
-    """Measure the fraction of a step's time for logging, including metrics on disk, with the trainer's step timer."""
+    """Measure the logging time, including metrics on disk, in % of a step's time and in ms per step, with the trainer's step timer."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=BUILD) as folder:
         config = _build_config(_LLAMA_SHAPE, "float32", train_iterations=_LOGGED_STEPS, save_dir=folder, save_interval=None)
@@ -162,8 +162,8 @@ def _mark_compiled(row: BenchmarkRow, goal: float | None) -> BenchmarkRow:
 
 
 def _compare_loops(row: BenchmarkRow, program: LoopProgram, baseline_program: LoopProgram) -> BenchmarkRow:
-    if "/bfloat16" in row.name and not machine.has_bfloat16():
-        return replace(row, skip_reason="this processor does not multiply bfloat16")
+    if "/bfloat16" in row.name and not machine_description.has_bfloat16():
+        return replace(row, skip_reason="this processor does not support bfloat16")
     with SteppedLoop(program) as loop, SteppedLoop(baseline_program) as baseline_loop:
         for stepped_loop in (loop, baseline_loop):
             stepped_loop.measure_step_seconds(2)  # warm-up, with all one-time work
@@ -190,7 +190,7 @@ def _build_config(shape: dict[str, Any], precision: str, micro_batch_size: int =
 
 
 def _write_tokens() -> Path:
-    """Write a file of two million random tokens, and return its prefix."""
+    """Write a file of about 2 million random tokens, unless it exists, and return its prefix."""
     import numpy as np
 
     from swarmtrain.trainer.data import memory_map

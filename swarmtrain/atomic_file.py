@@ -6,16 +6,16 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write `text` to `path` atomically, by renaming: a reader sees either the old or the new content.
+def write_text_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Write `text` to `path` atomically, by renaming a temporary file: a reader sees either the old or the new content.
 
-    The file has the permissions `mode`.
+    The file is created with the permissions `mode`.
     """
     write_bytes_atomically(path, text.encode(), mode=mode)
 
 
 def write_bytes_atomically(path: Path, content: bytes, *, mode: int) -> None:
-    """Write `content` to `path` atomically, by renaming. The file is created with the permissions `mode`."""
+    """Write `content` to `path` atomically, by renaming a temporary file. The file is created with the permissions `mode`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

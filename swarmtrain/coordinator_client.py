@@ -91,12 +91,12 @@ class CoordinatorClient:
         """
         return bool(self._send_request("rescue_pending")["rescue_pending"])
 
-    def request_generation(self, above: int) -> int:
-        """Return a new generation number (fencing token), higher than `above` and than all issued before.
+    def request_generation(self, highest_generation: int) -> int:
+        """Return a new generation number (fencing token), higher than `highest_generation` and than all issued before.
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        return int(self._send_request("generation", above=above)["generation"])
+        return int(self._send_request("generation", above=highest_generation)["generation"])
 
     def measure_clock_offset(self) -> float:
         """Return by how many seconds this machine's wall clock is ahead of the coordinator's (negative if behind).
@@ -112,24 +112,24 @@ class CoordinatorClient:
         """
         return -self._measure_offset_of_clock("monotonic", time.monotonic)
 
-    def _measure_offset_of_clock(self, field: str, clock: Callable[[], float]) -> float:
+    def _measure_offset_of_clock(self, response_field: str, clock: Callable[[], float]) -> float:
         """Return this machine's clock minus the coordinator's in seconds, from the sample with the shortest round trip.
 
         The error is at most half of that round trip.
         """
-        return min(self._sample_clock_offset(field, clock) for _ in range(_OFFSET_SAMPLES))[1]
+        return min(self._sample_clock_offset(response_field, clock) for _ in range(_OFFSET_SAMPLES))[1]
 
-    def _sample_clock_offset(self, field: str, clock: Callable[[], float]) -> tuple[float, float]:
+    def _sample_clock_offset(self, response_field: str, clock: Callable[[], float]) -> tuple[float, float]:
         sent_at = clock()
-        coordinator_time = float(self._send_request("ping")[field])
+        coordinator_time = float(self._send_request("ping")[response_field])
         received_at = clock()
         return received_at - sent_at, (sent_at + received_at) / 2 - coordinator_time
 
     def wait_until_reachable(self, timeout: float) -> None:
-        """Wait until the coordinator answers, for at most `timeout` seconds.
+        """Wait until the coordinator responds, for at most `timeout` seconds.
 
         The host name is resolved again at each attempt, since DNS may lag by seconds. Raises CoordinatorError with the last error if the
-        coordinator does not answer in time.
+        coordinator does not respond in time.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -140,7 +140,9 @@ class CoordinatorClient:
                 raise
             except CoordinatorError as error:
                 if time.monotonic() + _RETRY_SECONDS > deadline:
-                    raise CoordinatorError(f"no answer within {timeout:g} s: {error.message}", place=error.place, hint=error.hint) from None
+                    raise CoordinatorError(
+                        f"no response within {timeout:g} s: {error.message}", place=error.place, hint=error.hint
+                    ) from None
             time.sleep(_RETRY_SECONDS)
 
     def _send_supervisor_request(self, op: str, **fields: Any) -> SupervisorResponse:

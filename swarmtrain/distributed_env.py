@@ -29,10 +29,10 @@ _MPI_RANK_VARIABLES = (
 _MPI_JOB_ID_VARIABLES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 
-def detect_torchrun_env(environ: Mapping[str, str], determined_info: Path = _DETERMINED_INFO_FOLDER) -> dict[str, str]:
+def detect_torchrun_env(environ: Mapping[str, str], determined_info_folder: Path = _DETERMINED_INFO_FOLDER) -> dict[str, str]:
     """Return torchrun's environment variables for this process; those already in `environ` are kept.
 
-    `determined_info`: folder in which the container of a Determined trial finds its cluster information.
+    `determined_info_folder`: folder in which the container of a Determined trial finds its cluster information.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         world_variables = {name: environ[name] for name in ("RANK", "WORLD_SIZE")}
@@ -41,7 +41,7 @@ def detect_torchrun_env(environ: Mapping[str, str], determined_info: Path = _DET
         **(
             _detect_slurm_env(environ)
             or _detect_mpi_env(environ)
-            or _detect_determined_env(environ, determined_info)
+            or _detect_determined_env(environ, determined_info_folder)
             or _build_single_process_env()
         ),
         **_read_master_address(environ),
@@ -89,7 +89,7 @@ def _detect_mpi_env(environ: Mapping[str, str]) -> dict[str, str]:
 def _find_launcher_pid() -> int:
     """Return the pid of the process that started all ranks on this host, which identifies the job.
 
-    Hydra (MPI) sets no job id, and gives each rank its own session.
+    Hydra, MPICH's process manager, sets no job id, and starts each rank in a separate session.
     """
     leader = os.getsid(0)
     if leader == 0:  # the session leader is outside this container: such ranks share a parent process
@@ -139,7 +139,7 @@ def _build_torchrun_env(rank: int, world_size: str, local_rank: str, master_addr
 
 
 def compute_slurm_base_port(environ: Mapping[str, str]) -> int:
-    """Return the first of the ports that belong to this job step of Slurm."""
+    """Return the first of the four ports of this Slurm job step."""
     return compute_base_port(int(environ["SLURM_JOB_ID"]) + _PORT_STRIDE_PER_STEP * int(environ.get("SLURM_STEP_ID", 0)))
 
 
@@ -149,18 +149,18 @@ def compute_base_port(job_number: int) -> int:
 
 
 def get_first_host(hostlist: str) -> str:
-    """Return the first host name of the Slurm node list `hostlist`. Raises ValueError if the list is empty or invalid."""
+    """Return the first host name of the Slurm hostlist `hostlist`. Raises ValueError if it is empty or invalid."""
     return next(expand_hostlist(hostlist))
 
 
 def expand_hostlist(hostlist: str) -> Iterator[str]:
-    """Yield the names of a node list in Slurm's format: `n[01-03,7],gpu-[2-4]x`.
+    """Yield the host names of the Slurm hostlist `hostlist`, such as `n[01-03,7],gpu-[2-4]x`.
 
-    Raises ValueError if the list is invalid.
+    Raises ValueError if it is empty or invalid.
     """
     patterns = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hostlist)
     if not patterns or ",".join(patterns) != hostlist:
-        raise ValueError(f"invalid node list: {hostlist!r}")
+        raise ValueError(f"invalid Slurm hostlist: {hostlist!r}")
     for pattern in patterns:
         yield from _expand_hostlist_pattern(pattern)
 

@@ -1,9 +1,9 @@
 """All errors that swarmtrain raises deliberately, in one hierarchy.
 
     SwarmtrainError             shown to the user: a message, a place, a hint; exit code 1
-    ├── ConfigError             the YAML file or an override is wrong; carries every problem at once
+    ├── ConfigError             the YAML file or an override is invalid; contains every problem at once
     ├── PlanError               the config is valid, but the nodes cannot run what it requires
-    ├── ProcessError            a program that swarmtrain started failed; carries its command and output
+    ├── ProcessError            a program that swarmtrain started failed; contains its command and output
     ├── EngineError             a Docker engine cannot be reached, or refused a request
     ├── HostError               a host cannot be reached over SSH, or a request to it failed
     ├── ImageError              an image cannot be built, pushed, pulled, or resolved to a digest
@@ -11,10 +11,10 @@
     ├── RunNotFound             no such run; or no name was given, and there is not exactly one run
     ├── StateDirectoryError     the state directory of this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
-    ├── CoordinatorError        the coordinator cannot be reached, or its answer is invalid
+    ├── CoordinatorError        the coordinator cannot be reached, or its response is invalid
     │   └── ProtocolMismatch    the coordinator uses another version of the protocol
     ├── TrainingError           the trainer cannot continue (e.g. invalid data, model or topology)
-    │   ├── DataError           the data contain tokens that the model does not have
+    │   ├── DataError           the data contain tokens outside the model's vocabulary
     │   ├── WorldError          this world cannot continue, but another may: it is fenced off, or its ranks do not form complete replicas
     │   └── CheckpointError     a checkpoint is corrupt, or cannot be written
     │       └── IncompatibleCheckpoint   the checkpoint belongs to another model, other data or another format
@@ -93,7 +93,7 @@ class Problem:
 
 
 class ConfigError(SwarmtrainError):
-    """The config is wrong. All problems are reported together, in file order."""
+    """The config is invalid. All problems are reported together, in file order."""
 
     is_permanent = True
 
@@ -155,7 +155,7 @@ class LabError(SwarmtrainError):
 
 
 class CoordinatorError(SwarmtrainError):
-    """The coordinator cannot be reached in time, or its answer is invalid."""
+    """The coordinator cannot be reached in time, or its response is invalid."""
 
 
 class ProtocolMismatch(CoordinatorError):
@@ -189,7 +189,7 @@ class IncompatibleCheckpoint(CheckpointError):
 
 
 class JobFailed(SwarmtrainError):
-    """The job itself failed; `job_exit_code` is its own exit code."""
+    """The job itself failed; `job_exit_code` is the exit code of the job."""
 
     exit_code = EXIT_JOB_FAILED
 

@@ -1,6 +1,8 @@
-"""Make a plan from a config and an inventory: the machine and slots of each node of the run, with reasons. Pure functions.
+"""Make a plan from a config and an inventory: the machine and slots of each node of the run, with reasons.
 
-A launcher derives all that it deploys from the plan, and `str(plan)` is the output of `swarmtrain plan`. Ranks are not planned: the
+Only `read_cargo` reads files; all other functions are pure.
+
+A launcher derives everything that it deploys from the plan, and `str(plan)` is the output of `swarmtrain plan`. Ranks are not planned: the
 rendezvous assigns them for each world.
 """
 
@@ -16,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from swarmtrain.config import Config, pipeline_layout
-from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.config.schema.section import format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
+from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
@@ -44,7 +46,7 @@ class Machine:
     address: str = ""
     is_manager: bool = False
     unavailable_reason: str = ""
-    """Why no node can be started on this machine (`down`, `drain`); empty if one can."""
+    """Why no node can be started on this machine (for example `down`, `drained`); empty if one can."""
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
     """Amounts of generic resources by kind, for example NVIDIA-GPU: 8."""
@@ -53,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Inventory of a launcher: the machines in the order in which they are used, and their origin, for messages."""
+    """The machines on which a launcher can start nodes, in the order of use, and their origin, which messages name."""
 
     origin: str
     machines: tuple[Machine, ...]
@@ -83,7 +85,7 @@ class Cargo:
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """One node of the run."""
+    """One node of the run: its name, machine and slots, and the reason why it runs on this machine."""
 
     name: str
     host: str
@@ -123,7 +125,7 @@ class Plan:
     def master_port(self) -> int:
         """Port of the rendezvous store.
 
-        On the host network, a run without a configured port has a port that is derived from its name.
+        If no port is configured, a run on the host network uses a port that is derived from the run's name.
         """
         runner = self.config.runner
         if runner.master_port is not None or not runner.is_on_host_network:
@@ -184,7 +186,7 @@ class Plan:
 
 
 def build_probe_run_name(run: str) -> str:
-    """Return the run name of the doctor's probes for the run `run`, truncated to the maximum length."""
+    """Return the run name of the doctor's probes for `run`, truncated to the maximum length."""
     return run[: MAX_RUN_NAME_LENGTH - len(_PROBE_SUFFIX)].rstrip("-") + _PROBE_SUFFIX
 
 
@@ -246,7 +248,7 @@ def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine
 
 
 def check_run_name(run: str) -> None:
-    """Check that `run` is a valid stack name, and with a service name appended a valid host name. Raises PlanError if it is not."""
+    """Check that `run` is a valid stack name, and a valid host name when a service name is appended. Raises PlanError if not."""
     if not _RUN_NAME_PATTERN.fullmatch(run) or len(run) > MAX_RUN_NAME_LENGTH:
         raise PlanError(
             f"must consist of lower-case letters, digits and -, at most {MAX_RUN_NAME_LENGTH} characters, because it becomes part of "
@@ -275,12 +277,12 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
     return Cargo(code, secrets)
 
 
-def _read_run_file(path: Path, key: str) -> bytes:
+def _read_run_file(path: Path, config_key: str) -> bytes:
     try:
         return read_file_with_limit(path, _MAX_FILE_BYTES)
     except UnreadableFileError as error:
         hint = "use a path relative to the current folder" if error.errno == errno.ENOENT else f"ls -l {path} shows what it is"
-        raise SwarmtrainError(f"{path}: {error}", place=f"config {key}", hint=hint) from None
+        raise SwarmtrainError(f"{path}: {error}", place=f"config {config_key}", hint=hint) from None
 
 
 def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int) -> tuple[PlannedNode, ...]:
@@ -298,7 +300,7 @@ def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int) ->
     machines = [_find_machine(inventory, machines_by_name, host.name) for host in hosts[:node_count]]
     if duplicates := format_duplicates(machine.id or machine.host for machine in machines):
         raise PlanError(
-            f"lists one node twice, by its host name and by its id: {duplicates}", place="config runner.hosts", hint="keep one of the two"
+            f"lists one node twice, by its host name and by its ID: {duplicates}", place="config runner.hosts", hint="keep one of the two"
         )
     return tuple(_plan_node(config, index, host, machine) for index, (host, machine) in enumerate(zip(hosts, machines, strict=False)))
 
@@ -318,14 +320,14 @@ def _find_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Mach
         raise PlanError(
             f"{len(matches)} nodes have this host name; their IDs: {ids}",
             place=f"config runner.hosts: {name}",
-            hint="use the id instead",
+            hint="use the ID instead",
         )
     if matches[0].unavailable_reason:
         is_drained_or_paused = matches[0].unavailable_reason in ("drained", "paused")
         hint = (
             f"docker node update --availability active {name}"
             if is_drained_or_paused
-            else "start the node; docker node ls shows when it is back"
+            else "start the node; docker node ls shows when it is ready"
         )
         raise PlanError(f"the node is {matches[0].unavailable_reason}", place=f"node {name}", hint=hint)
     return matches[0]
@@ -442,6 +444,6 @@ def _format_count(number: int, noun: str) -> str:
 
 
 def build_offline_inventory(hosts: Iterable[HostEntry]) -> Inventory:
-    """Return the inventory of the machines `hosts`, for a plan without access to a cluster."""
+    """Return the inventory of `hosts`, for a plan without access to a cluster."""
     machines = tuple(Machine(host=host.name, id=host.name if _NODE_ID_PATTERN.fullmatch(host.name) else "") for host in hosts)
     return Inventory("the hosts that the config lists", machines)

@@ -43,7 +43,8 @@ def run_command(
     """Run `argv` to completion and return its standard output.
 
     `env` is added to this process's environment; `timeout` is in seconds.
-    Raises ProcessError, which carries the command and its output, if the program is missing, fails, or does not end in time.
+    Raises ProcessError, which carries the command and its output, if the program is missing, exits with a nonzero code, or
+    does not exit within `timeout`.
     """
     try:
         completed = subprocess.run(
@@ -59,7 +60,7 @@ def run_command(
             check=False,
         )
     except FileNotFoundError as error:
-        raise ProcessError(format_command(argv, env), 127, f"{error.filename or argv[0]}: no such program or folder", hint=hint) from None
+        raise ProcessError(format_command(argv, env), 127, f"{error.filename or argv[0]}: no such file or directory", hint=hint) from None
     except PermissionError as error:
         raise ProcessError(format_command(argv, env), 126, f"{error.filename or argv[0]}: permission denied", hint=hint) from None
     except subprocess.TimeoutExpired:
@@ -81,11 +82,11 @@ def start_process(
     die_with_parent: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start `argv` and return the running process. It has no standard input unless `stdin` is given.
+    """Start `argv` and return the running process. Its standard input is /dev/null unless `stdin` is given.
 
     `new_session` detaches the process from this terminal's Ctrl-C. `die_with_parent` makes the kernel (Linux) kill the process when the
-    *thread* that calls this ends, so call it from a thread that lives as long as the process should. Raises ProcessError if the program
-    cannot be started.
+    *thread* that calls this function ends, so call it from a thread that lives as long as the process should. Raises ProcessError if the
+    program cannot be started.
     """
     preexec: Callable[[], None] | None = set_parent_death_signal if die_with_parent else None
     try:
@@ -105,7 +106,7 @@ def start_process(
 
 
 def exec_command(argv: Sequence[str], *, env: Mapping[str, str], stdin: IO[bytes] | None = None) -> NoReturn:
-    """Replace this process by `argv`, with `env` as its complete environment. The new program inherits the terminal.
+    """Replace this process with `argv` (exec), with `env` as its complete environment. The new program inherits the terminal.
 
     `stdin` replaces the standard input. Raises ProcessError if the program cannot be started.
     """
@@ -133,7 +134,7 @@ def set_process_name(name: str) -> None:
 def defer_signals() -> Iterator[None]:
     """Context manager that defers SIGINT (Ctrl-C), SIGTERM and SIGHUP to its end, for example while a lock is released.
 
-    Only the main thread is interrupted by signals, so in other threads this does nothing.
+    Does nothing in threads other than the main thread, since Python runs signal handlers only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -105,7 +105,7 @@ def _decode_env_value(text: str, type_hint: Any) -> Any:
 class NodeEnv(_EnvironmentMessage):
     """Environment of a node's supervisor, the same under every launcher.
 
-    Nothing here depends on the current number of nodes, so that adding or removing nodes within min_nodes..max_nodes leaves every other
+    No field depends on the current number of nodes, so that adding or removing nodes within min_nodes..max_nodes leaves every other
     node's environment, and so its container, unchanged.
     """
 
@@ -147,7 +147,7 @@ class NodeEnv(_EnvironmentMessage):
 
 @dataclass(frozen=True)
 class ProbeEnv(_EnvironmentMessage):
-    """Environment of a node's probe in addition to NodeEnv."""
+    """Environment variables that a node's probe receives in addition to those of NodeEnv."""
 
     peers: tuple[str, ...]
     """Names of all probed nodes, including this one, JSON."""
@@ -172,7 +172,7 @@ class CoordinatorEnv(_EnvironmentMessage):
     max_restarts: int
     """Maximum consecutive restarts without a new step between them; the next failure ends the run."""
     max_restarts_per_hour: int
-    """Maximum restarts within one hour, regardless of progress; the next failure ends the run."""
+    """Maximum restarts within 1 h, regardless of progress; the next failure ends the run."""
     min_nodes: int
     """Minimum number of nodes to train: a flaky node is quarantined if at least this many others are present."""
     protocol: int = PROTOCOL_VERSION

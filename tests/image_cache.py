@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarmtrain.lab import Lab, registry
-from swarmtrain.lab.state import get_base_directory
+from swarmtrain.lab.state import get_labs_folder
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 
 _REGISTRY = "registry"
@@ -37,14 +37,14 @@ def save_images(lab: Lab, node: str, cache: Path | None) -> None:
     staging = Path(tempfile.mkdtemp(dir=cache.parent))
     for name in _list_image_folders(lab, node):
         _copy_with_hard_links(_find_engine_data(lab, node) / name, staging / name)
-    _copy_registry(registry.get_image_store_path(get_base_directory()), staging / _REGISTRY)
+    _copy_registry(registry.get_image_store_path(get_labs_folder()), staging / _REGISTRY)
     staging.rename(cache)
 
 
 def restore_registry(cache: Path | None) -> None:
     """Copy the registry's content from `cache` to the labs' registry, which must not have it yet. Do nothing without a cache."""
     if cache is not None and cache.exists():
-        _copy_registry(cache / _REGISTRY, registry.get_image_store_path(get_base_directory()))
+        _copy_registry(cache / _REGISTRY, registry.get_image_store_path(get_labs_folder()))
 
 
 def restore_images(lab: Lab, nodes: Sequence[str], cache: Path | None) -> None:

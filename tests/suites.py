@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmtrain.images.base_image import get_cache_directory
-from swarmtrain.lab.state import get_base_directory
+from swarmtrain.lab.state import get_labs_folder
 
 ROOT = Path(__file__).parent
 
@@ -218,7 +218,7 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     # short, since paths of sockets are.
     folder = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())) / f"t{list(SUITES).index(name)}"
     folder.mkdir(exist_ok=True)
-    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(get_base_directory() / name), "PYTEST_DEBUG_TEMPROOT": str(folder)}
+    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(get_labs_folder() / name), "PYTEST_DEBUG_TEMPROOT": str(folder)}
     if name == "newer":
         env["SWARMTRAIN_TEST_ENGINE"] = fetch_newer_engine()
     process = subprocess.Popen(

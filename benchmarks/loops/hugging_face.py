@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with the Llama model of transformers and default settings: SDPA attention, fused AdamW, gradient clipping at 1.
 
-It does not import swarmtrain, so it reads the config as plain JSON.
+This program does not import swarmtrain, so it reads the config as plain JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.loops.step_control import StepControl
-from benchmarks.loops.tokens import open_windows
+from benchmarks.loops.token_data import open_token_windows
 
 
 class _TokenDataset(torch.utils.data.Dataset[Any]):
-    def __init__(self, prefix: str, length: int) -> None:
-        self._windows = open_windows(Path(prefix), length)
+    def __init__(self, prefix: str, sequence_length: int) -> None:
+        self._windows = open_token_windows(Path(prefix), sequence_length)
 
     def __len__(self) -> int:
         return len(self._windows)

@@ -1,6 +1,6 @@
 """nanoGPT's own train.py, unmodified, from a clone in the folder BENCH_NANOGPT.
 
-It memory-maps its token file for every batch. The steps are controlled in that call.
+train.py calls `numpy.memmap` for every batch. A replacement of this function waits until the next step is requested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plain PyTorch training loop with the same model: fused AdamW, gradient clipping, and DistributedDataParallel for several ranks."""
+"""Plain PyTorch training loop with swarmtrain's model: fused AdamW, gradient clipping, and DistributedDataParallel for several ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.loops.step_control import StepControl
-from benchmarks.loops.tokens import open_windows
+from benchmarks.loops.token_data import open_token_windows
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.trainer import Transformer
@@ -27,7 +27,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
-    samples, generator = open_windows(config.data.data_prefixes[0], architecture.sequence_length), np.random.default_rng(rank)
+    samples, generator = open_token_windows(config.data.data_prefixes[0], architecture.sequence_length), np.random.default_rng(rank)
     while True:
         step_control.step()
         batch = torch.from_numpy(samples[generator.integers(len(samples), size=config.topology.samples_per_step // size)].astype(np.int64))

@@ -1,4 +1,4 @@
-"""The loop's side of the pipes: run steps on request, and report their CPU time in seconds.
+"""Step control of a training loop: run steps on request from a pipe, and report their CPU time, in seconds, to another pipe.
 
 Imports only the standard library, since it also runs in the virtual environments of other tools.
 """
@@ -21,7 +21,7 @@ class StepControl:
         self._steps_left, self._started_at = 0, 0.0
 
     def step(self) -> None:
-        """Wait until the next step is requested, and report the CPU time of a completed request. Exit the process if the pipe is closed."""
+        """Report the CPU seconds of a completed request, and wait until the next step is requested. Exit if the pipe is closed."""
         if self._steps_left == 0:
             if self._started_at:
                 self._answers.write(f"{time.process_time() - self._started_at}\n")

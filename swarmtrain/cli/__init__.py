@@ -32,13 +32,13 @@ _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def build_app() -> typer.Typer:
     """Return the Typer app with all commands."""
-    from swarmtrain.cli import configs, data, environment, image, imports, lab, models, runs
+    from swarmtrain.cli import config_import, configs, data, environment, image, lab, models, runs
 
     app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_declare_global_options)
     configs.register_commands(app)
     environment.register_commands(app)
-    imports.register_commands(app)
+    config_import.register_commands(app)
     runs.register_commands(app)
     models.register_commands(app)
     app.add_typer(data.app, name="data", help="Tokenize text into token files, verify them, inspect samples.")

@@ -28,8 +28,8 @@ def suggest_values(key: str) -> list[str]:
     return choices or ([str(field.default)] if isinstance(field.default, str | int | float) else [])
 
 
-def _iterate_config_fields(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
+def _iterate_config_fields(prefix: str, section_class: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section_class.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from _iterate_config_fields(f"{prefix}{name}.", annotation)

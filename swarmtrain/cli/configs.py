@@ -18,12 +18,16 @@ from swarmtrain.cli.options import (
 
 def register_commands(app: typer.Typer) -> None:
     """Register the commands of this module on the Typer app `app`."""
-    for command in (init, plan, memory, generate, doctor, join):
-        app.command()(command)
+    app.command("init")(create_config)
+    app.command("plan")(show_plan)
+    app.command("memory")(estimate_memory)
+    app.command("generate")(generate_deployment_file)
+    app.command("doctor")(check_cluster)
+    app.command("join")(print_join_commands)
 
 
-def init(
-    path: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to write.")] = Path("config.yml"),
+def create_config(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to write.")] = Path("config.yml"),
     *,
     preset: Annotated[
         str | None, typer.Option("--preset", metavar="MODEL", help="Architecture preset: gpt2, llama-3.2-1b, …", show_default=False)
@@ -34,31 +38,31 @@ def init(
     from swarmtrain.config.template import write_template
     from swarmtrain.view.console import print_message
 
-    write_template(path, preset, force=force)
-    print_message(f"wrote {path}\nnext: swarmtrain plan {path}")
+    write_template(config_file, preset, force=force)
+    print_message(f"wrote {config_file}\nnext: swarmtrain plan {config_file}")
 
 
-def plan(
+def show_plan(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
-    name: RunNameOption = None,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    run_name: RunNameOption = None,
     debug: DebugOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show which nodes would run what, and why (dry run). For a running run, show what deploy would change. Changes nothing."""
-    from swarmtrain.config.loading import load_config
-    from swarmtrain.launchers.planning import derive_run_name, plan_run
+    """Show which ranks each node would run, and why (dry run). For a deployed run, show what deploy would change. Changes nothing."""
+    from swarmtrain.config.loader import load_config
+    from swarmtrain.launchers.planner import derive_run_name, plan_run
     from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.operations import runs
 
-    config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *override])
-    run_plan = plan_run(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+    config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *overrides])
+    run_plan = plan_run(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
     runs.show_plan(create_launcher(config.runner.runner_type), run_plan, as_json=json)
 
 
-def memory(
+def estimate_memory(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="Number of ranks. Default: as many as plan would start.", show_default=False)
     ] = None,
@@ -71,14 +75,14 @@ def memory(
     json: JsonOption = False,
 ) -> None:
     """Estimate the memory of each rank, by simulating a step without computing it. Needs no GPU and no cluster."""
-    from swarmtrain.config.loading import load_config
+    from swarmtrain.config.loader import load_config
     from swarmtrain.errors import EXIT_ERROR
-    from swarmtrain.launchers.planning import count_planned_ranks
+    from swarmtrain.launchers.planner import count_planned_ranks
     from swarmtrain.view import memory
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
 
-    config = load_config(config_file, override)
+    config = load_config(config_file, overrides)
     device_bytes = None if device_memory is None else memory.parse_size(device_memory)
     world_size = ranks or count_planned_ranks(config)
     with show_progress(f"simulating a step of {world_size} rank{'' if world_size == 1 else 's'}"):
@@ -87,37 +91,37 @@ def memory(
     raise typer.Exit(0 if estimate.fits else EXIT_ERROR)
 
 
-def generate(
+def generate_deployment_file(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
-    name: RunNameOption = None,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    run_name: RunNameOption = None,
     output: Annotated[Path, typer.Option("--output", help="File to write; its configs are written to generated/ next to it.")] = Path(
         "compose/generated.yml"
     ),
 ) -> None:
     """Write the stack file for `docker stack deploy`; for runner_type docker a file for `docker compose`, for slurm one for `sbatch`."""
-    from swarmtrain.config.loading import load_config
-    from swarmtrain.launchers.planning import derive_run_name, plan_run_offline
+    from swarmtrain.config.loader import load_config
+    from swarmtrain.launchers.planner import derive_run_name, plan_run_offline
     from swarmtrain.launchers.registry import load_launcher_class
     from swarmtrain.view.console import print_message
 
-    config = load_config(config_file, override)
-    run_plan = plan_run_offline(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+    config = load_config(config_file, overrides)
+    run_plan = plan_run_offline(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
     print_message(load_launcher_class(config.runner.runner_type).write_deployment_file(run_plan, output))
 
 
-def doctor(
+def check_cluster(
     config_file: OptionalConfigFileArgument = None,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
-    name: RunNameOption = None,
-    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node for some seconds.")] = True,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    run_name: RunNameOption = None,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node for a few seconds.")] = True,
     json: JsonOption = False,
 ) -> None:
     """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
-    from swarmtrain.config.loading import load_config
+    from swarmtrain.config.loader import load_config
     from swarmtrain.doctor import examine_cluster, examine_plan
     from swarmtrain.errors import EXIT_ERROR
-    from swarmtrain.launchers.planning import derive_run_name, plan_run
+    from swarmtrain.launchers.planner import derive_run_name, plan_run
     from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
@@ -126,24 +130,24 @@ def doctor(
         if config_file is None:
             report = examine_cluster(report_progress)
         else:
-            config = load_config(config_file, override)
-            run_plan = plan_run(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+            config = load_config(config_file, overrides)
+            run_plan = plan_run(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
             report = examine_plan(create_launcher(config.runner.runner_type), run_plan, report_progress, probe=probe)
     print_result(report, as_json=json)
     raise typer.Exit(EXIT_ERROR if report.fatal_count else 0)
 
 
-def join(
+def print_join_commands(
     config_file: OptionalConfigFileArgument = None,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
-    manager: Annotated[bool, typer.Option("--manager", help="Join as a manager.")] = False,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    as_manager: Annotated[bool, typer.Option("--manager", help="Join as a manager.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Print the commands that join a new machine to the swarm; with CONFIG also its labels, mounts and GPUs."""
-    from swarmtrain.config.loading import load_config
+    from swarmtrain.config.loader import load_config
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.launchers.swarm.join_script import build_join_script
     from swarmtrain.view.output import print_result
 
-    config = load_config(config_file, override) if config_file else None
-    print_result(build_join_script(DockerEngine(), config, as_manager=manager), as_json=json)
+    config = load_config(config_file, overrides) if config_file else None
+    print_result(build_join_script(DockerEngine(), config, as_manager=as_manager), as_json=json)

@@ -18,20 +18,20 @@ class BadRecordPolicy(Enum):
     count = "count"
 
 
-@app.command()
-def tokenize(
+@app.command("tokenize")
+def tokenize_files(
     files: Annotated[
         list[str],
         typer.Argument(metavar="FILE...", help="JSONL, Parquet, or plain text (one document per file); also globs such as 'data/**'."),
     ],
     *,
-    prefix: Annotated[
+    output_prefix: Annotated[
         str, typer.Option("--to", metavar="PREFIX", help="Prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.meta.json.")
     ],
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", metavar="FILE", help="Path of a tokenizer.json; or bytes, for one token per byte.")
     ],
-    key: Annotated[
+    text_key: Annotated[
         str | None,
         typer.Option(
             "--key", help="Field with the text of a JSONL or Parquet record. Default: text; messages with --chat.", show_default=False
@@ -60,7 +60,7 @@ def tokenize(
         str | None, typer.Option("--eos-token", metavar="TEXT", help="Token to append to each document.", show_default=False)
     ] = None,
     append_eos: Annotated[bool, typer.Option("--append-eos", help="Append the tokenizer's EOS token to each document.")] = False,
-    on_bad: Annotated[
+    bad_record_policy: Annotated[
         BadRecordPolicy, typer.Option("--on-bad", help="Invalid records: stop at the first, skip and list them, or only count them.")
     ] = BadRecordPolicy.stop,
     workers: Annotated[
@@ -70,13 +70,13 @@ def tokenize(
     """Tokenize text files into token files. If interrupted, the same command resumes."""
     from swarmtrain.launchers.common import trainer_subprocess
 
-    arguments = {"prefix": prefix, "tokenizer": tokenizer, "on_bad": on_bad.value, "workers": workers}
-    records = {"key": key, "prompt_key": prompt_key, "completion_key": completion_key, "chat": chat, "chat_template": chat_template}
+    arguments = {"prefix": output_prefix, "tokenizer": tokenizer, "on_bad": bad_record_policy.value, "workers": workers}
+    records = {"key": text_key, "prompt_key": prompt_key, "completion_key": completion_key, "chat": chat, "chat_template": chat_template}
     trainer_subprocess.exec_trainer("data", "tokenize", {**arguments, **records, "eos_token": eos_token, "append_eos": append_eos}, files)
 
 
-@app.command()
-def verify(
+@app.command("verify")
+def verify_token_files(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of token files, in any format.")],
     format: Annotated[str, typer.Option("--format", help="As data.format; needed if it cannot be detected.")] = "auto",
     document_token: Annotated[int | None, typer.Option("--document-token", help="As data.document_token.", show_default=False)] = None,
@@ -87,23 +87,23 @@ def verify(
     trainer_subprocess.exec_trainer("data", "verify", {"format": format, "document_token": document_token}, prefixes)
 
 
-@app.command()
-def inspect(
+@app.command("inspect")
+def inspect_samples(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Number of samples, starting with the first.")] = 3,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    sample_count: Annotated[int, typer.Option("--samples", min=1, help="Number of samples, starting with the first.")] = 3,
     tokenizer: Annotated[
         str | None,
         typer.Option("--tokenizer", metavar="FILE", help="Tokenizer to decode with, if the files do not name theirs.", show_default=False),
     ] = None,
 ) -> None:
     """Show samples as the model sees them: positions, documents, loss mask and text."""
-    from swarmtrain.config.loading import load_config
+    from swarmtrain.config.loader import load_config
     from swarmtrain.launchers.common import trainer_subprocess
 
     trainer_subprocess.exec_trainer(
         "data",
         "inspect",
-        {"config": load_config(config_file, override).to_json(), "samples": samples, "tokenizer": tokenizer},
+        {"config": load_config(config_file, overrides).to_json(), "samples": sample_count, "tokenizer": tokenizer},
         required_package="torch",
     )

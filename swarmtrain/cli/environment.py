@@ -15,7 +15,7 @@ def register_commands(app: typer.Typer) -> None:
 
 def make_environment(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     *,
     requirements: Annotated[
         Path | None, typer.Option("--requirements", "-r", help="File of NAME==VERSION lines. Default: the packages installed here.")
@@ -23,7 +23,7 @@ def make_environment(
     wheels: Annotated[
         Path | None, typer.Option("--wheels", metavar="DIR", help="Copy these wheels to the hosts, and install from them only.")
     ] = None,
-    path: Annotated[
+    environment_path: Annotated[
         str | None,
         typer.Option(
             "--path",
@@ -40,21 +40,21 @@ def make_environment(
     import os
 
     from swarmtrain.config.external_inputs import resolve_external_inputs
-    from swarmtrain.config.loading import load_config
+    from swarmtrain.config.loader import load_config
     from swarmtrain.errors import EXIT_ERROR
     from swarmtrain.launchers.ssh import python_environment
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
 
-    runner = resolve_external_inputs(load_config(config_file, override), Path.cwd(), os.environ).runner
-    interpreter = python_environment.resolve_interpreter(runner, path, check_only=check)
+    runner = resolve_external_inputs(load_config(config_file, overrides), Path.cwd(), os.environ).runner
+    interpreter = python_environment.resolve_interpreter(runner, environment_path, check_only=check)
     interrupt_hint = "" if check else "each host has either the complete old environment or the complete new one"
     with show_progress(f"{'verifying' if check else 'creating'} {interpreter}", interrupt_hint=interrupt_hint) as report_progress:
         if check:
             report = python_environment.check_environment(runner, interpreter, report_progress)
         else:
             report = python_environment.build_environment(
-                runner, interpreter, requirements, wheels, python=python, report_progress=report_progress
+                runner, interpreter, requirements, wheels, host_interpreter=python, report_progress=report_progress
             )
     print_result(report, as_json=json)
     raise typer.Exit(0 if report.is_usable else EXIT_ERROR)

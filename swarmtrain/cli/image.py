@@ -14,13 +14,13 @@ app.add_typer(registry, name="registry", help="Run a Docker registry in the swar
 _ENGINE_TIMEOUT_SECONDS = 1800.0  # seconds without progress from the engine in one step: it may be unpacking gigabytes
 
 
-@app.command()
-def build(
+@app.command("build")
+def build_image(
     tag: Annotated[str, typer.Option("--tag", "-t", help="Image tag, such as registry.lab:5000/swarmtrain:0.1.")],
     context: Annotated[
         Path, typer.Argument(help="Directory of your script. A Dockerfile or requirements there take precedence over swarmtrain's.")
     ] = Path(),
-    base: Annotated[str | None, typer.Option("--base", help="Base image with Python 3.11.")] = None,
+    base_image: Annotated[str | None, typer.Option("--base", help="Base image with Python 3.11.")] = None,
     push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
 ) -> None:
     """Build the Docker image; print its tag. Works offline once the wheels are downloaded."""
@@ -30,15 +30,15 @@ def build(
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress(f"building {tag}") as report_progress:
-        images.build_image(engine.client, context, tag, base=base, report_progress=report_progress)
+        images.build_image(engine.client, context, tag, base_image=base_image, report_progress=report_progress)
         if push:
             images.push_image(engine.client, tag, report_progress=report_progress)
     typer.echo(tag)
 
 
-@app.command()
-def add(
-    code: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories to add; a .dockerignore in them is respected.")],
+@app.command("add")
+def add_code_layer(
+    code_folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories to add; a .dockerignore in them is respected.")],
     base_image: Annotated[str, typer.Option("--to", metavar="IMAGE", help="Image to add the directories to.")],
     tag: Annotated[str, typer.Option("--tag", "-t", help="Tag of the new image.")],
     push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
@@ -50,14 +50,14 @@ def add(
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress(f"building {tag}") as report_progress:
-        images.add_code_layer(engine.client, code, base_image, tag, working_folder=Path.cwd(), report_progress=report_progress)
+        images.add_code_layer(engine.client, code_folders, base_image, tag, working_folder=Path.cwd(), report_progress=report_progress)
         if push:
             images.push_image(engine.client, tag, report_progress=report_progress)
     typer.echo(tag)
 
 
-@app.command()
-def lock(folder: Annotated[Path, typer.Argument(help="Directory with requirements/image.txt.")] = Path()) -> None:
+@app.command("lock")
+def lock_packages(folder: Annotated[Path, typer.Argument(help="Directory with requirements/image.txt.")] = Path()) -> None:
     """Regenerate requirements/image.lock, the hashes of image.txt's pinned packages for all CPU architectures; print its path."""
     from swarmtrain.images.lock_file import write_lock_file
     from swarmtrain.view.console import show_progress
@@ -66,8 +66,8 @@ def lock(folder: Annotated[Path, typer.Argument(help="Directory with requirement
         typer.echo(write_lock_file(folder, report_progress=report_progress))
 
 
-@app.command()
-def push(tag: Annotated[str, typer.Argument(help="Tag of an image in the local engine.")]) -> None:
+@app.command("push")
+def push_image(tag: Annotated[str, typer.Argument(help="Tag of an image in the local engine.")]) -> None:
     """Push an image to the registry in its tag; print the pinned reference (digest)."""
     from swarmtrain import images
     from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -79,10 +79,10 @@ def push(tag: Annotated[str, typer.Argument(help="Tag of an image in the local e
     typer.echo(images.pin_image(engine, tag).reference)
 
 
-@app.command()
-def distribute(
+@app.command("distribute")
+def distribute_image(
     image: Annotated[str, typer.Argument(help="Tag of an image in the local engine.")],
-    addresses: Annotated[
+    engine_addresses: Annotated[
         list[str],
         typer.Option("--to", metavar="ADDRESS", help="Target engine, such as ssh://gpu-2. Repeatable. Default: all nodes, over SSH."),
     ] = [],  # noqa: B006  # Typer's convention for lists
@@ -95,7 +95,7 @@ def distribute(
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress(f"distributing {image}") as report_progress:
-        targets = {address: address for address in addresses} or list_other_engines(engine)
+        targets = {address: address for address in engine_addresses} or list_other_engines(engine)
         typer.echo(
             images.distribute_image(
                 engine.client,
@@ -107,8 +107,8 @@ def distribute(
         )
 
 
-@registry.command()
-def up(
+@registry.command("up")
+def start_registry(
     node: Annotated[
         str | None, typer.Option("--node", help="Node to run the registry on. Default: the local engine's node.", show_default=False)
     ] = None,
@@ -128,23 +128,23 @@ def up(
     typer.echo(registry_status.address)
 
 
-@registry.command()
-def down(
-    volume: Annotated[
+@registry.command("down")
+def remove_registry(
+    remove_images: Annotated[
         bool, typer.Option("--volume", help="Also remove its images. Without it they are available after the next up.")
     ] = False,
 ) -> None:
-    """Stop the registry; keep its images."""
+    """Stop the registry; keep its images unless --volume is set."""
     from swarmtrain.images import swarm_registry as registries
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
 
     with show_progress("stopping the registry") as report_progress:
-        registries.remove_registry(DockerEngine(), remove_images=volume, report_progress=report_progress)
+        registries.remove_registry(DockerEngine(), remove_images=remove_images, report_progress=report_progress)
 
 
-@registry.command()
-def status(json: JsonOption = False) -> None:
+@registry.command("status")
+def show_registry_status(json: JsonOption = False) -> None:
     """Show the registry's status, and whether the engine can use it."""
     from swarmtrain.images import swarm_registry as registries
     from swarmtrain.launchers.common.docker_engine import DockerEngine

@@ -32,10 +32,10 @@ def _print_progress(line: str) -> None:
     typer.echo(line, err=True)
 
 
-@app.command()
-def up(
+@app.command("up")
+def start_lab(
     nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="Number of nodes.")] = 3,
-    name: LabNameOption = DEFAULT_NAME,
+    lab_name: LabNameOption = DEFAULT_NAME,
     *,
     components: Annotated[
         str,
@@ -46,93 +46,93 @@ def up(
         ),
     ] = "swarm",
     bare: Annotated[bool, typer.Option("--bare", help="Do not form a swarm: separate machines, each with its own engine.")] = False,
-    shared: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Default: the lab's own.")] = None,
+    shared_folder: Annotated[Path | None, typer.Option("--shared", help="Directory that all nodes share. Default: the lab's own.")] = None,
     gpus: Annotated[int, typer.Option("--gpus", min=0, help="Number of fake GPUs per engine: they can be reserved, but do not exist.")] = 0,
-    engine: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
+    engine_folder: Annotated[Path | None, typer.Option("--engine", help="Directory with another dockerd and containerd.")] = None,
 ) -> None:
     """Start a local test cluster: a swarm of Docker engines with a registry, unless --with or --bare says otherwise."""
-    _open_lab(name).bring_up(
+    _open_lab(lab_name).bring_up(
         nodes,
         components=[part.strip() for part in components.split(",")],
         bare=bare,
         gpus=gpus,
-        engine_directory=engine,
-        shared_directory=shared,
+        engine_folder=engine_folder,
+        shared_folder=shared_folder,
         report_progress=_print_progress,
     )
 
 
-@app.command()
-def down(
-    name: LabNameOption = DEFAULT_NAME,
+@app.command("down")
+def remove_lab(
+    lab_name: LabNameOption = DEFAULT_NAME,
     keep_images: Annotated[bool, typer.Option("--keep-images", help="Keep the registry's images for the next lab.")] = False,
 ) -> None:
     """Remove the lab, its data and its shared disk."""
-    _open_lab(name).tear_down(keep_images=keep_images, report_progress=_print_progress)
+    _open_lab(lab_name).tear_down(keep_images=keep_images, report_progress=_print_progress)
 
 
-@app.command()
-def status(
-    name: LabNameOption = DEFAULT_NAME,
+@app.command("status")
+def show_lab_status(
+    lab_name: LabNameOption = DEFAULT_NAME,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")] = False,
 ) -> None:
     """Show the state of each node."""
-    node_statuses = _open_lab(name).get_status()
+    node_statuses = _open_lab(lab_name).get_status()
     typer.echo(json.dumps([asdict(node) for node in node_statuses], indent=2) if as_json else _format_node_table(node_statuses))
 
 
-@app.command()
-def kill(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
+@app.command("power-off")
+def power_off_node(node: LabNodeArgument, lab_name: LabNameOption = DEFAULT_NAME) -> None:
     """Power off a node: its services and containers are lost, its disk is kept."""
-    _open_lab(name).power_off_node(node, report_progress=_print_progress)
+    _open_lab(lab_name).power_off_node(node, report_progress=_print_progress)
 
 
-@app.command()
-def start(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
-    """Power on a node that was killed."""
-    _open_lab(name).power_on_node(node, report_progress=_print_progress)
+@app.command("power-on")
+def power_on_node(node: LabNodeArgument, lab_name: LabNameOption = DEFAULT_NAME) -> None:
+    """Power on a node that was powered off."""
+    _open_lab(lab_name).power_on_node(node, report_progress=_print_progress)
 
 
-@app.command()
-def cut(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
+@app.command("partition")
+def partition_node(node: LabNodeArgument, lab_name: LabNameOption = DEFAULT_NAME) -> None:
     """Disconnect a node from the network (partition). The machine keeps running."""
-    _open_lab(name).partition_node(node, report_progress=_print_progress)
+    _open_lab(lab_name).partition_node(node, report_progress=_print_progress)
 
 
-@app.command()
-def heal(node: LabNodeArgument, name: LabNameOption = DEFAULT_NAME) -> None:
-    """Reconnect a node to the network, at full speed."""
-    _open_lab(name).reconnect_node(node, report_progress=_print_progress)
+@app.command("reconnect")
+def reconnect_node(node: LabNodeArgument, lab_name: LabNameOption = DEFAULT_NAME) -> None:
+    """Reconnect a node to the network, without a bandwidth limit."""
+    _open_lab(lab_name).reconnect_node(node, report_progress=_print_progress)
 
 
-@app.command()
-def slow(
+@app.command("throttle")
+def throttle_node(
     node: LabNodeArgument,
-    rate: Annotated[str, typer.Option("--rate", help="Rate, such as 100mbit or 1gbit.")],
-    name: LabNameOption = DEFAULT_NAME,
+    rate: Annotated[str, typer.Option("--rate", help="Bandwidth limit, such as 100mbit or 1gbit.")],
+    lab_name: LabNameOption = DEFAULT_NAME,
 ) -> None:
-    """Limit a node's network rate, in both directions."""
-    _open_lab(name).limit_node_bandwidth(node, rate, report_progress=_print_progress)
+    """Limit a node's network bandwidth, in both directions."""
+    _open_lab(lab_name).limit_node_bandwidth(node, rate, report_progress=_print_progress)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def enter(
+@app.command("enter", context_settings={"allow_interspersed_args": False})
+def run_command_on_node(
     node: LabNodeArgument,
     command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", help="Command to run. Default: a shell.")] = None,
-    name: LabNameOption = DEFAULT_NAME,
+    lab_name: LabNameOption = DEFAULT_NAME,
 ) -> None:
     """Run a command or a shell on a node. There, docker uses the engine of that node. Options come before NODE."""
     from swarmtrain import process
 
-    lab = _open_lab(name)
+    lab = _open_lab(lab_name)
     argv = command or [os.environ.get("SHELL", "/bin/sh")]
-    process.exec_command([*lab.build_enter_command(node, folder=Path.cwd()), *argv], env=lab.build_node_environment(node, os.environ))
+    process.exec_command([*lab.build_enter_command(node, start_folder=Path.cwd()), *argv], env=lab.build_node_environment(node, os.environ))
 
 
-@app.command()
-def env(name: LabNameOption = DEFAULT_NAME) -> None:
-    """Print the environment that points docker, ssh, Slurm and swarmtrain at the lab: eval "$(swarmtrain lab env)"."""
-    for key, value in _open_lab(name).build_client_environment().items():
+@app.command("env")
+def print_environment(lab_name: LabNameOption = DEFAULT_NAME) -> None:
+    """Print the environment variables that make docker, ssh, Slurm and swarmtrain use the lab: eval "$(swarmtrain lab env)"."""
+    for key, value in _open_lab(lab_name).build_client_environment().items():
         typer.echo(f"export {key}={shlex.quote(value)}")
 
 

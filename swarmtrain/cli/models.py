@@ -38,14 +38,14 @@ RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Number of proc
 
 def register_commands(app: typer.Typer) -> None:
     """Register the commands of this module on the Typer app `app`."""
-    app.command()(export)
-    app.command()(sample)
-    app.command()(embed)
-    app.command()(evaluate)
+    app.command("export")(export_model)
+    app.command("sample")(generate_text)
+    app.command("embed")(embed_texts)
+    app.command("evaluate")(evaluate_model)
 
 
-def export(
-    source: Annotated[
+def export_model(
+    checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's save_dir (its newest checkpoint).", show_default=False)
     ],
     output: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write. It must not exist.", show_default=False)],
@@ -57,8 +57,8 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json to copy into the folder.", show_default=False)
     ] = None,
-    base: BaseModelOption = None,
-    adapter: Annotated[
+    base_model: BaseModelOption = None,
+    adapter_only: Annotated[
         bool, typer.Option("--adapter", help="Export only the LoRA adapter, in PEFT format. Default: merged into the model.")
     ] = False,
     json: JsonOption = False,
@@ -68,26 +68,26 @@ def export(
     from swarmtrain.view import memory
 
     request = {
-        "source": str(source),
-        "base": None if base is None else str(base),
+        "source": str(checkpoint),
+        "base": None if base_model is None else str(base_model),
         "output": str(output),
         "dtype": dtype,
         "shard_bytes": memory.parse_size(shard_size, "--shard-size"),
-        "adapter": adapter,
+        "adapter": adapter_only,
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "json": json,
     }
     raise typer.Exit(trainer_subprocess.run_trainer_ranks("export", request))
 
 
-def sample(
-    source: ModelArgument,
+def generate_text(
+    model_path: ModelArgument,
     *,
     prompt: Annotated[
         list[str],
         typer.Option("--prompt", metavar="TEXT", help="Prompt. Repeatable. Default: standard input.", show_default=False),
     ] = [],  # noqa: B006  # Typer's convention for lists
-    prompts: Annotated[
+    prompt_file: Annotated[
         Path | None,
         typer.Option("--prompts", metavar="FILE", help="File with more prompts, one per line.", show_default=False, readable=False),
     ] = None,
@@ -114,27 +114,27 @@ def sample(
         typer.Option("--seed", min=0, help="Random seed: the same seed gives the same text.", show_default=False),
     ] = None,
     tokenizer: TokenizerOption = None,
-    base: BaseModelOption = None,
+    base_model: BaseModelOption = None,
     ranks: RanksOption = 1,
     json: JsonOption = False,
 ) -> None:
-    """Generate text from prompts. A single prompt is streamed, several are generated as a batch."""
+    """Generate text from prompts. A single completion is streamed; several are generated as a batch."""
     from swarmtrain.cli.prompts import read_prompts
     from swarmtrain.launchers.common import trainer_subprocess
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
-    model = {"source": str(source), "base": None if base is None else str(base)}
-    request = {**model, "prompts": read_prompts(prompt, prompts), "max_tokens": max_tokens, **options, "json": json}
+    model = {"source": str(model_path), "base": None if base_model is None else str(base_model)}
+    request = {**model, "prompts": read_prompts(prompt, prompt_file), "max_tokens": max_tokens, **options, "json": json}
     raise typer.Exit(trainer_subprocess.run_trainer_ranks("sample", request, ranks))
 
 
-def embed(
-    source: ModelArgument,
+def embed_texts(
+    model_path: ModelArgument,
     *,
     text: Annotated[
         list[str], typer.Option("--text", metavar="TEXT", help="Text to embed. Repeatable. Default: standard input.", show_default=False)
     ] = [],  # noqa: B006  # Typer's convention for lists
-    texts: Annotated[
+    text_file: Annotated[
         Path | None, typer.Option("--texts", metavar="FILE", help="File with more texts, one per line.", show_default=False, readable=False)
     ] = None,
     instruction: Annotated[
@@ -163,25 +163,30 @@ def embed(
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Batch size, in texts.")] = 32,
+    batch_size: Annotated[int, typer.Option("--batch", min=1, help="Batch size, in texts.")] = 32,
     tokenizer: TokenizerOption = None,
-    base: BaseModelOption = None,
+    base_model: BaseModelOption = None,
     ranks: RanksOption = 1,
 ) -> None:
-    """Compute text embeddings with a model trained for it. Their cosine similarity is the similarity of the texts."""
+    """Compute text embeddings with a model trained for it. Similar texts have embeddings with a high cosine similarity."""
     from swarmtrain.cli.prompts import read_texts
     from swarmtrain.launchers.common import trainer_subprocess
 
-    model = {"source": str(source), "base": None if base is None else str(base), "tokenizer": tokenizer}
-    options = {"instruction": instruction, "append_eos": append_eos, "batch_size": batch, "output": None if output is None else str(output)}
-    raise typer.Exit(trainer_subprocess.run_trainer_ranks("embed", {**model, "texts": read_texts(text, texts), **options}, ranks))
+    model = {"source": str(model_path), "base": None if base_model is None else str(base_model), "tokenizer": tokenizer}
+    options = {
+        "instruction": instruction,
+        "append_eos": append_eos,
+        "batch_size": batch_size,
+        "output": None if output is None else str(output),
+    }
+    raise typer.Exit(trainer_subprocess.run_trainer_ranks("embed", {**model, "texts": read_texts(text, text_file), **options}, ranks))
 
 
-def evaluate(
+def evaluate_model(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     *,
-    model: Annotated[
+    model_path: Annotated[
         Path | None,
         typer.Option(
             "--model", metavar="MODEL", help="Model, as for sample. Default: the newest checkpoint in trainer.save_dir.", show_default=False
@@ -196,7 +201,7 @@ def evaluate(
             show_default=False,
         ),
     ] = [],  # noqa: B006  # Typer's convention for lists
-    shots: Annotated[
+    num_fewshot: Annotated[
         int | None,
         typer.Option("--num-fewshot", min=0, help="Number of few-shot examples. Default: as the task defines.", show_default=False),
     ] = None,
@@ -206,24 +211,24 @@ def evaluate(
     task_files: Annotated[
         Path | None, typer.Option("--task-files", metavar="FOLDER", help="Folder with custom tasks.", show_default=False)
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Batch size of tasks, in sequences.")] = 8,
+    batch_size: Annotated[int, typer.Option("--batch", min=1, help="Batch size of tasks, in sequences.")] = 8,
     tokenizer: TokenizerOption = None,
     ranks: RanksOption = 1,
     json: JsonOption = False,
 ) -> None:
     """Evaluate a model: validation loss over trainer.eval_iterations batches, as in training, or lm-evaluation-harness tasks."""
-    from swarmtrain.config.loading import load_config
+    from swarmtrain.config.loader import load_config
     from swarmtrain.launchers.common import trainer_subprocess
 
-    config = load_config(config_file, override)
+    config = load_config(config_file, overrides)
     request = {
         "config": config.to_json(),
-        "model": None if model is None else str(model),
+        "model": None if model_path is None else str(model_path),
         "tasks": [name for each in tasks for name in each.split(",") if name],
-        "num_fewshot": shots,
+        "num_fewshot": num_fewshot,
         "limit": limit,
         "task_files": None if task_files is None else str(task_files),
-        "batch_size": batch,
+        "batch_size": batch_size,
         "tokenizer": tokenizer,
         "json": json,
     }

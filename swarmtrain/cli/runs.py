@@ -21,18 +21,26 @@ from swarmtrain.cli.options import (
 
 def register_commands(app: typer.Typer) -> None:
     """Register the commands of this module on the Typer app `app`."""
-    for command in (deploy, status, dashboard, report, logs, history, why, scale, stop, down):
-        app.command()(command)
+    app.command("deploy")(deploy_run)
+    app.command("status")(show_status)
+    app.command("dashboard")(open_dashboard)
+    app.command("report")(write_report)
+    app.command("logs")(show_logs)
+    app.command("history")(show_run_history)
+    app.command("why")(diagnose_run)
+    app.command("scale")(scale_run)
+    app.command("stop")(stop_run)
+    app.command("down")(remove_run)
 
 
-def deploy(
+def deploy_run(
     config_file: ConfigFileArgument,
-    override: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
-    name: RunNameOption = None,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    run_name: RunNameOption = None,
     *,
     debug: DebugOption = False,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following its output.")] = False,
-    attach: Annotated[
+    attached_rank: Annotated[
         int | None,
         typer.Option(
             "--attach",
@@ -46,24 +54,26 @@ def deploy(
     json: JsonOption = False,
 ) -> None:
     """Deploy a run and follow its output to the end. Ctrl-C detaches; the job continues."""
-    from swarmtrain.config.loading import load_config
-    from swarmtrain.launchers.planning import derive_run_name, plan_run
+    from swarmtrain.config.loader import load_config
+    from swarmtrain.launchers.planner import derive_run_name, plan_run
     from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.operations import runs
 
-    config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *override, *(LOCAL_OVERRIDES if attach is not None else ())])
-    plan = plan_run(config, derive_run_name(config_file) if name is None else name, folder=Path.cwd())
+    config = load_config(
+        config_file, [*(DEBUG_OVERRIDES if debug else ()), *overrides, *(LOCAL_OVERRIDES if attached_rank is not None else ())]
+    )
+    plan = plan_run(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
     launcher = create_launcher(config.runner.runner_type)
-    if attach is not None:
-        raise typer.Exit(runs.run_plan_attached(launcher, plan, attach))
-    runs.deploy_run(launcher, plan, yes=yes)
+    if attached_rank is not None:
+        raise typer.Exit(runs.run_plan_attached(launcher, plan, attached_rank))
+    runs.deploy_run(launcher, plan, assume_yes=yes)
     if not detach:
         raise typer.Exit(runs.follow_run(launcher, plan.run, as_json=json))
 
 
-def status(
+def show_status(
     run: RunArgument = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every two seconds until the run ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every 2 s until the run ends.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show the status of a run: world, step, loss, speed, last checkpoint, restarts and their causes, and each node's resource usage."""
@@ -80,7 +90,7 @@ def status(
         print_result(load_status(launcher, run_name), as_json=json)
 
 
-def dashboard(
+def open_dashboard(
     run: RunArgument = None,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on. An address other than loopback requires a token.")] = "127.0.0.1",
@@ -98,7 +108,7 @@ def dashboard(
     serve_dashboard(open_data_source(run), host=host, port=port, token_file=token_file, open_browser=open_browser)
 
 
-def report(
+def write_report(
     run: RunArgument = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN.html.", show_default=False)
@@ -115,7 +125,7 @@ def report(
     print_message(f"wrote {path}")
 
 
-def logs(
+def show_logs(
     run: RunArgument = None,
     *,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the output until the run ends.")] = False,
@@ -137,35 +147,35 @@ def logs(
     print_logs(run, LogFilter(tail, since_time, node, rank, compile_pattern(grep)), follow=follow)
 
 
-def history(run: RunArgument = None, json: JsonOption = False) -> None:
+def show_run_history(run: RunArgument = None, json: JsonOption = False) -> None:
     """Show the timeline of a run: worlds, failures, checkpoints, outcome. Without RUN: list the runs known on this machine."""
     from swarmtrain.view.run_state import show_history
 
     show_history(run, as_json=json)
 
 
-def why(run: RunArgument = None, json: JsonOption = False) -> None:
+def diagnose_run(run: RunArgument = None, json: JsonOption = False) -> None:
     """Diagnose why a run failed, on one screen: the first rank to fail, its cause, the other ranks, the likely fix."""
     from swarmtrain.view.run_state import show_diagnosis
 
     show_diagnosis(run, as_json=json)
 
 
-def scale(
+def scale_run(
     run: RunArgument = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="New number of nodes.", show_default=False)] = ...,  # type: ignore[assignment]
     yes: YesOption = False,
 ) -> None:
     """Scale a run to more or fewer nodes. It resumes from its newest checkpoint."""
-    from swarmtrain.launchers.planning import plan_scaled_run
+    from swarmtrain.launchers.planner import plan_scaled_run
     from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs
 
     launcher, run_name = find_run(run)
-    runs.scale_run(launcher, plan_scaled_run(launcher, run_name, nodes), yes=yes)
+    runs.scale_run(launcher, plan_scaled_run(launcher, run_name, nodes), assume_yes=yes)
 
 
-def stop(run: RunArgument = None) -> None:
+def stop_run(run: RunArgument = None) -> None:
     """Stop the ranks gracefully, after a checkpoint. The run is kept; deploy resumes it."""
     from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs
@@ -173,7 +183,7 @@ def stop(run: RunArgument = None) -> None:
     runs.stop_run(*find_run(run))
 
 
-def down(run: RunArgument = None) -> None:
+def remove_run(run: RunArgument = None) -> None:
     """Remove a run and wait until it is gone. Checkpoints are kept."""
     from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs

@@ -41,7 +41,7 @@ def rejoin_override_words(environ: MutableMapping[str, str]) -> None:
 
 
 def complete_runs(incomplete: str) -> CompletionItems:
-    """Return the names of the runs that begin with `incomplete`, of every launcher that answers before the timeout."""
+    """Return the names of the runs that begin with `incomplete`, of every launcher that responds before the timeout."""
     launcher_classes = _load_launcher_classes()  # imported before the timeout starts: it limits only the queries to engines
     return [
         (run, "")
@@ -85,7 +85,7 @@ def complete_labs(incomplete: str) -> CompletionItems:
 
     try:
         return [
-            (lab.name, f"{len(lab.nodes)} nodes") for lab in state.list_labs(state.get_base_directory()) if lab.name.startswith(incomplete)
+            (lab.name, f"{len(lab.nodes)} nodes") for lab in state.list_labs(state.get_labs_folder()) if lab.name.startswith(incomplete)
         ]
     except (SwarmtrainError, OSError):
         return []
@@ -97,24 +97,24 @@ def complete_lab_nodes(ctx: typer.Context, incomplete: str) -> CompletionItems:
     from swarmtrain.lab import DEFAULT_NAME, state
 
     try:
-        lab = state.read_lab_description(state.get_base_directory() / (ctx.params.get("name") or DEFAULT_NAME))
+        lab = state.read_lab_description(state.get_labs_folder() / (ctx.params.get("lab_name") or DEFAULT_NAME))
     except (SwarmtrainError, OSError):
         return []
     return [(node, lab.get_node_address(node)) for node in lab.nodes if node.startswith(incomplete)] if lab else []
 
 
-def _find_equals_sign(words: list[str], current: int) -> int | None:
-    """Return the index of the word `=` that follows `-o KEY`, searching `words` up to index `current`; None if it is missing."""
-    positions = (position for position in range(3, current + 1) if words[position : position + 1] == ["="])
-    return next((position for position in positions if words[position - 2] in ("-o", "--override")), None)
+def _find_equals_sign(command_line_words: list[str], current_word_index: int) -> int | None:
+    """Return the index of the word `=` that follows `-o KEY`, up to `current_word_index`; None if it is missing."""
+    positions = (position for position in range(3, current_word_index + 1) if command_line_words[position : position + 1] == ["="])
+    return next((position for position in positions if command_line_words[position - 2] in ("-o", "--override")), None)
 
 
-def _list_matching_paths(folder: str, name: str) -> list[Path]:
+def _list_matching_paths(folder: str, name_prefix: str) -> list[Path]:
     try:
         entries = sorted(Path(folder or ".").expanduser().iterdir())
     except (OSError, RuntimeError):
         return []
-    return [path for path in entries if path.name.startswith(name) and (name or not path.name.startswith("."))]
+    return [path for path in entries if path.name.startswith(name_prefix) and (name_prefix or not path.name.startswith("."))]
 
 
 def _load_launcher_classes() -> "list[type[Launcher]]":

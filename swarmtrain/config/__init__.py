@@ -1,6 +1,6 @@
 """The config: one pydantic model, with one module per top-level key.
 
-`load_config` (in swarmtrain.config.loading) reads YAML and overrides into a Config and reports every error at once.
+`load_config` (in swarmtrain.config.loader) reads YAML and overrides into a Config and reports every error at once.
 Keys and fields that exist in Aleph Alpha's Scaling have the same names as in Scaling.
 """
 
@@ -110,8 +110,8 @@ class Config(Section):
     def to_node_config(self) -> Config:
         """Return the config in the form that every node receives and every checkpoint stores.
 
-        It has no hosts and no current node count, and min_nodes and max_nodes are filled in: otherwise `swarmtrain scale` would change the
-        config of all nodes, and so restart them.
+        The hosts and the current node count are removed, and min_nodes and max_nodes are filled in: otherwise `swarmtrain scale` would
+        change the config of all nodes, and so restart them.
         """
         low, _, high = self.runner.node_range
         runner = self.runner.model_copy(update={"hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
@@ -190,7 +190,7 @@ def _check_topology_allows_sampling(topology: TopologyConfig, architecture: Tran
 def _check_float8_layer_sizes(architecture: TransformerArchitectureConfig, topology: TopologyConfig) -> None:
     """Check that the sizes of float8 layers are multiples of 16 times the degree by which they are sharded.
 
-    The kernels require multiples of 16: of a layer's inputs in the forward pass, and of its outputs and tokens in the backward pass.
+    The kernels require multiples of 16: in_features in the forward pass, out_features and the number of tokens in the backward pass.
     """
     width_multiple = _describe_float8_multiple("model_parallel_size", topology.tensor_parallel_size)
     for field in architecture.float8_layers:
@@ -210,21 +210,21 @@ def _check_float8_layer_sizes(architecture: TransformerArchitectureConfig, topol
         check_is_multiple("transformer_architecture.sequence_length", architecture.sequence_length, *token_multiple)
 
 
-def _describe_float8_multiple(name: str, degree: int) -> tuple[str, int]:
+def _describe_float8_multiple(degree_name: str, degree: int) -> tuple[str, int]:
     return (
         ("the float8 alignment", _FLOAT8_ALIGNMENT)
         if degree == 1
-        else (f"the float8 alignment {_FLOAT8_ALIGNMENT} x topology.{name} =", _FLOAT8_ALIGNMENT * degree)
+        else (f"the float8 alignment {_FLOAT8_ALIGNMENT} x topology.{degree_name} =", _FLOAT8_ALIGNMENT * degree)
     )
 
 
-def _check_umup_optimizer(optimizer: OptimizerConfig, groups: Sequence[TrainingGroupConfig]) -> None:
+def _check_umup_optimizer(optimizer: OptimizerConfig, training_groups: Sequence[TrainingGroupConfig]) -> None:
     """Check that the optimizer settings are compatible with u-muP.
 
     u-muP's learning rates are for AdamW. Each gradient value has unit scale, so the global gradient norm grows with the model, and a fixed
     clipping threshold does not fit.
     """
-    other_methods = {optimizer.method, *(group.method for group in groups)} - {None, OptimizerMethod.adamw}
+    other_methods = {optimizer.method, *(group.method for group in training_groups)} - {None, OptimizerMethod.adamw}
     if other_methods:
         key = "optimizer.method" if optimizer.method in other_methods else "training_groups"
         raise build_field_error(

@@ -14,27 +14,27 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import convert_validation_error
-from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
+from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, Problem
 
 _MAX_FILE_BYTES = 1_000_000
 _VARIABLE_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 
-def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, str]) -> Config:
-    """Return `config` with its hostsfile, env_file and env_prefixes resolved; relative paths are relative to `folder`.
+def resolve_external_inputs(config: Config, base_folder: Path, environ: Mapping[str, str]) -> Config:
+    """Return `config` with its hostsfile, env_file and env_prefixes resolved; relative paths are relative to `base_folder`.
 
     Raises ConfigError if a file cannot be read or is invalid.
     """
     runner = config.runner
     update: dict[str, Any] = {}
     if runner.hostsfile is not None:
-        update |= {"hosts": _read_uncommented_lines(folder / runner.hostsfile, "hostsfile"), "hostsfile": None}
+        update |= {"hosts": _read_uncommented_lines(base_folder / runner.hostsfile, "hostsfile"), "hostsfile": None}
     if runner.capabilities.passes_environment:
         env = (
-            dict(_parse_env_variable(line) for line in _read_uncommented_lines(folder / runner.env_file, "env_file"))
+            dict(_parse_env_variable(line) for line in _read_uncommented_lines(base_folder / runner.env_file, "env_file"))
             if runner.env_file
             else {}
         )
@@ -51,17 +51,17 @@ def resolve_external_inputs(config: Config, folder: Path, environ: Mapping[str, 
     return config.model_copy(update={"runner": runner})
 
 
-def _read_uncommented_lines(path: Path, key: str) -> list[str]:
+def _read_uncommented_lines(path: Path, config_key: str) -> list[str]:
     try:
         text = read_file_with_limit(path, _MAX_FILE_BYTES).decode()
     except (UnreadableFileError, UnicodeDecodeError) as error:
-        raise ConfigError((Problem(f"runner.{key}", f"{path}: {error}"),)) from None
-    return [line for raw_line in text.splitlines() if (line := _strip_comment(raw_line, key))]
+        raise ConfigError((Problem(f"runner.{config_key}", f"{path}: {error}"),)) from None
+    return [line for raw_line in text.splitlines() if (line := _strip_comment(raw_line, config_key))]
 
 
-def _strip_comment(line: str, key: str) -> str:
+def _strip_comment(line: str, config_key: str) -> str:
     """Return `line` without its comment. In a hostsfile, # begins a comment anywhere; in an env file only at the start of a line."""
-    return line.partition("#")[0].strip() if key == "hostsfile" else "" if line.lstrip().startswith("#") else line.strip()
+    return line.partition("#")[0].strip() if config_key == "hostsfile" else "" if line.lstrip().startswith("#") else line.strip()
 
 
 def _parse_env_variable(line: str) -> tuple[str, str]:

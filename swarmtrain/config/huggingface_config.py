@@ -37,13 +37,13 @@ class FieldMapping:
         """Return the key's value in the config.json of `architecture`."""
         return self.to_hf(architecture) if self.to_hf else _get_field_by_path(architecture, self.config_path)
 
-    def import_value(self, values: ConfigJson) -> Any:
-        """Return the field's value for the config.json `values`.
+    def import_value(self, config_json: ConfigJson) -> Any:
+        """Return the field's value for the config.json `config_json`.
 
         Raises KeyError, TypeError, ValueError or ZeroDivisionError if the value in config.json is invalid.
         """
-        value = values.get(self.hf_key, self.default)
-        return self.from_hf(value, values) if self.from_hf else value
+        value = config_json.get(self.hf_key, self.default)
+        return self.from_hf(value, config_json) if self.from_hf else value
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ class ModelFamily:
     """Whether the family supports a sliding window, which makes all heads local."""
 
 
-def _compute_mlp_factor(width: int, values: ConfigJson) -> float:
-    """Return the mlp_factor for the MLP width `width`: hidden size times factor, rounded down, is the width. 4 if `width` is None."""
-    hidden = _read_hidden_size(values)
-    factor = 4.0 if width is None else width / hidden
-    return factor if width is None or int(hidden * factor) == width else math.nextafter(factor, math.inf)
+def _compute_mlp_factor(mlp_width: int | None, config_json: ConfigJson) -> float:
+    """Return the mlp_factor that gives `mlp_width` if multiplied by the hidden size and rounded down; 4 if `mlp_width` is None."""
+    hidden = _read_hidden_size(config_json)
+    factor = 4.0 if mlp_width is None else mlp_width / hidden
+    return factor if mlp_width is None or int(hidden * factor) == mlp_width else math.nextafter(factor, math.inf)
 
 
-def _normalize_head_size(size: int | None, values: ConfigJson) -> int | None:
-    return None if size in (None, _read_hidden_size(values) // values["num_attention_heads"]) else size
+def _normalize_head_size(size: int | None, config_json: ConfigJson) -> int | None:
+    return None if size in (None, _read_hidden_size(config_json) // config_json["num_attention_heads"]) else size
 
 
-def _import_rope_scaling(value: ConfigJson | None, _: ConfigJson) -> dict[str, Any] | None:
-    return None if not value else {own_key: value[hf_key] for hf_key, own_key in _LLAMA3_SCALING_KEYS.items()}
+def _import_rope_scaling(rope_scaling: ConfigJson | None, _: ConfigJson) -> dict[str, Any] | None:
+    return None if not rope_scaling else {own_key: rope_scaling[hf_key] for hf_key, own_key in _LLAMA3_SCALING_KEYS.items()}
 
 
 def _export_rope_scaling(architecture: TransformerArchitectureConfig) -> dict[str, Any] | None:
@@ -93,8 +93,8 @@ def _export_activation(architecture: TransformerArchitectureConfig) -> str:
     return "gelu_new" if architecture.activation_function == "gelu_tanh" else "gelu"
 
 
-def _read_hidden_size(values: ConfigJson) -> int:
-    return int(values["n_embd"] if "n_embd" in values else values["hidden_size"])
+def _read_hidden_size(config_json: ConfigJson) -> int:
+    return int(config_json["n_embd"] if "n_embd" in config_json else config_json["hidden_size"])
 
 
 _LLAMA3_SCALING_KEYS = {
@@ -281,12 +281,12 @@ def build_config_json(architecture: TransformerArchitectureConfig, dtype: str) -
     return {key: value for key, value in values.items() if key != "rope_scaling" or value}
 
 
-def read_model_family(values: ConfigJson, location: str) -> ModelFamily:
-    """Return the model family of the config.json `values`.
+def read_model_family(config_json: ConfigJson, location: str) -> ModelFamily:
+    """Return the model family of the config.json `config_json`.
 
     Raises SwarmtrainError, with the file name `location`, if it is not supported.
     """
-    name = values.get("model_type")
+    name = config_json.get("model_type")
     model_family = next((candidate for candidate in FAMILIES if candidate.model_type == name), None)
     if model_family is None:
         hint = f"supported model types: {', '.join(candidate.model_type for candidate in FAMILIES)}"
@@ -294,19 +294,19 @@ def read_model_family(values: ConfigJson, location: str) -> ModelFamily:
     return model_family
 
 
-def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any]:
-    """Return the fields of `transformer_architecture` that the config.json `values` describes, by dotted path.
+def read_architecture_values(config_json: ConfigJson, location: str) -> dict[str, Any]:
+    """Return the fields of `transformer_architecture` that the config.json `config_json` describes, by dotted path.
 
     Raises SwarmtrainError, with the file name `location`, if values are invalid or not supported.
     """
-    model_family, values = read_model_family(values, location), flatten_rope_parameters(values)
+    model_family, config_json = read_model_family(config_json, location), flatten_rope_parameters(config_json)
     try:
-        if unsupported := _list_unsupported_settings(values, model_family):
+        if unsupported := _list_unsupported_settings(config_json, model_family):
             reason = f"is a {model_family.model_type} variant that is not supported: {'; '.join(unsupported)}"
             raise SwarmtrainError(reason, place=location, hint="train it with a custom script: see docs/how-to/custom-script.md")
         architecture_values = {
             **model_family.fixed_values,
-            **{field.config_path: field.import_value(values) for field in model_family.field_mappings},
+            **{field.config_path: field.import_value(config_json) for field in model_family.field_mappings},
         }
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise SwarmtrainError(f"is invalid: {error!r}", place=location, hint="download it again") from None
@@ -317,13 +317,13 @@ def read_architecture_values(values: ConfigJson, location: str) -> dict[str, Any
     return architecture_values
 
 
-def read_architecture(values: ConfigJson, location: str) -> TransformerArchitectureConfig:
-    """Return the architecture that the config.json `values` describes.
+def read_architecture(config_json: ConfigJson, location: str) -> TransformerArchitectureConfig:
+    """Return the architecture that the config.json `config_json` describes.
 
     Raises SwarmtrainError, with the file name `location`, if values are invalid or not supported.
     """
     nested: dict[str, Any] = {}
-    for path, value in read_architecture_values(values, location).items():
+    for path, value in read_architecture_values(config_json, location).items():
         section, _, name = path.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[name] = value
     try:
@@ -332,26 +332,26 @@ def read_architecture(values: ConfigJson, location: str) -> TransformerArchitect
         raise SwarmtrainError(f"is invalid: {error}", place=location, hint="download it again") from None
 
 
-def flatten_rope_parameters(values: ConfigJson) -> dict[str, Any]:
+def flatten_rope_parameters(config_json: ConfigJson) -> dict[str, Any]:
     """Return config.json with `rope_parameters` converted to the older keys rope_theta, rotary_pct and rope_scaling."""
-    rope = values.get("rope_parameters")
+    rope = config_json.get("rope_parameters")
     if not isinstance(rope, Mapping):
-        return dict(values)
-    neox = values.get("model_type") == "gpt_neox"
+        return dict(config_json)
+    neox = config_json.get("model_type") == "gpt_neox"
     renamed = {"rotary_emb_base" if neox else "rope_theta": rope.get("rope_theta"), "rotary_pct": rope.get("partial_rotary_factor")}
     scaling = None if rope.get("rope_type", "default") == "default" else rope
-    return {**{key: value for key, value in renamed.items() if value is not None}, "rope_scaling": scaling, **values}
+    return {**{key: value for key, value in renamed.items() if value is not None}, "rope_scaling": scaling, **config_json}
 
 
-def _list_unsupported_settings(values: ConfigJson, model_family: ModelFamily) -> list[str]:
+def _list_unsupported_settings(config_json: ConfigJson, model_family: ModelFamily) -> list[str]:
     """Return the settings of a config.json that `transformer_architecture` does not support."""
     allowed_values = {key: value if isinstance(value, tuple) else (value,) for key, value in model_family.required_values.items()}
-    unsupported = [f"{key} is {values.get(key)!r}" for key, allowed in allowed_values.items() if values.get(key) not in allowed]
-    rope = values.get("rope_scaling") or {}
+    unsupported = [f"{key} is {config_json.get(key)!r}" for key, allowed in allowed_values.items() if config_json.get(key) not in allowed]
+    rope = config_json.get("rope_scaling") or {}
     if rope and (scaling := rope.get("rope_type", rope.get("type"))) != "llama3":
         unsupported.append(f"the RoPE scaling type is {scaling!r}")
     if model_family.model_type in ("gpt_neox", "gpt2"):
-        name = values.get("hidden_act" if model_family.model_type == "gpt_neox" else "activation_function") or "gelu"
+        name = config_json.get("hidden_act" if model_family.model_type == "gpt_neox" else "activation_function") or "gelu"
         unsupported += [] if name in _ACTIVATIONS else [f"the activation function is {name!r}"]
     return unsupported
 

@@ -13,8 +13,8 @@ _INDEX_SUFFIX = re.compile(r"\[(\d+)\]")
 _MAX_DEPTH = 20
 
 
-def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[Problem]]:
-    """Apply `overrides` to `values` in place. Return the changed key paths, and a problem for each override that could not be applied."""
+def apply_overrides(config_values: dict[str, Any], overrides: Iterable[str]) -> tuple[set[str], list[Problem]]:
+    """Apply `overrides` to `config_values` in place. Return the changed key paths, and a problem for each invalid override."""
     changed, problems = set(), []
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -26,7 +26,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[s
             continue
         try:
             document = read_yaml(text)
-            _set_value_at_path(values, key.split("."), document.values)
+            _set_value_at_path(config_values, key.split("."), document.values)
         except YamlSyntaxError as error:
             problems.append(Problem(key, f"override's value {text!r} is not valid YAML: {error}", hint=error.hint))
         except _NoSuchKeyError as error:
@@ -40,28 +40,28 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> tuple[s
 
 
 class _NoSuchKeyError(Exception):
-    """A key of an override does not exist, and cannot be created."""
+    """Raised if a key of an override does not exist and cannot be created."""
 
 
-def _set_value_at_path(values: dict[str, Any], keys: list[str], value: Any) -> None:
-    if len(keys) > _MAX_DEPTH:
+def _set_value_at_path(config_values: dict[str, Any], key_path: list[str], value: Any) -> None:
+    if len(key_path) > _MAX_DEPTH:
         raise _NoSuchKeyError("the key path is too deep")
-    target: Any = values
-    for position, key in enumerate(keys[:-1]):
-        index = _resolve_key_or_index(target, keys, position)
+    target: Any = config_values
+    for position, key in enumerate(key_path[:-1]):
+        index = _resolve_key_or_index(target, key_path, position)
         if isinstance(target, dict) and target.get(key) is None:
             target[key] = {}
         target = target[index]
-    target[_resolve_key_or_index(target, keys, len(keys) - 1)] = value
+    target[_resolve_key_or_index(target, key_path, len(key_path) - 1)] = value
 
 
-def _resolve_key_or_index(target: Any, keys: list[str], position: int) -> Any:
-    """Return the mapping key or list index of `target` that `keys[position]` refers to. Raises _NoSuchKeyError if it does not exist."""
-    key, parent_path = keys[position], ".".join(keys[:position])
-    if isinstance(target, dict):
+def _resolve_key_or_index(container: Any, key_path: list[str], position: int) -> Any:
+    """Return the mapping key or list index of `container` at `key_path[position]`. Raises _NoSuchKeyError if it does not exist."""
+    key, parent_path = key_path[position], ".".join(key_path[:position])
+    if isinstance(container, dict):
         return key
-    if not isinstance(target, list):
-        raise _NoSuchKeyError(f"{parent_path} is {describe_value(target)}, which has no keys")
-    if key not in map(str, range(len(target))):
-        raise _NoSuchKeyError(f"{parent_path} is a list of {len(target)}, so {key!r} is out of range")
+    if not isinstance(container, list):
+        raise _NoSuchKeyError(f"{parent_path} is {describe_value(container)}, which has no keys")
+    if key not in map(str, range(len(container))):
+        raise _NoSuchKeyError(f"{parent_path} is a list of {len(container)}, so {key!r} is out of range")
     return int(key)

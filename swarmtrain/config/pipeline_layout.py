@@ -30,8 +30,7 @@ def partition_layers(topology: TopologyConfig, architecture: TransformerArchitec
 
 
 def count_scheduled_micro_batches(topology: TopologyConfig, assigned_micro_batches: int) -> int:
-    """Return the number of micro batches that a replica's pipeline runs per step: the `assigned_micro_batches` ones, and empty ones as
-    padding.
+    """Return the number of micro batches that a pipeline runs per step: `assigned_micro_batches`, plus empty ones as padding.
 
     1F1B needs at least as many micro batches as stages; interleaved 1F1B needs a multiple of the number of pipeline ranks.
     """
@@ -71,7 +70,7 @@ def _check_first_layers(first_layers: Sequence[int], stages: int, layers: int) -
 
 
 def _estimate_layer_costs(architecture: TransformerArchitectureConfig) -> list[int]:
-    """Return the number of multiplications per token of each layer. The first includes the embedding's, the last the head's."""
+    """Return the number of multiplications per token in each layer. The first includes the embedding, the last the output layer."""
     hidden = architecture.hidden_size
     projections = 2 * hidden * (architecture.num_attention_heads + architecture.kv_heads) * architecture.head_size
     scores = (
@@ -98,15 +97,15 @@ def _partition_layers_by_cost(costs: Sequence[int], stages: int) -> list[int]:
     return first_layers
 
 
-def _fill_stages_up_to_cost(costs: Sequence[int], stages: int, limit: int) -> list[int] | None:
-    """Return the index of each pipeline stage's first layer such that no stage costs more than `limit`; None if that is impossible.
+def _fill_stages_up_to_cost(layer_costs: Sequence[int], stages: int, max_stage_cost: int) -> list[int] | None:
+    """Return the index of each pipeline stage's first layer such that no stage costs more than `max_stage_cost`; None if impossible.
 
     Later stages are filled first, so that early stages have fewer layers: they keep the activations of more micro batches.
     """
-    first_layers, end = [], len(costs)
+    first_layers, end = [], len(layer_costs)
     for earlier_stages in reversed(range(stages)):
         first = end
-        while first > earlier_stages and sum(costs[first - 1 : end]) <= limit:
+        while first > earlier_stages and sum(layer_costs[first - 1 : end]) <= max_stage_cost:
             first -= 1
         first_layers.append(first)
         end = first

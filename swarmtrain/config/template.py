@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from swarmtrain.config import Config
-from swarmtrain.config.files import PUBLIC_MODE, describe_os_error, write_files_atomically
 from swarmtrain.config.presets import load_preset
+from swarmtrain.config.user_files import PUBLIC_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import SwarmtrainError
 
 _LINE_WIDTH = 110

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class YamlSyntaxError(Exception):
-    """The text is not valid YAML, so nothing can be parsed; `line` is 1-based."""
+    """Raised if the text is not valid YAML, so that nothing can be parsed. `line` is 1-based."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -131,39 +131,39 @@ class _DocumentReader:
         self.problems: list[Problem] = []
         self._node_count = 0
 
-    def record_key_lines(self, node: yaml.Node, path: tuple[str, ...]) -> None:
-        """Record the line of each key path below `node`, and report duplicate keys, of which PyYAML would silently keep the last."""
+    def record_key_lines(self, yaml_node: yaml.Node, parent_path: tuple[str, ...]) -> None:
+        """Record the line of each key path below `yaml_node`, and report duplicate keys, of which PyYAML would silently keep the last."""
         self._node_count += 1
-        if len(path) > _MAX_DEPTH:
-            raise YamlSyntaxError("nested too deeply", node.start_mark.line + 1)
+        if len(parent_path) > _MAX_DEPTH:
+            raise YamlSyntaxError("nested too deeply", yaml_node.start_mark.line + 1)
         if self._node_count > _MAX_VALUES:
-            raise YamlSyntaxError("it has too many values, possibly because of aliases", node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
+            raise YamlSyntaxError("it has too many values, possibly because of aliases", yaml_node.start_mark.line + 1)
+        if isinstance(yaml_node, yaml.MappingNode):
             seen_keys: set[str] = set()
-            for key, value in node.value:
+            for key, value in yaml_node.value:
                 name = str(key.value)
-                key_path, line = (*path, name), key.start_mark.line + 1
+                key_path, line = (*parent_path, name), key.start_mark.line + 1
                 if name in seen_keys:
                     self.problems.append(Problem(".".join(key_path), "appears twice", line, "keep one of the two"))
                 seen_keys.add(name)
                 self.lines[".".join(key_path)] = line
                 self.record_key_lines(value, key_path)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                key_path = (*path, str(index))
+        elif isinstance(yaml_node, yaml.SequenceNode):
+            for index, value in enumerate(yaml_node.value):
+                key_path = (*parent_path, str(index))
                 self.lines[".".join(key_path)] = value.start_mark.line + 1
                 self.record_key_lines(value, key_path)
 
-    def to_json_values(self, value: Any, path: tuple[str, ...]) -> Any:
+    def to_json_values(self, value: Any, key_path: tuple[str, ...]) -> Any:
         """Return a copy of `value` that JSON can represent. Values that JSON cannot represent are omitted and reported as problems."""
         if isinstance(value, dict):
-            valid_items = {key: item for key, item in value.items() if self._check_json_value(key, (*path, str(key)), is_key=True)}
-            return {key: self.to_json_values(item, (*path, str(key))) for key, item in valid_items.items()}
+            valid_items = {key: item for key, item in value.items() if self._check_json_value(key, (*key_path, str(key)), is_key=True)}
+            return {key: self.to_json_values(item, (*key_path, str(key))) for key, item in valid_items.items()}
         if isinstance(value, list):
-            return [self.to_json_values(item, (*path, str(index))) for index, item in enumerate(value)]
-        return value if self._check_json_value(value, path) else None
+            return [self.to_json_values(item, (*key_path, str(index))) for index, item in enumerate(value)]
+        return value if self._check_json_value(value, key_path) else None
 
-    def _check_json_value(self, value: Any, path: tuple[str, ...], *, is_key: bool = False) -> bool:
+    def _check_json_value(self, value: Any, key_path: tuple[str, ...], *, is_key: bool = False) -> bool:
         reason, hint = None, None
         if isinstance(value, str):
             reason = "contains a NUL character, which environment variables and paths cannot contain" if "\0" in value else None
@@ -176,7 +176,7 @@ class _DocumentReader:
         elif not (value is None or isinstance(value, bool | int | float)):
             reason = f"is a {type(value).__name__}, but a config contains only text, numbers, lists and mappings"
         if reason is not None:
-            dotted_path = ".".join(path)
+            dotted_path = ".".join(key_path)
             self.problems.append(Problem(dotted_path, reason, self.lines.get(dotted_path), hint))
         return reason is None
 

@@ -34,7 +34,7 @@ from swarmtrain.plan import Plan
 
 
 def examine_cluster(report_progress: ProgressReporter) -> DoctorReport:
-    """Check the swarm without a plan, by querying its managers, and return the report. Raises EngineError if no manager answers."""
+    """Check the swarm without a plan, by querying its managers, and return the report. Raises EngineError if no manager responds."""
     report_progress("querying the managers")
     return DoctorReport(tuple(_run_checks(cluster_checks.CHECKS, cluster_checks.inspect_cluster(DockerEngine(), None))))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.cluster_checks import CHECKS, ApiObject, ClusterSnapshot, get_host_name
 from swarmtrain.launchers.base import Finding
-from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, natural_sort_key
+from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, build_natural_sort_key
 from swarmtrain.launchers.swarm.generic_resources import count_resources
 from swarmtrain.launchers.swarm.resources.resource_accounting import compute_resource_supplies
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK, ROLE_NODE
@@ -103,7 +103,7 @@ def _check_other_runs(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         if task["NodeID"] in hosts_by_id and task.get("ServiceID") in node_services:
             shared.setdefault(_get_stack_name(task), set()).add(hosts_by_id[task["NodeID"]])
     for run, hosts in sorted(shared.items()):
-        message = f"trains on {', '.join(sorted(hosts, key=natural_sort_key))} too"
+        message = f"trains on {', '.join(sorted(hosts, key=build_natural_sort_key))} too"
         hint = f"swarmtrain stop {run}, or use other machines in runner.hosts"
         why = "runs on the same machine share its cores and network, and slow each other down"
         yield Finding(f"run {run}", message, hint, fatal=False, why=why)

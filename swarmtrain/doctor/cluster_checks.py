@@ -87,14 +87,14 @@ CHECKS: CheckRegistry[ClusterSnapshot] = CheckRegistry()
 def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
     """Return a snapshot of the cluster for `plan` (None: without a plan), with all requests in parallel.
 
-    Raises EngineError if no manager answers.
+    Raises EngineError if no manager responds.
     """
     with ThreadPoolExecutor() as pool:
         listings = [pool.submit(engine.list_objects, path) for path in ("/nodes", "/services", "/tasks")]
         image = pool.submit(_pin_planned_image, engine, plan)
         terminating_runs = pool.submit(cluster_state.list_terminating_runs, engine)
         nodes, services, tasks = (tuple(listing.result()) for listing in listings)
-        ordered = tuple(sorted(nodes, key=lambda node: (cluster_state.natural_sort_key(get_host_name(node)), node["ID"])))
+        ordered = tuple(sorted(nodes, key=lambda node: (cluster_state.build_natural_sort_key(get_host_name(node)), node["ID"])))
         return ClusterSnapshot(ordered, services, tasks, plan, image.result(), tuple(terminating_runs.result()))
 
 

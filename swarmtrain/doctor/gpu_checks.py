@@ -58,7 +58,7 @@ def _check_drivers(results: ProbeResults) -> Iterator[Finding]:
         )
 
 
-def _check_visible_gpus_of_node(results: ProbeResults, name: str, slots: int, facts: NodeFacts) -> Iterator[Finding]:
+def _check_visible_gpus_of_node(results: ProbeResults, node_name: str, slots: int, facts: NodeFacts) -> Iterator[Finding]:
     swarm = results.plan.config.runner.swarm
     visible_gpus, machine_gpus = [gpu["uuid"] for gpu in facts["gpus"]], facts["machine_gpus"]
     assigned_gpus, fix = facts["assigned_gpus"], format_gpu_settings(swarm.generic_resource, machine_gpus or visible_gpus)
@@ -67,28 +67,31 @@ def _check_visible_gpus_of_node(results: ProbeResults, name: str, slots: int, fa
         for gpu in assigned_gpus
         if (machine_gpus or visible_gpus) and not any(uuid.startswith(gpu) for uuid in machine_gpus or visible_gpus)
     ]
-    devices = results.collective_results.get(name, {}).get("devices", slots)
+    devices = results.collective_results.get(node_name, {}).get("devices", slots)
     if unknown_gpus:
         message = f"Swarm assigned it {', '.join(unknown_gpus)}, but its GPUs are {', '.join(machine_gpus or visible_gpus)}"
         yield Finding(
-            results.describe_node(name), message, fix, why="its engine's settings list GPUs that it does not have, so ranks do not find any"
+            results.describe_node(node_name),
+            message,
+            fix,
+            why="its engine's settings list GPUs that it does not have, so ranks do not find any",
         )
     elif machine_gpus and not visible_gpus:
         message = f"has {_format_gpu_count(len(machine_gpus))}, but its containers see none"
         hint = fix if swarm.gpu is GpuMode.reserve else _RUNTIME_FIX
         yield Finding(
-            results.describe_node(name),
+            results.describe_node(node_name),
             message,
             hint,
             why="containers see GPUs through the nvidia runtime, which is not the engine's default runtime",
         )
     elif devices < slots:
         message = f"torch sees {_format_gpu_count(devices)} of {len(visible_gpus)}, for {slots} ranks"
-        yield Finding(results.describe_node(name), message, _RUNTIME_FIX, why="ranks without a dedicated GPU fail, or share one")
+        yield Finding(results.describe_node(node_name), message, _RUNTIME_FIX, why="ranks without a dedicated GPU fail, or share one")
     elif assigned_gpus and len(visible_gpus) > len(assigned_gpus):
         message = f"Swarm assigned it {_format_gpu_count(len(assigned_gpus))}, but the container sees {len(visible_gpus)}"
         why = "only CUDA_VISIBLE_DEVICES restricts ranks to their GPUs; a process that ignores it uses other runs' GPUs"
-        yield Finding(results.describe_node(name), message, fix, fatal=False, why=why)
+        yield Finding(results.describe_node(node_name), message, fix, fatal=False, why=why)
 
 
 def _format_gpu_count(number: int) -> str:

@@ -128,6 +128,6 @@ def _get_link_mtu(results: ProbeResults, link: NodeFacts) -> int:
     return min(_get_interface_mtu(results, link[end]) for end in "ab")
 
 
-def _get_interface_mtu(results: ProbeResults, name: str) -> int:
-    facts = results.nodes.get(name, {})
+def _get_interface_mtu(results: ProbeResults, node_name: str) -> int:
+    facts = results.nodes.get(node_name, {})
     return int(facts.get("interfaces", {}).get(facts.get("interface"), 0))

@@ -111,7 +111,7 @@ def _check_ulimits(results: ProbeResults) -> Iterator[Finding]:
 def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
     for name, facts in results.nodes.items():
         if facts["scratch"] < _MIN_SCRATCH_BYTES:
-            message = f"/tmp has {_format_gib(facts['scratch'])} left"  # noqa: S108
+            message = f"/tmp has {_format_gibibytes(facts['scratch'])} left"  # noqa: S108
             yield Finding(
                 results.describe_node(name),
                 message,
@@ -120,7 +120,7 @@ def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
                 why="logs and caches are written there",
             )
         if facts["memory"] < _MIN_MEMORY_PER_RANK_BYTES * facts["slots"]:
-            message = f"has {_format_gib(facts['memory'])} of memory left for {facts['slots']} ranks"
+            message = f"has {_format_gibibytes(facts['memory'])} of memory left for {facts['slots']} ranks"
             yield Finding(
                 results.describe_node(name),
                 message,
@@ -130,7 +130,7 @@ def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
             )
         for mount in facts["mounts"]:
             if mount["target"] == _get_save_mount_target(results.plan) and mount["free"] < _MIN_SAVE_DIR_BYTES:
-                message = f"{mount['target']} has {_format_gib(mount['free'])} left"
+                message = f"{mount['target']} has {_format_gibibytes(mount['free'])} left"
                 hint = f"df -h {mount['target']}; lower trainer.keep_checkpoints to keep fewer checkpoints"
                 yield Finding(results.describe_node(name), message, hint, fatal=False, why="checkpoints are written there")
 
@@ -179,20 +179,24 @@ def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
         )
 
 
-def _describe_unwritable_mount(results: ProbeResults, name: str, mount: NodeFacts) -> Finding:
+def _describe_unwritable_mount(results: ProbeResults, node_name: str, mount: NodeFacts) -> Finding:
     """Return the finding for a mount that the job cannot write to; if its owner is the cause, the finding names the owner and the fix."""
-    owner, user, host = mount.get("owner", ""), results.nodes[name].get("user", ""), results.describe_node(name).partition(" on ")[2]
+    owner, user, host = (
+        mount.get("owner", ""),
+        results.nodes[node_name].get("user", ""),
+        results.describe_node(node_name).partition(" on ")[2],
+    )
     message, why = (
         f"{mount['target']} cannot be written: {mount.get('write_error', '')}".rstrip(": "),
         "all nodes write checkpoints together",
     )
     if not owner or not user or owner == user:
-        return Finding(results.describe_node(name), message, f"run mount on {host} to see whether it is mounted read-only", why=why)
+        return Finding(results.describe_node(node_name), message, f"run mount on {host} to see whether it is mounted read-only", why=why)
     source = next((source for source, target in results.plan.config.runner.docker_config.docker_mounts if target == mount["target"]), "")
     user_setting = f"runner.docker_config.user: {owner}"
     chown_command = f"chown -R {user} {source}, on {host}"
     hint = chown_command if owner.startswith("0:") else f"{user_setting}; or {chown_command}"
-    return Finding(results.describe_node(name), f"{message}; it belongs to {owner}, and the ranks run as {user}", hint, why=why)
+    return Finding(results.describe_node(node_name), f"{message}; it belongs to {owner}, and the ranks run as {user}", hint, why=why)
 
 
 @CHECKS("data", "mounts have the same content on all nodes")
@@ -231,7 +235,7 @@ def _list_nodes_without_image(results: ProbeResults) -> list[PlannedNode]:
     return [node for node in silent_nodes if _PULLING_PATTERN.search(results.service_states.get(node.name, ""))]
 
 
-def _format_gib(size: float) -> str:
+def _format_gibibytes(size: float) -> str:
     return f"{size / (1 << 30):.1f} GiB"
 
 
@@ -241,9 +245,9 @@ def _iterate_mounts(results: ProbeResults) -> Iterator[tuple[str, NodeFacts]]:
             yield name, mount
 
 
-def _list_resolved_nodes(results: ProbeResults, name: str) -> set[str]:
-    """Return the nodes whose marker files the node `name` could see: the node itself, and the peers whose host names it had resolved."""
-    return {name, *(peer for peer, seconds in results.nodes[name]["names"].items() if seconds is not None)}
+def _list_resolved_nodes(results: ProbeResults, node_name: str) -> set[str]:
+    """Return the nodes whose marker files `node_name` could see: the node itself, and the peers whose host names it had resolved."""
+    return {node_name, *(peer for peer, seconds in results.nodes[node_name]["names"].items() if seconds is not None)}
 
 
 def _list_nodes_with_writable_mount(results: ProbeResults, target: str) -> set[str]:

@@ -35,7 +35,7 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
     report_progress(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
     try:
         launcher.deploy_run(probe, report_progress)
-        return _collect_results(launcher, plan, probe.run, report_progress)
+        return _collect_probe_results(launcher, plan, probe.run, report_progress)
     finally:
         with contextlib.suppress(RunNotFound):  # if the probe failed to start, it has already been removed
             launcher.tear_down_run(probe.run, lambda _: None)
@@ -47,12 +47,12 @@ def _drop_gpu_reservation(config: Config) -> Config:
     return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
 
 
-def _collect_results(launcher: Launcher, plan: Plan, probe: str, report_progress: ProgressReporter) -> ProbeResults:
+def _collect_probe_results(launcher: Launcher, plan: Plan, probe_run: str, report_progress: ProgressReporter) -> ProbeResults:
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     events: list[Event] = []
     service_states: dict[str, str] = {}
     failure_reason = ""
-    for update in launcher.watch_run(probe):
+    for update in launcher.watch_run(probe_run):
         if isinstance(update, Event):
             events.append(update)
             if update.kind == protocol.EVENT_OUTCOME and update.data["status"] != "done":

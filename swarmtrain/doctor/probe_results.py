@@ -42,6 +42,6 @@ CHECKS: CheckRegistry[ProbeResults] = CheckRegistry()
 
 
 def format_bandwidth(rate: float) -> str:
-    """Return the rate `rate`, in bytes per second, as text in bits per second."""
+    """Return the bandwidth `rate`, in bytes per second, as text in Gbit/s or Mbit/s."""
     bits_per_second = rate * 8
     return f"{bits_per_second / 1e9:.1f} Gbit/s" if bits_per_second >= 1e9 else f"{bits_per_second / 1e6:.0f} Mbit/s"

@@ -35,7 +35,7 @@ class Route:
     def build_interface_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables that make NCCL, gloo and TensorPipe use the interface of this route.
 
-        Variables that `environ` already sets are left out. Empty if the interface is unknown.
+        Omits variables that `environ` already sets. The result is empty if the interface is unknown.
         """
         if not self.interface:
             return {}

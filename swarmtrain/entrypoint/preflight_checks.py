@@ -74,5 +74,5 @@ def find_node_warnings(env: NodeEnv) -> list[str]:
 
 
 def compute_threads_per_rank(slots: int) -> int:
-    """Return the number of CPU threads for each of `slots` ranks on this node: their share of its cores, at least 1."""
+    """Return the number of CPU threads for each of `slots` ranks on this node: usable cores // slots, at least 1."""
     return max(1, int(count_usable_cores(Cgroup())) // slots)

@@ -146,7 +146,7 @@ def find_container_cgroup() -> Cgroup | None:
 
 
 def read_gpu_usage() -> list[dict[str, Any]]:
-    """Return the state of each GPU; empty if nvidia-smi is not available.
+    """Return the usage and health of each GPU; empty if nvidia-smi is not available.
 
     The keys are utilization in percent, memory and memory_total in bytes, and, if the driver reports them, temperature in °C, power in W,
     and throttled: whether clocks are reduced because of heat or insufficient power.
@@ -177,14 +177,14 @@ def _query_nvidia_smi(query_fields: Sequence[str]) -> list[str]:
         return []
 
 
-def _parse_gpu_health(temperature: str = "", power: str = "", reasons: str = "") -> dict[str, Any]:
+def _parse_gpu_health(temperature: str = "", power: str = "", throttle_reasons: str = "") -> dict[str, Any]:
     health: dict[str, Any] = {}
     with contextlib.suppress(ValueError):
         health["temperature"] = int(temperature)
     with contextlib.suppress(ValueError):
         health["power"] = round(float(power))
     with contextlib.suppress(ValueError):
-        health["throttled"] = bool(int(reasons, 16) & _THROTTLE_MASK)
+        health["throttled"] = bool(int(throttle_reasons, 16) & _THROTTLE_MASK)
     return health
 
 
@@ -224,7 +224,7 @@ def _read_process_cpu_seconds(pid: int) -> float:
 
 
 def _read_resident_bytes(pid: int) -> int:
-    """Return the resident memory in bytes that the process `pid` does not share."""
+    """Return the resident set size (RSS) of the process `pid` in bytes, without shared pages."""
     fields = (_read_text_file(Path(f"/proc/{pid}/statm")) or "").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if fields else 0
 

@@ -10,6 +10,6 @@ from swarmtrain.images.builder import build_image
 from swarmtrain.images.code_layer import add_code_layer
 from swarmtrain.images.image_distribution import distribute_image
 from swarmtrain.images.pinning import PinnedImage, pin_image
-from swarmtrain.images.transfer import push_image
+from swarmtrain.images.transfer_progress import push_image
 
 __all__ = ["PinnedImage", "add_code_layer", "build_image", "distribute_image", "pin_image", "push_image"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from swarmtrain import process
 from swarmtrain.errors import ImageError
 from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error
-from swarmtrain.images.transfer import follow_layer_transfer
+from swarmtrain.images.transfer_progress import follow_layer_transfer
 
 DEFAULT_BASE_IMAGE = "python:3.11-slim-bookworm"
 DEBIAN_BASE_IMAGE = "swarmtrain-base:bookworm"
@@ -41,7 +41,7 @@ def ensure_base_image(client: ImageClient, requested_image: str | None, *, repor
                 f"cannot be pulled: {message}", place=f"image {base}", hint="use a base image that the engine already has, or omit --base"
             ) from None
         report_progress(f"{base} cannot be pulled ({message}); using Debian's own Python instead")
-        return _build_debian_base(client, report_progress)
+        return _build_debian_base_image(client, report_progress)
     return base
 
 
@@ -69,7 +69,7 @@ def _has_image(client: ImageClient, image: str) -> bool:
     return True
 
 
-def _build_debian_base(client: ImageClient, report_progress: ProgressReporter) -> str:
+def _build_debian_base_image(client: ImageClient, report_progress: ProgressReporter) -> str:
     tar_path = get_cache_directory() / f"base-{_SUITE}-{'-'.join(_PACKAGES)}.tar"
     if not tar_path.exists():
         _create_debian_tar(tar_path, report_progress)
@@ -90,7 +90,7 @@ def _create_debian_tar(tar_path: Path, report_progress: ProgressReporter) -> Non
             "no base image: it cannot be pulled, and mmdebstrap, which could create one, is not installed",
             hint="run apt-get install -y mmdebstrap, or use --base with an image that the engine already has",
         )
-    report_progress(f"making {tar_path} from Debian packages with mmdebstrap; this takes about 30 s, only the first time")
+    report_progress(f"creating {tar_path} from Debian packages with mmdebstrap; this takes about 30 s, only the first time")
     tar_path.parent.mkdir(parents=True, exist_ok=True)
     staging_path = tar_path.with_name(f".{os.getpid()}-{tar_path.name}")
     sources = [str(file) for file in find_apt_sources(_SUITE)]

@@ -10,17 +10,17 @@ from typing import IO
 
 from swarmtrain.errors import ImageError
 from swarmtrain.images import contents, lock_file, wheels
-from swarmtrain.images import folder_files as folders
+from swarmtrain.images import folder_archive as folders
 from swarmtrain.images import project as projects
 from swarmtrain.images.base_image import ensure_base_image
 from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error, follow_build_output
 from swarmtrain.images.project import DOCKERFILE, LOCK, PINS, REQUIREMENTS, Project
 
 
-def build_image(client: ImageClient, context: Path, tag: str, *, base: str | None = None, report_progress: ProgressReporter) -> None:
+def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str | None = None, report_progress: ProgressReporter) -> None:
     """Build the image of the project in the folder `context`, and tag it `tag`.
 
-    `base` is the base image; by default it is Python's official image or, if that cannot be pulled, one built from Debian packages.
+    `base_image`: by default Python's official image or, if that cannot be pulled, one built from Debian packages.
     Raises ImageError with the output of the failing step.
     """
     project = projects.find_project(context)
@@ -34,11 +34,15 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
             place=f"image {tag}",
             hint="run docker info to see why the engine is not reachable",
         ) from None
-    base = ensure_base_image(client, base, report_progress=report_progress)
+    base_image = ensure_base_image(client, base_image, report_progress=report_progress)
     wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
     wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
     wheels.build_swarmtrain_wheel(project.package_wheel_folder, report_progress=report_progress)
-    build_args = {"BASE_IMAGE": base, "PIP_ARGS": "--no-index --find-links=/wheels", "HASHES": "--require-hashes" if project.lock else ""}
+    build_args = {
+        "BASE_IMAGE": base_image,
+        "PIP_ARGS": "--no-index --find-links=/wheels",
+        "HASHES": "--require-hashes" if project.lock else "",
+    }
     with tempfile.TemporaryFile(dir=context / "build") as tar_file:
         write_build_context(project, tar_file)
         build_image_from_tar(
@@ -46,7 +50,7 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base: str | Non
             tar_file,
             tag,
             build_args=build_args,
-            labels=contents.compute_contents(project).to_labels(),
+            labels=contents.compute_image_contents(project).to_labels(),
             report_progress=report_progress,
         )
 
@@ -82,13 +86,13 @@ def build_image_from_tar(
         raise ImageError(describe_engine_error(error), place=f"image {tag}") from None
 
 
-def write_build_context(project: Project, output: IO[bytes]) -> None:
+def write_build_context(project: Project, tar_file: IO[bytes]) -> None:
     """Write the build context as a tar archive: the user's files and the prepared wheels. Equal contents give a byte-identical archive."""
-    with tarfile.open(fileobj=output, mode="w") as archive:
-        folders.add_entries_to_archive(archive, _list_entries(project))
+    with tarfile.open(fileobj=tar_file, mode="w") as archive:
+        folders.add_entries_to_archive(archive, _list_context_entries(project))
 
 
-def _list_entries(project: Project) -> list[folders.ArchiveEntry]:
+def _list_context_entries(project: Project) -> list[folders.ArchiveEntry]:
     return [
         (DOCKERFILE, project.dockerfile.resolve()),
         (PINS, project.pins.resolve()),

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 
 from swarmtrain.errors import ImageError
 from swarmtrain.images import contents
-from swarmtrain.images import folder_files as folders
+from swarmtrain.images import folder_archive as folders
 from swarmtrain.images.builder import build_image_from_tar
 from swarmtrain.images.image_client import ImageClient, ProgressReporter
-from swarmtrain.images.transfer import format_bytes, pull_image_if_missing
+from swarmtrain.images.transfer_progress import format_bytes, pull_image_if_missing
 from swarmtrain.render.mounts import WORKSPACE
 
 
@@ -32,17 +32,17 @@ def add_code_layer(
     """
     image = pull_image_if_missing(client, base_image, report_progress)
     config = image["Config"]
-    image_contents = contents.read_contents(image)
+    image_contents = contents.read_image_contents(image)
     owner = f"--chown={config['User']} " if config.get("User") else ""
     dockerfile = [f"FROM {image['Id']}"]
     with tempfile.TemporaryFile() as tar_file:
         with tarfile.open(fileobj=tar_file, mode="w") as archive:
             for number, path in enumerate(code_folders):
-                name, entries = _get_path_in_image(path, working_folder), _list_entries(path)
+                name, entries = _get_path_in_image(path, working_folder), _list_folder_entries(path)
                 image_contents = image_contents.copy_with_added_folder(name, entries, base_image=base_image)
                 staging_folder = f"{number}{WORKSPACE}"
                 archive_entries = [(str(PurePosixPath(staging_folder, name, entry)), file) for entry, file in entries]
-                folders.add_entries_to_archive(archive, archive_entries, world_writable=staging_folder)
+                folders.add_entries_to_archive(archive, archive_entries, world_writable_folder=staging_folder)
                 # Pack WORKSPACE itself too: if the builder created this folder, the layer would contain the current time.
                 dockerfile.append(f"COPY {owner}{number}/ /")
                 report_progress(f"{path}: {len(entries)} files, {format_bytes(sum(file.lstat().st_size for _, file in entries))}")
@@ -55,10 +55,10 @@ def _get_path_in_image(path: Path, working_folder: Path) -> str:
     return str(resolved.relative_to(resolved_working_folder)) if resolved.is_relative_to(resolved_working_folder) else resolved.name
 
 
-def _list_entries(path: Path) -> list[folders.ArchiveEntry]:
-    if not path.is_dir():
-        reason = "is not a folder" if path.exists() else "does not exist"
-        raise ImageError(reason, place=str(path), hint="list individual files, not folders, in runner.code")
-    if not (entries := folders.list_files(path)):
-        raise ImageError(f"is empty, or {folders.IGNORE_FILE} excludes all", place=str(path))
+def _list_folder_entries(folder: Path) -> list[folders.ArchiveEntry]:
+    if not folder.is_dir():
+        reason = "is not a folder" if folder.exists() else "does not exist"
+        raise ImageError(reason, place=str(folder), hint="list individual files, not folders, in runner.code")
+    if not (entries := folders.list_files(folder)):
+        raise ImageError(f"is empty, or {folders.IGNORE_FILE} excludes all its files", place=str(folder))
     return entries

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import swarmtrain
-from swarmtrain.images import folder_files as folders
+from swarmtrain.images import folder_archive as folders
 from swarmtrain.images.pinning import is_content_addressed, strip_tag
 from swarmtrain.images.project import Project
 from swarmtrain.protocol import LABEL_CONTENTS
@@ -46,7 +46,7 @@ class ImageContents:
         }
 
 
-def compute_contents(project: Project) -> ImageContents:
+def compute_image_contents(project: Project) -> ImageContents:
     """Return the contents of an image that would be built from `project` now."""
     candidates = (project.dockerfile, project.pins, project.lock, project.requirements, *project.code)
     project_files = [path for path in candidates if path and path.is_relative_to(project.folder)]
@@ -58,9 +58,9 @@ def compute_contents(project: Project) -> ImageContents:
     )
 
 
-def read_contents(image: Mapping[str, object]) -> ImageContents:
+def read_image_contents(image_info: Mapping[str, object]) -> ImageContents:
     """Return the contents stored in the label of an inspected image; empty if there is no label, or if another version wrote it."""
-    config = image.get("Config")
+    config = image_info.get("Config")
     labels = config.get("Labels") if isinstance(config, dict) else None
     try:
         return ImageContents(**json.loads((labels or {})[LABEL_CONTENTS]))
@@ -69,17 +69,17 @@ def read_contents(image: Mapping[str, object]) -> ImageContents:
 
 
 def find_changed_files_and_folders(
-    image_contents: ImageContents, working_folder: Path, shipped_names: Collection[str]
+    image_contents: ImageContents, working_folder: Path, sent_file_names: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Return the files and the added folders of the image that differ from those in `working_folder` now.
 
-    Files that do not exist in `working_folder` are ignored. `shipped_names` are files that are sent with each run, regardless of the
+    Files that do not exist in `working_folder` are ignored. `sent_file_names` are files that are sent with each run, regardless of the
     image's copies.
     """
     changed_files = [
         name
         for name, digest in image_contents.built_digests.items()
-        if name not in shipped_names and _compute_current_digest(name, working_folder) not in (None, digest)
+        if name not in sent_file_names and _compute_current_digest(name, working_folder) not in (None, digest)
     ]
     existing_folders = [(name, digest) for name, digest in image_contents.added_digests.items() if (working_folder / name).is_dir()]
     changed_folders = [
@@ -89,7 +89,7 @@ def find_changed_files_and_folders(
 
 
 def build_rebuild_command(image: str, image_contents: ImageContents, changed_files: list[str], changed_folders: list[str]) -> str:
-    """Return the command that rebuilds `image` after the files `changed_files` and folders `changed_folders` have changed."""
+    """Return the command that rebuilds `image` after `changed_files` and `changed_folders` have changed."""
     is_distributed = is_content_addressed(image)
     tag = f"{strip_tag(image)}:TAG" if is_distributed or "@" in image else image
     push_option = "" if is_distributed else " --push"

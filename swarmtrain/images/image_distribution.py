@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from swarmtrain.errors import ImageError, SwarmtrainError
 from swarmtrain.images.image_client import ProgressReporter, describe_engine_error
 from swarmtrain.images.pinning import build_content_tag
-from swarmtrain.images.transfer import format_bytes
+from swarmtrain.images.transfer_progress import format_bytes
 
 _MAX_CONCURRENT_TRANSFERS = 8
 _LOG_INTERVAL_SECONDS = 3.0  # seconds between two progress lines of a node
@@ -37,15 +37,20 @@ ConnectEngine = Callable[[str], ImageTransferClient]
 
 
 def distribute_image(
-    source: ImageTransferClient, image: str, targets: Mapping[str, str], connect_engine: ConnectEngine, *, report_progress: ProgressReporter
+    source_engine: ImageTransferClient,
+    image: str,
+    target_addresses: Mapping[str, str],
+    connect_engine: ConnectEngine,
+    *,
+    report_progress: ProgressReporter,
 ) -> str:
-    """Copy `image` from the engine `source` to the engines at `targets` (name → address). Return the copy's tag, the same on all engines.
+    """Copy `image` from `source_engine` to the engines at `target_addresses` (name → address). Return the tag of the copies.
 
     Engines that already have the image are skipped. If the copy to some engines fails, the others still get the image; then ImageError is
     raised, which names every engine that failed.
     """
     try:
-        image_info = source.inspect_image(image)
+        image_info = source_engine.inspect_image(image)
     except OSError as error:
         raise ImageError(
             f"the engine does not have it: {describe_engine_error(error)}",
@@ -54,25 +59,33 @@ def distribute_image(
         ) from None
     image_id = str(image_info["Id"])
     tag = build_content_tag(image, image_id)
-    _tag_image(source, image_id, tag)
+    _tag_image(source_engine, image_id, tag)
     report_progress(f"{image} is {tag}, {format_bytes(int(image_info['Size']))}")
 
-    def describe_failure(name: str, message: str) -> str:
-        return f"{name}: {message}" if name == targets[name] else f"{name} ({targets[name]}): {message}"
+    def describe_failure(engine_name: str, message: str) -> str:
+        return (
+            f"{engine_name}: {message}"
+            if engine_name == target_addresses[engine_name]
+            else f"{engine_name} ({target_addresses[engine_name]}): {message}"
+        )
 
-    def transfer_to(name: str) -> str:
+    def transfer_to(engine_name: str) -> str:
         try:
             _ImageTransfer(
-                source, connect_engine(targets[name]), image_id, tag, lambda line: report_progress(f"{name}: {line}")
+                source_engine,
+                connect_engine(target_addresses[engine_name]),
+                image_id,
+                tag,
+                lambda line: report_progress(f"{engine_name}: {line}"),
             ).transfer_image()
         except SwarmtrainError as error:
-            return describe_failure(name, f"{error.message} ({error.hint})" if error.hint else error.message)
+            return describe_failure(engine_name, f"{error.message} ({error.hint})" if error.hint else error.message)
         except OSError as error:
-            return describe_failure(name, describe_engine_error(error))
+            return describe_failure(engine_name, describe_engine_error(error))
         return ""
 
     with ThreadPoolExecutor(_MAX_CONCURRENT_TRANSFERS, thread_name_prefix="spread") as pool:
-        failure_lines = [line for line in pool.map(transfer_to, targets) if line]
+        failure_lines = [line for line in pool.map(transfer_to, target_addresses) if line]
     if failure_lines:
         subject = "one engine does" if len(failure_lines) == 1 else f"{len(failure_lines)} engines do"
         hint = "fix that and run the same command again: those that have the image are skipped"
@@ -84,9 +97,20 @@ class _ImageTransfer:
     """Transfer of the image to one engine."""
 
     def __init__(
-        self, source: ImageTransferClient, target: ImageTransferClient, image_id: str, tag: str, report_progress: ProgressReporter
+        self,
+        source_engine: ImageTransferClient,
+        target_engine: ImageTransferClient,
+        image_id: str,
+        tag: str,
+        report_progress: ProgressReporter,
     ) -> None:
-        self._source, self._target, self._image_id, self._tag, self._report_progress = source, target, image_id, tag, report_progress
+        self._source, self._target, self._image_id, self._tag, self._report_progress = (
+            source_engine,
+            target_engine,
+            image_id,
+            tag,
+            report_progress,
+        )
         self._sent_bytes = 0
 
     def transfer_image(self) -> None:

@@ -1,7 +1,7 @@
 """requirements/image.lock: the pins of requirements/image.txt with the hashes of the exact files.
 
 The pins in image.txt have no hashes, because the file also serves as constraints (`pip install -c`): with a single hash, pip would require
-hashes for all packages. torch is not in the lock file: a package index for another CUDA version has other files of the same version.
+hashes for all packages. torch is not in the lock file: a package index for another CUDA version serves other files of the same version.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ def write_lock_file(folder: Path, *, report_progress: ProgressReporter) -> Path:
     return lock
 
 
-def check_lock_file(pins: Path, lock: Path) -> None:
-    """Check that the lock file `lock` contains the pins of the file `pins`. Raises ImageError if it does not."""
-    if changed := sorted(_parse_pins_without_hashes(pins.read_text()) ^ set(_parse_pins(lock.read_text()))):
+def check_lock_file(pins_file: Path, lock_file: Path) -> None:
+    """Check that `lock_file` contains the pins of `pins_file`. Raises ImageError if it does not."""
+    if changed := sorted(_parse_pins_without_hashes(pins_file.read_text()) ^ set(_parse_pins(lock_file.read_text()))):
         raise ImageError(
-            f"differs from {pins.name} in {', '.join(changed)}", place=str(lock), hint=f"swarmtrain image lock {pins.parents[1]}"
+            f"differs from {pins_file.name} in {', '.join(changed)}",
+            place=str(lock_file),
+            hint=f"swarmtrain image lock {pins_file.parents[1]}",
         )
 
 

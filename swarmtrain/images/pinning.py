@@ -1,6 +1,6 @@
 """Pin an image to its content, so that every node runs the same bytes: to the digest that its registry currently has for the tag.
 
-An image that `swarmtrain image distribute` copied to the nodes is in no registry. Its tag is `spread-` and a prefix of its id, and
+An image that `swarmtrain image distribute` copied to the nodes is not in a registry. Its tag is `spread-` and a prefix of its id, and
 it is pinned to the full id (`sha256:…`). Swarm does not contact a registry for an id, and a node without the image rejects the task. So
 every node runs the same bytes of a distributed image, too.
 """
@@ -32,7 +32,7 @@ _IMAGE_ID_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 class DistributionClient(Protocol):
     """Client that queries an image's registry, and an engine for its local images. Methods raise EngineError on failure."""
 
-    def get(self, path: str) -> Any: ...
+    def get(self, api_path: str) -> Any: ...
 
     def inspect_distribution(self, image: str) -> Any: ...
 

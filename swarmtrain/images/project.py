@@ -7,7 +7,7 @@ from pathlib import Path
 
 import swarmtrain
 from swarmtrain.errors import ImageError
-from swarmtrain.images import folder_files as folders
+from swarmtrain.images import folder_archive as folders
 
 DOCKERFILE, PINS, LOCK, REQUIREMENTS = "Dockerfile", "requirements/image.txt", "requirements/image.lock", "requirements.txt"
 # In a checkout these are symlinks to the files at its root; in a wheel they are the files themselves.
@@ -33,12 +33,12 @@ class Project:
 
     @property
     def wheel_folder(self) -> Path:
-        """Folder of the wheels of the pins; it may not exist yet."""
+        """Folder of the wheels of the pinned packages; it may not exist yet."""
         return self.folder / "build" / "wheels"
 
     @property
     def extra_wheel_folder(self) -> Path:
-        """Folder of the wheels of requirements.txt; it may not exist yet."""
+        """Folder of the wheels of the packages in requirements.txt; it may not exist yet."""
         return self.folder / "build" / "extra"
 
     @property
@@ -51,7 +51,7 @@ def find_project(folder: Path) -> Project:
     """Return the project in `folder`. Raises ImageError if there is no Python file in it."""
     code = tuple(path for name, path in folders.list_files(folder, recursive=False) if name.endswith(".py")) if folder.is_dir() else ()
     if not code:
-        raise ImageError("contains no Python file", place=str(folder), hint="run this in the folder of your training script")
+        raise ImageError("contains no Python file", place=str(folder), hint="run this command in the folder of your training script")
     has_own_pins = (folder / PINS).is_file()
     lock = (folder if has_own_pins else SHIPPED_FILES) / LOCK
     return Project(

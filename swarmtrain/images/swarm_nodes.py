@@ -12,13 +12,13 @@ class ManagerEngine(Protocol):
 
     address: str
 
-    def get(self, path: str, params: Mapping[str, str] | None = None) -> Any: ...
+    def get(self, api_path: str, params: Mapping[str, str] | None = None) -> Any: ...
 
-    def list_objects(self, path: str, **filters: str) -> list[dict[str, Any]]: ...
+    def list_objects(self, api_path: str, **filters: str) -> list[dict[str, Any]]: ...
 
-    def post(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any: ...
+    def post(self, api_path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any: ...
 
-    def delete(self, path: str) -> bool: ...
+    def delete(self, api_path: str) -> bool: ...
 
     def inspect_distribution(self, image: str) -> Any: ...
 
@@ -29,12 +29,12 @@ def get_engine_node_id(engine: ManagerEngine) -> str:
 
 
 def get_host_name(node: Mapping[str, Any]) -> str:
-    """Return the host name of the swarm node `node`."""
+    """Return the host name of `node`, a node object of the Docker API."""
     return str(node["Description"]["Hostname"])
 
 
 def get_node_address(node: Mapping[str, Any]) -> str:
-    """Return the address at which the other nodes reach the swarm node `node`."""
+    """Return the address at which the other nodes reach `node`, a node object of the Docker API."""
     status_address = str(node["Status"].get("Addr", ""))
     manager_address = str(node.get("ManagerStatus", {}).get("Addr", "")).rpartition(":")[0]
     return manager_address if manager_address and status_address in ("", "0.0.0.0", "127.0.0.1") else status_address  # noqa: S104  # addresses that a manager may report for itself

@@ -96,7 +96,7 @@ def start_registry(
         report_progress(f"starting {image} on {get_host_name(manager_node)}, port {port}")
         engine.post("/services/create", desired_spec, image=image)
     try:
-        _wait_until_running(engine, get_host_name(manager_node), port, report_progress)
+        _wait_until_registry_running(engine, get_host_name(manager_node), port, report_progress)
     except BaseException:
         if not existing_service:
             engine.delete(f"/services/{SERVICE_NAME}")
@@ -105,7 +105,7 @@ def start_registry(
 
 
 def remove_registry(engine: ManagerEngine, *, remove_images: bool, report_progress: ProgressReporter) -> None:
-    """Remove the registry and wait until its container is gone; with `remove_images`, also remove its images.
+    """Remove the registry and wait until its container is removed; with `remove_images`, also remove its images.
 
     Raises ImageError if there is no registry, or if `remove_images` is set and the volume is on another node; EngineError if the engine
     rejects a request.
@@ -148,7 +148,7 @@ def get_registry_status(engine: ManagerEngine) -> RegistryStatus:
     )
 
 
-def _build_service_spec(node: str, port: int, image: str) -> dict[str, Any]:
+def _build_service_spec(node_id: str, port: int, image: str) -> dict[str, Any]:
     mount = {"Type": "volume", "Source": SERVICE_NAME, "Target": _VOLUME_TARGET}
     published = {"Protocol": "tcp", "TargetPort": _CONTAINER_PORT, "PublishedPort": port, "PublishMode": "host"}
     return {
@@ -158,7 +158,7 @@ def _build_service_spec(node: str, port: int, image: str) -> dict[str, Any]:
             "ContainerSpec": {"Image": image, "Env": ["REGISTRY_STORAGE_DELETE_ENABLED=true"], "Mounts": [mount]},
             "Resources": {"Limits": {"MemoryBytes": _MEMORY_LIMIT_BYTES}},
             "RestartPolicy": {"Condition": "any", "Delay": 5 * _NANOSECONDS},
-            "Placement": {"Constraints": [f"node.id=={node}"]},
+            "Placement": {"Constraints": [f"node.id=={node_id}"]},
         },
         "Mode": {"Replicated": {"Replicas": 1}},
         "UpdateConfig": {"Parallelism": 1, "Order": "stop-first"},
@@ -174,7 +174,7 @@ def _pin_image_or_warn(engine: ManagerEngine, image: str, report_progress: Progr
         return image
 
 
-def _wait_until_running(engine: ManagerEngine, node_host: str, port: int, report_progress: ProgressReporter) -> None:
+def _wait_until_registry_running(engine: ManagerEngine, node_host: str, port: int, report_progress: ProgressReporter) -> None:
     """Wait until the registry's task runs. Raises ImageError with the reason as soon as it cannot run."""
     deadline, last_line = time.monotonic() + _TIMEOUT_SECONDS, ""
     while time.monotonic() < deadline:
@@ -205,10 +205,10 @@ def _raise_if_task_failed(state: str, error_text: str, node_host: str, port: int
         raise ImageError(f"does not start on {node_host}: {error_text}", place=_LOCATION, hint=hint)
 
 
-def _find_trust_problem(engine: ManagerEngine, address: str) -> str:
-    """Return why the engine cannot use the registry at `address`; empty if it can. The test queries an image that does not exist."""
+def _find_trust_problem(engine: ManagerEngine, registry_address: str) -> str:
+    """Return why the engine cannot use the registry at `registry_address`; empty if it can. Queries an image that does not exist."""
     try:
-        engine.inspect_distribution(f"{address}/none:none")
+        engine.inspect_distribution(f"{registry_address}/none:none")
     except EngineError as error:
         if any(words in error.message.lower() for words in ("unknown", "not found", "denied")):
             return ""

@@ -71,21 +71,21 @@ def download_extra_wheels(project: Project, architecture: str, *, report_progres
     _get_stamp_file_path(project.extra_wheel_folder).write_text(stamp)
 
 
-def build_swarmtrain_wheel(folder: Path, *, report_progress: ProgressReporter) -> None:
-    """Write swarmtrain's own wheel into `folder`, and remove everything else from it. Raises ImageError if pip fails.
+def build_swarmtrain_wheel(output_folder: Path, *, report_progress: ProgressReporter) -> None:
+    """Write swarmtrain's own wheel into `output_folder`, and remove everything else from it. Raises ImageError if pip fails.
 
     The wheel is built from the running checkout or from the installed files, so the nodes get the same version as this machine.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    shutil.rmtree(output_folder, ignore_errors=True)
+    output_folder.mkdir(parents=True)
     if checkout_folder := find_source_checkout():
         report_progress(f"building swarmtrain's wheel from {checkout_folder}")
         # Works without a package index if the build backend is installed already.
         isolation_options = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
-        _run_pip("wheel", "--no-deps", *isolation_options, f"--wheel-dir={folder}", str(checkout_folder))
+        _run_pip("wheel", "--no-deps", *isolation_options, f"--wheel-dir={output_folder}", str(checkout_folder))
     else:
         report_progress("building swarmtrain's wheel from the installed package")
-        repack_installed_wheel("swarmtrain", folder)
+        repack_installed_wheel("swarmtrain", output_folder)
 
 
 def repack_installed_wheel(name: str, output_folder: Path) -> None:
@@ -106,14 +106,14 @@ def repack_installed_wheel(name: str, output_folder: Path) -> None:
         wheel.writestr(zipfile.ZipInfo(record), "".join(f"{file},,\n" for file in sorted(files)))
 
 
-def download_wheels(output_folder: Path, machine: str, *requirements: str) -> None:
-    """Download the wheels for `requirements` (arguments of pip) for the image's Python version on `machine`.
+def download_wheels(output_folder: Path, machine: str, *pip_arguments: str) -> None:
+    """Download the wheels that `pip download` selects for `pip_arguments`, for the image's Python version on `machine`, to `output_folder`.
 
     Raises ImageError if pip fails.
     """
     output_folder.mkdir(parents=True, exist_ok=True)
     platforms = [f"--platform=manylinux{version}_{machine}" for version in _MANYLINUX_VERSIONS]
-    _run_pip("download", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}", *platforms, f"--dest={output_folder}", *requirements)
+    _run_pip("download", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}", *platforms, f"--dest={output_folder}", *pip_arguments)
 
 
 def _compute_inputs_digest(*inputs: bytes | str) -> str:

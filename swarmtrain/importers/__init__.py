@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from swarmtrain.config.files import PUBLIC_MODE, UnreadableFileError, describe_os_error, write_files_atomically
-from swarmtrain.config.files import read_file_with_limit as read_bytes
-from swarmtrain.config.loading import sort_and_limit_problems
+from swarmtrain.config.loader import sort_and_limit_problems
 from swarmtrain.config.schema.runner_types import list_runner_types
+from swarmtrain.config.user_files import PUBLIC_MODE, UnreadableFileError, describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import read_file_with_limit as read_bytes
 from swarmtrain.config.yaml_document import YamlDocument, YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 from swarmtrain.importers import accelerate, compose, deepspeed, huggingface, sbatch, scaling
@@ -120,67 +120,67 @@ def import_config_file(path: Path, *, hostsfile: Path | None = None, source_form
 
 
 def parse_source_format(name: str | None) -> SourceFormat | None:
-    """Return the format `name`; None if `name` is None. Raises SwarmtrainError if the format is unknown."""
+    """Return the source format named `name`; None if `name` is None. Raises SwarmtrainError if the format is unknown."""
     if name is not None and name not in list(SourceFormat):
         raise SwarmtrainError(f"{name!r} is not a known format", place="--from", hint=f"available formats: {', '.join(SourceFormat)}")
     return None if name is None else SourceFormat(name)
 
 
 def import_config_text(
-    text: str, source: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
+    text: str, source_file: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
 ) -> ImportedConfig:
-    """Return the config imported from the content `text` of the file `source`.
+    """Return the config imported from `text`, the content of `source_file`.
 
     `model_folder` is the file's folder if it also contains the model's weights.
     Raises SwarmtrainError and ConfigError as `import_config_file` does.
     """
     if not text.strip():
-        raise SwarmtrainError("is empty", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}")
+        raise SwarmtrainError("is empty", place=source_file, hint=f"pass {_KNOWN_FORMATS_TEXT}")
     if source_format is SourceFormat.sbatch or (source_format is None and _is_shell_script(text)):
-        return _import_sbatch_script(text, source, hosts)
+        return _import_sbatch_script(text, source_file, hosts)
     if source_format in (None, SourceFormat.deepspeed) and deepspeed.is_hostfile(text):
         report = MigrationReport({})
-        deepspeed.map_hosts(report, deepspeed.parse_hostfile(text, source), ("hostsfile",))
-        return ImportedConfig(source, SourceFormat.deepspeed, report.build_import_result(source))
+        deepspeed.map_hosts(report, deepspeed.parse_hostfile(text, source_file), ("hostsfile",))
+        return ImportedConfig(source_file, SourceFormat.deepspeed, report.build_import_result(source_file))
     try:
-        document = _parse_yaml(text, source)
+        document = _parse_yaml(text, source_file)
     except ConfigError:
         if source_format is None and is_training_script(text):
-            return _import_sbatch_script(text, source, hosts)
+            return _import_sbatch_script(text, source_file, hosts)
         raise
     if source_format is None and isinstance(document.values, str) and is_training_script(text):
-        return _import_sbatch_script(text, source, hosts)
+        return _import_sbatch_script(text, source_file, hosts)
     if not isinstance(document.values, dict):
         raise SwarmtrainError(
-            f"is not a known format: it contains {describe_value(document.values)}", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}"
+            f"is not a known format: it contains {describe_value(document.values)}", place=source_file, hint=f"pass {_KNOWN_FORMATS_TEXT}"
         )
     if not document.values:
-        raise SwarmtrainError("is empty", place=source, hint=f"pass {_KNOWN_FORMATS_TEXT}")
-    source_format = source_format or _detect_source_format(document.values, source)
+        raise SwarmtrainError("is empty", place=source_file, hint=f"pass {_KNOWN_FORMATS_TEXT}")
+    source_format = source_format or _detect_source_format(document.values, source_file)
     report = MigrationReport(document.values, document.lines)
-    _map_source_config(report, source_format, source, hosts, model_folder)
-    return ImportedConfig(source, source_format, report.build_import_result(source))
+    _map_source_config(report, source_format, source_file, hosts, model_folder)
+    return ImportedConfig(source_file, source_format, report.build_import_result(source_file))
 
 
-def write_imported_config(imported: ImportedConfig, path: Path, *, force: bool = False) -> None:
+def write_imported_config(imported_config: ImportedConfig, path: Path, *, force: bool = False) -> None:
     """Write the imported config to `path`. Raises SwarmtrainError if the file exists (unless `force`) or cannot be written."""
     try:
         if path.exists() and not force:
             raise SwarmtrainError("exists already", place=str(path), hint="use --force to overwrite it")
-        write_files_atomically({path: (imported.to_yaml().encode(), PUBLIC_MODE)})
+        write_files_atomically({path: (imported_config.to_yaml().encode(), PUBLIC_MODE)})
     except OSError as error:
         raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="choose another file") from None
 
 
-def _import_sbatch_script(text: str, source: str, hosts: tuple[str, ...]) -> ImportedConfig:
-    report = sbatch.parse_sbatch_script(text, source)
+def _import_sbatch_script(text: str, source_file: str, hosts: tuple[str, ...]) -> ImportedConfig:
+    report = sbatch.parse_sbatch_script(text, source_file)
     if hosts:
         deepspeed.map_hosts(report, hosts, ("hostsfile",))
-    return ImportedConfig(source, SourceFormat.sbatch, report.build_import_result(source))
+    return ImportedConfig(source_file, SourceFormat.sbatch, report.build_import_result(source_file))
 
 
 def _map_source_config(
-    report: MigrationReport, source_format: SourceFormat, source: str, hosts: tuple[str, ...], model_folder: str | None
+    report: MigrationReport, source_format: SourceFormat, source_file: str, hosts: tuple[str, ...], model_folder: str | None
 ) -> None:
     if source_format is SourceFormat.accelerate:
         accelerate.map_accelerate_config(report, hosts)
@@ -190,20 +190,20 @@ def _map_source_config(
     elif source_format is SourceFormat.scaling:
         scaling.map_scaling_config(report, hosts)
     elif source_format is SourceFormat.huggingface:
-        huggingface.map_huggingface_config(report, source, model_folder)
+        huggingface.map_huggingface_config(report, source_file, model_folder)
     else:
-        compose.map_compose_file(report, source)
+        compose.map_compose_file(report, source_file)
     if hosts:
         deepspeed.map_hosts(report, hosts, ("hostsfile",))
 
 
-def _detect_source_format(values: dict[str, Any], source: str) -> SourceFormat:
-    keys = {str(key) for key in values}
-    runner = values.get("runner")
+def _detect_source_format(source_values: dict[str, Any], source_file: str) -> SourceFormat:
+    keys = {str(key) for key in source_values}
+    runner = source_values.get("runner")
     if isinstance(runner, dict) and runner.get("runner_type") in list_runner_types():
-        raise SwarmtrainError("is already a swarmtrain config", place=source, hint=f"swarmtrain plan {source}")
+        raise SwarmtrainError("is already a swarmtrain config", place=source_file, hint=f"swarmtrain plan {source_file}")
     for source_format, marker_keys in (
-        (SourceFormat.compose, {"services"} if isinstance(values.get("services"), dict) else set()),
+        (SourceFormat.compose, {"services"} if isinstance(source_values.get("services"), dict) else set()),
         (SourceFormat.huggingface, huggingface.KEYS),
         (SourceFormat.accelerate, accelerate.KEYS),
         (SourceFormat.deepspeed, deepspeed.KEYS),
@@ -213,7 +213,7 @@ def _detect_source_format(values: dict[str, Any], source: str) -> SourceFormat:
             return source_format
     raise SwarmtrainError(
         f"is not a known format; its keys are {', '.join(sorted(keys)[:8])}",
-        place=source,
+        place=source_file,
         hint=f"pass {_KNOWN_FORMATS_TEXT}; select the format with --from",
     )
 
@@ -222,13 +222,13 @@ def _is_shell_script(text: str) -> bool:
     return text.startswith("#!") or any(line.lstrip().startswith("#SBATCH") for line in text.splitlines())
 
 
-def _parse_yaml(text: str, source: str) -> YamlDocument:
+def _parse_yaml(text: str, source_file: str) -> YamlDocument:
     try:
         document = read_yaml(text)
     except YamlSyntaxError as error:
-        raise ConfigError((Problem("", f"is neither YAML nor JSON: {error}", error.line, error.hint),), source=source) from None
+        raise ConfigError((Problem("", f"is neither YAML nor JSON: {error}", error.line, error.hint),), source=source_file) from None
     if document.problems:
-        raise ConfigError(sort_and_limit_problems(document.problems), source=source)
+        raise ConfigError(sort_and_limit_problems(document.problems), source=source_file)
     return document
 
 

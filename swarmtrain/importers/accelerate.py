@@ -46,7 +46,7 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
 
 
 def map_accelerate_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map the accelerate config in `report` for a run on `hosts` (empty if the hosts are unknown)."""
+    """Map the accelerate config in `report` to config fields, for a run on `hosts` (empty if the hosts are unknown)."""
     distributed_type = str(report.get_source_value("distributed_type", "NO"))
     _map_machines(report, distributed_type, hosts)
     _map_environment(report)

@@ -61,13 +61,15 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
 }
 
 
-def map_compose_file(report: MigrationReport, source: str) -> None:
-    """Map the Compose file in `report`. Raises ConfigError if none of its services starts training."""
+def map_compose_file(report: MigrationReport, source_file: str) -> None:
+    """Map the Compose file in `report` to config fields. Raises ConfigError if none of its services starts training."""
     services = report.get_source_mapping("services")
     launches = {name: launch for name, body in services.items() if (launch := _find_launch_command(report, name, body)) is not None}
     if not launches:
         hint = "start torchrun or a script in a service's command, or set RANK or WORLD_SIZE in its environment"
-        raise ConfigError((Problem("services", "no service starts training", report.find_line_number(("services",)), hint),), source=source)
+        raise ConfigError(
+            (Problem("services", "no service starts training", report.find_line_number(("services",)), hint),), source=source_file
+        )
     for name in services:
         if name not in launches:
             report.add_unmapped_key(
@@ -85,11 +87,11 @@ def map_compose_file(report: MigrationReport, source: str) -> None:
     _map_top_level_fields(report)
 
 
-def _find_launch_command(report: MigrationReport, name: str, body: Any) -> LaunchCommand | None:
-    if not isinstance(body, dict):
+def _find_launch_command(report: MigrationReport, service_name: str, service: Any) -> LaunchCommand | None:
+    if not isinstance(service, dict):
         return None
     for field in ("command", "entrypoint"):
-        value = body.get(field)
+        value = service.get(field)
         try:
             launch = (
                 parse_launch_argv([str(word) for word in value])
@@ -100,7 +102,7 @@ def _find_launch_command(report: MigrationReport, name: str, body: Any) -> Launc
             launch = None
         if launch is not None:
             return launch
-    variables = _parse_environment(body.get("environment"))
+    variables = _parse_environment(service.get("environment"))
     return LaunchCommand("image") if any(variable in variables for variable in ("RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")) else None
 
 
@@ -110,15 +112,15 @@ def _parse_environment(environment: Any) -> dict[str, Any]:
     return {str(item).partition("=")[0]: str(item).partition("=")[2] for item in environment} if isinstance(environment, list) else {}
 
 
-def _get_node_rank(report: MigrationReport, name: str, launch: LaunchCommand) -> int:
-    """Return the node rank in the launch command or variables of service `name`; 0 if it is unset, which keeps the order of the file."""
-    variables = _parse_environment(report.get_source_value(("services", name, "environment")))
+def _get_node_rank(report: MigrationReport, service_name: str, launch: LaunchCommand) -> int:
+    """Return the node rank in the launch command or environment of `service_name`; 0 if it is unset, which keeps the order of the file."""
+    variables = _parse_environment(report.get_source_value(("services", service_name, "environment")))
     text = launch.flags.get("node_rank", str(variables.get("NODE_RANK", variables.get("RANK", ""))))
     return int(text) if text.isdigit() else 0
 
 
-def _map_service(report: MigrationReport, name: str, launch: LaunchCommand) -> tuple[int | None, int | None]:
-    service_key: KeyPath = ("services", name)
+def _map_service(report: MigrationReport, service_name: str, launch: LaunchCommand) -> tuple[int | None, int | None]:
+    service_key: KeyPath = ("services", service_name)
     for word in launch.wrapper_words:
         variable, equals, value = word.partition("=")
         if equals and variable.isidentifier():
@@ -171,7 +173,7 @@ def _map_service_field(report: MigrationReport, service_key: KeyPath, field: str
 
 
 def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value: Any) -> bool:
-    """Map a field of a service that concerns the machine: network, GPUs, adapters. Return whether the field was mapped."""
+    """Map a field of a service that concerns the machine: host network, GPUs, RDMA devices. Return whether the field was mapped."""
     if field == "network_mode" and value == "host":
         report.map_key(key, "runner.swarm.network", "host")
     elif field == "runtime" and value == "nvidia":
@@ -184,12 +186,12 @@ def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value:
     return True
 
 
-def _map_image(report: MigrationReport, key: KeyPath, text: str) -> None:
+def _map_image(report: MigrationReport, key: KeyPath, image: str) -> None:
     try:
-        report.map_key(key, "runner.docker_config.docker_container", check_image(text))
+        report.map_key(key, "runner.docker_config.docker_container", check_image(image))
     except ValueError:
         replacement = (
-            "a shell variable: set runner.docker_config.docker_container" if "$" in text else "runner.docker_config.docker_container"
+            "a shell variable: set runner.docker_config.docker_container" if "$" in image else "runner.docker_config.docker_container"
         )
         report.add_unmapped_key(key, UnmappedReason.unknown, replacement)
 
@@ -251,44 +253,50 @@ def _map_deploy_section(report: MigrationReport, key: KeyPath) -> None:
             report.add_unmapped_key(source_key, *unmapped)
 
 
-def _map_placement_constraint(report: MigrationReport, key: KeyPath, text: str) -> None:
-    match = _CONSTRAINT_PATTERN.fullmatch(text)
-    if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in text:
+def _map_placement_constraint(report: MigrationReport, key: KeyPath, constraint: str) -> None:
+    match = _CONSTRAINT_PATTERN.fullmatch(constraint)
+    if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in constraint:
         report.mark_keys_handled(key)
     elif match and match["label"] and _find_pinned_host(report, key[1]):
-        report.add_unmapped_key(key, UnmappedReason.done_differently, "the host is listed in runner.hosts", value=text)
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "the host is listed in runner.hosts", value=constraint)
     elif match and match["sign"] == "==" and match["label"]:
         labels = dict(report.get_config_value("runner.swarm.labels") or {})
         report.map_key(key, "runner.swarm.labels", labels | {match["label"]: match["value"]})
-    elif _VARIABLE_PATTERN.search(text):
-        report.add_unmapped_key(key, UnmappedReason.unknown, "a shell variable: list the hosts in runner.hosts", value=text)
+    elif _VARIABLE_PATTERN.search(constraint):
+        report.add_unmapped_key(key, UnmappedReason.unknown, "a shell variable: list the hosts in runner.hosts", value=constraint)
     else:
-        report.add_unmapped_key(key, UnmappedReason.done_differently, "runner.hosts, or runner.swarm.labels", value=text)
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "runner.hosts, or runner.swarm.labels", value=constraint)
 
 
-def _find_pinned_host(report: MigrationReport, name: str) -> str:
-    for text in report.get_source_list(("services", name, "deploy", "placement", "constraints")):
+def _find_pinned_host(report: MigrationReport, service_name: str) -> str:
+    for text in report.get_source_list(("services", service_name, "deploy", "placement", "constraints")):
         match = _CONSTRAINT_PATTERN.fullmatch(str(text))
         if match and match["sign"] == "==" and match["what"] in ("hostname", "id") and "$" not in str(text):
             return match["value"]
     return ""
 
 
-def _compare_with_first_service(report: MigrationReport, first: str, name: str, launch: LaunchCommand) -> int | None:
-    """Compare the service `name` with the first service, whose settings apply to all nodes; return its number of ranks, None if unknown."""
-    service_key, first_key = ("services", name), ("services", first)
-    _compare_command(report, service_key, _find_launch_command(report, first, report.get_source_value(first_key)) or launch, launch)
+def _compare_with_first_service(report: MigrationReport, first_service_name: str, service_name: str, launch: LaunchCommand) -> int | None:
+    """Compare `service_name` with the first service, whose settings apply to all nodes.
+
+    Return the number of ranks of `service_name`; None if unknown.
+    """
+    service_key, first_key = ("services", service_name), ("services", first_service_name)
+    _compare_command(
+        report, service_key, _find_launch_command(report, first_service_name, report.get_source_value(first_key)) or launch, launch
+    )
     _compare_environment(report, service_key, first_key)
     for key, value in list(report.iterate_source_leaves(service_key)):
         field_path = key[2:]
         if field_path[0] in ("command", "entrypoint", "environment", "networks"):
             continue
-        is_pinned = field_path[:3] == ("deploy", "placement", "constraints") and _find_pinned_host(report, name) and len(value) == 1
+        is_pinned = field_path[:3] == ("deploy", "placement", "constraints") and _find_pinned_host(report, service_name) and len(value) == 1
         if is_pinned or field_path[:2] == ("deploy", "replicas") or report.get_source_value((*first_key, *field_path)) == value:
             report.mark_keys_handled(key)
         else:
             report.add_unmapped_key(
-                key, *_UNMAPPED_KEYS.get(field_path[0], (UnmappedReason.no_counterpart, f"all nodes are configured as {first} is"))
+                key,
+                *_UNMAPPED_KEYS.get(field_path[0], (UnmappedReason.no_counterpart, f"all nodes are configured as {first_service_name} is")),
             )
     slots = launch.flags.get("nproc_per_node", "")
     return int(slots) if slots.isdigit() else None
@@ -315,9 +323,9 @@ def _compare_command(report: MigrationReport, service_key: KeyPath, first_launch
             report.add_unmapped_key((*service_key, "command", name), *unmapped, value=value)
 
 
-def _compare_environment(report: MigrationReport, service_key: KeyPath, first_key: KeyPath) -> None:
+def _compare_environment(report: MigrationReport, service_key: KeyPath, first_service_key: KeyPath) -> None:
     variables, first_variables = (
-        _parse_environment(report.get_source_value((*service, "environment"))) for service in (service_key, first_key)
+        _parse_environment(report.get_source_value((*service, "environment"))) for service in (service_key, first_service_key)
     )
     for variable, value in variables.items():
         if variable in RENDEZVOUS_VARIABLES:
@@ -332,44 +340,47 @@ def _compare_environment(report: MigrationReport, service_key: KeyPath, first_ke
     report.mark_keys_handled((*service_key, "environment"))
 
 
-def _map_nodes(report: MigrationReport, services: dict[str, int | None], nodes: int | None) -> None:
-    hosts = {name: _find_pinned_host(report, name) for name in services}
-    slot_counts = {count for count in services.values() if count is not None}
+def _map_nodes(report: MigrationReport, slots_by_service: dict[str, int | None], node_count: int | None) -> None:
+    hosts = {name: _find_pinned_host(report, name) for name in slots_by_service}
+    slot_counts = {count for count in slots_by_service.values() if count is not None}
     if all(hosts.values()) and len(set(hosts.values())) == len(hosts):
-        if nodes not in (None, len(hosts)):
+        if node_count not in (None, len(hosts)):
             report.add_note(
-                f"torchrun has --nnodes {nodes}, but there are {len(hosts)} services: runner.hosts lists the hosts of the services"
+                f"torchrun has --nnodes {node_count}, but there are {len(hosts)} services: runner.hosts lists the hosts of the services"
             )
-        for name in services:
+        for name in slots_by_service:
             replicas_key = ("services", name, "deploy", "replicas")
             if report.get_source_value(replicas_key, 1) != 1:
                 report.add_unmapped_key(
                     replicas_key, UnmappedReason.no_counterpart, "one service runs on each node; its ranks are the node's slots"
                 )
-        have_same_slots = len(slot_counts) == 1 and len(services) > 1
+        have_same_slots = len(slot_counts) == 1 and len(slots_by_service) > 1
         if have_same_slots:
             report.set_config_value("runner.default_gpu_count", slot_counts.pop())
         report.set_config_value(
             "runner.hosts",
-            [hosts[name] if have_same_slots or slots is None else f"{hosts[name]} slots={slots}" for name, slots in services.items()],
+            [
+                hosts[name] if have_same_slots or slots is None else f"{hosts[name]} slots={slots}"
+                for name, slots in slots_by_service.items()
+            ],
         )
         return
-    replicas = [report.get_source_value(("services", name, "deploy", "replicas"), 1) for name in services]
+    replicas = [report.get_source_value(("services", name, "deploy", "replicas"), 1) for name in slots_by_service]
     replica_count = sum(count for count in replicas if isinstance(count, int))
-    report.set_config_value("runner.nodes", nodes or replica_count)
+    report.set_config_value("runner.nodes", node_count or replica_count)
     if len(set(hosts.values()) - {""}) < len([host for host in hosts.values() if host]):
         report.add_note(
             "several services are on one host: swarmtrain runs one service per host, with one slot per rank: runner.hosts: ['HOST slots=2']"
         )
-    if any(report.get_source_value(("services", name, "deploy", "mode")) == "global" for name in services):
+    if any(report.get_source_value(("services", name, "deploy", "mode")) == "global" for name in slots_by_service):
         report.add_note("mode: global runs the service on every node of the swarm: set runner.nodes to the number of nodes")
     if len(slot_counts) == 1:
         report.set_config_value("runner.default_gpu_count", slot_counts.pop())
 
 
-def _map_networks(report: MigrationReport, services: Sequence[str]) -> None:
-    """Map the networks that `services` join."""
-    joined = {name for service in services for name in _collect_joined_networks(report, ("services", service, "networks"))}
+def _map_networks(report: MigrationReport, service_names: Sequence[str]) -> None:
+    """Map the networks that `service_names` join."""
+    joined = {name for service in service_names for name in _collect_joined_networks(report, ("services", service, "networks"))}
     if len(joined) > 1:
         report.add_note(f"a run has one network, but the services use {', '.join(sorted(joined))}")
     for name in report.get_source_mapping("networks"):
@@ -450,7 +461,7 @@ def _map_mounts(report: MigrationReport, key: KeyPath) -> None:
         report.mark_keys_handled(key)
 
 
-def _map_volumes(report: MigrationReport, first: str) -> None:
+def _map_volumes(report: MigrationReport, first_service_name: str) -> None:
     mounted = {source for source, _ in report.get_config_value("runner.docker_config.docker_mounts") or ()}
     volume_options = {}
     for name in report.get_source_mapping("volumes"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from swarmtrain.config.loading import sort_and_limit_problems
+from swarmtrain.config.loader import sort_and_limit_problems
 from swarmtrain.config.schema.fields.host_entry import check_host_entry as check_host
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
@@ -58,7 +58,7 @@ def is_hostfile(text: str) -> bool:
     )
 
 
-def parse_hostfile(text: str, source: str) -> tuple[str, ...]:
+def parse_hostfile(text: str, source_file: str) -> tuple[str, ...]:
     """Return the hosts of the hostfile `text`, as entries of runner.hosts. Raises ConfigError with every invalid line."""
     hosts, problems = [], []
     for number, line in _list_hostfile_lines(text):
@@ -73,16 +73,16 @@ def parse_hostfile(text: str, source: str) -> tuple[str, ...]:
     if not hosts and not problems:
         problems.append(Problem("hosts", "lists no hosts", hint="add lines such as: gpu-1 slots=4"))
     if problems:
-        raise ConfigError(sort_and_limit_problems(problems), source=source)
+        raise ConfigError(sort_and_limit_problems(problems), source=source_file)
     return tuple(hosts)
 
 
-def map_hosts(report: MigrationReport, hosts: tuple[str, ...], key: KeyPath) -> None:
-    """Set runner.hosts to `hosts`, which the source specifies at `key`.
+def map_hosts(report: MigrationReport, hosts: tuple[str, ...], source_key: KeyPath) -> None:
+    """Set runner.hosts to `hosts`, which the source specifies at `source_key`.
 
     Also set the runner type to ssh if none is set yet, and make GPUs visible in containers.
     """
-    report.map_key(key, "runner.hosts", list(hosts))
+    report.map_key(source_key, "runner.hosts", list(hosts))
     if report.get_config_value("runner.runner_type") is None:
         report.set_runner_type("ssh")
     report.make_gpus_visible()
@@ -95,7 +95,7 @@ def count_slots(hosts: tuple[str, ...]) -> int | None:
 
 
 def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
-    """Map the DeepSpeed config in `report` for a run on `hosts` (empty if the hosts are unknown)."""
+    """Map the DeepSpeed config in `report` to config fields, for a run on `hosts` (empty if the hosts are unknown)."""
     _report_auto_values(report)
     _map_batch_sizes(report, count_slots(hosts))
     map_zero_section(report, ("zero_optimization",))
@@ -115,7 +115,7 @@ def map_deepspeed_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -
 
 
 def map_zero_section(report: MigrationReport, section: KeyPath) -> None:
-    """Map DeepSpeed's ZeRO section: the stage and its settings."""
+    """Map DeepSpeed's ZeRO section, at the key `section`, to config fields: the stage and its settings."""
     stage = report.get_source_value((*section, "stage"), 0 if report.has_source_key(section) else None)
     if stage is None:
         return
@@ -178,11 +178,11 @@ def _report_auto_values(report: MigrationReport) -> None:
             _delete_key(report.source, key)
 
 
-def _delete_key(values: Any, key: KeyPath) -> None:
+def _delete_key(source_values: Any, key: KeyPath) -> None:
     for key_part in key[:-1]:
-        values = values[int(key_part)] if isinstance(values, list) else values[key_part]
-    if isinstance(values, dict):
-        del values[key[-1]]
+        source_values = source_values[int(key_part)] if isinstance(source_values, list) else source_values[key_part]
+    if isinstance(source_values, dict):
+        del source_values[key[-1]]
 
 
 def _map_batch_sizes(report: MigrationReport, world_size: int | None) -> None:

@@ -19,13 +19,14 @@ _UNMAPPED_KEYS = {
 }
 
 
-def map_huggingface_config(report: MigrationReport, source: str, model_folder: str | None) -> None:
-    """Map the config.json read from `source`. `model_folder` is the file's folder if it also contains the model's weights.
+def map_huggingface_config(report: MigrationReport, source_file: str, model_folder: str | None) -> None:
+    """Map the config.json read from `source_file` to config fields.
 
+    `model_folder` is the file's folder if it also contains the model's weights.
     Raises SwarmtrainError if the model's architecture is not supported.
     """
-    architecture_values = huggingface_config.read_architecture_values(report.source, source)
-    model_family = huggingface_config.read_model_family(report.source, source)
+    architecture_values = huggingface_config.read_architecture_values(report.source, source_file)
+    model_family = huggingface_config.read_model_family(report.source, source_file)
     has_rope_parameters = isinstance(report.get_source_value("rope_parameters"), dict)
     hf_keys = {field.config_path: field.hf_key for field in model_family.field_mappings}
     for path, value in architecture_values.items():

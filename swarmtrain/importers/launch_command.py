@@ -103,10 +103,10 @@ def parse_launch_command(text: str) -> LaunchCommand | None:
     )
 
 
-def parse_launch_argv(words: Sequence[str]) -> LaunchCommand | None:
-    """Return the launch command in the words of one command; None if it does not start training. Raises ValueError if it is invalid."""
-    for index, word in enumerate(words):
-        name, wrapper_words, remaining_words = PurePosixPath(word).name, tuple(words[:index]), list(words[index + 1 :])
+def parse_launch_argv(argv: Sequence[str]) -> LaunchCommand | None:
+    """Return the launch command parsed from `argv`; None if it does not start training. Raises ValueError if it is invalid."""
+    for index, word in enumerate(argv):
+        name, wrapper_words, remaining_words = PurePosixPath(word).name, tuple(argv[:index]), list(argv[index + 1 :])
         launch_command = None
         if re.match(r"\w+=", word):
             continue
@@ -124,21 +124,21 @@ def parse_launch_argv(words: Sequence[str]) -> LaunchCommand | None:
     return None
 
 
-def _parse_python_argv(words: list[str]) -> LaunchCommand | None:
-    if words[:1] != ["-m"]:
-        return LaunchCommand("python", {}, words[0], tuple(words[1:])) if words and words[0].endswith(".py") else None
-    if words[1:2] and words[1] in ("torch.distributed.run", "torch.distributed.launch"):
-        return _parse_launcher_argv("torchrun", words[2:])
-    return LaunchCommand("python", {"module": ""}, words[1], tuple(words[2:])) if words[1:] else None
+def _parse_python_argv(arguments: list[str]) -> LaunchCommand | None:
+    if arguments[:1] != ["-m"]:
+        return LaunchCommand("python", {}, arguments[0], tuple(arguments[1:])) if arguments and arguments[0].endswith(".py") else None
+    if arguments[1:2] and arguments[1] in ("torch.distributed.run", "torch.distributed.launch"):
+        return _parse_launcher_argv("torchrun", arguments[2:])
+    return LaunchCommand("python", {"module": ""}, arguments[1], tuple(arguments[2:])) if arguments[1:] else None
 
 
 def split_first_command(text: str) -> list[str]:
-    """Return the words of the first command in a line of shell. Raises ValueError if the line cannot be parsed."""
+    """Return the words of the first command in the shell line `text`. Raises ValueError if the line cannot be parsed."""
     return next(iter(_split_commands(text)), ("", []))[1]
 
 
 def _split_commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return the commands and redirections in a line of shell, as pairs of an operator (such as && or >) and words.
+    """Return the commands and redirections in the shell line `text`, as pairs of an operator (such as && or >) and words.
 
     Raises ValueError if the line cannot be parsed.
     """
@@ -233,10 +233,10 @@ def is_training_script(text: str) -> bool:
     return _TRAINING_LINE_PATTERN.search(text) is not None
 
 
-def add_shell_variable_note(report: MigrationReport, path: str, text: str) -> None:
-    """Add a note if `text`, the config value at `path`, contains shell syntax that only the imported file's shell would have expanded."""
-    if _SHELL_VARIABLE_PATTERN.search(text):
-        report.add_note(f"{path} contains {text}, which only the original shell can expand: replace it with its value")
+def add_shell_variable_note(report: MigrationReport, field_path: str, config_value: str) -> None:
+    """Add a note if `config_value`, at `field_path`, contains shell syntax that only the imported file's shell would have expanded."""
+    if _SHELL_VARIABLE_PATTERN.search(config_value):
+        report.add_note(f"{field_path} contains {config_value}, which only the original shell can expand: replace it with its value")
 
 
 def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> None:
@@ -259,29 +259,34 @@ def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) ->
             add_shell_variable_note(report, "runner.script_args", arg)
 
 
-def _parse_launcher_argv(program: str, words: list[str]) -> LaunchCommand:
+def _parse_launcher_argv(program: str, arguments: list[str]) -> LaunchCommand:
     flags: dict[str, str] = {}
-    while words and words[0].startswith("-"):
-        word = words.pop(0)
+    while arguments and arguments[0].startswith("-"):
+        word = arguments.pop(0)
         name, has_value, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_") if word.startswith("--") else _SHORT_FLAGS.get(name, name)
         name = _TORCHRUN_FLAG_NAMES.get(name, name)
         if not has_value and name not in _FLAGS_WITHOUT_VALUE:
-            value = words.pop(0) if words else ""
+            value = arguments.pop(0) if arguments else ""
         flags[name] = value
     if "num_processes" in flags and flags["num_processes"].isdigit():
         nodes = int(flags.get("nnodes", "1")) if flags.get("nnodes", "1").isdigit() else 1
         flags["nproc_per_node"] = str(int(flags.pop("num_processes")) // max(1, nodes))
-    return LaunchCommand(program, flags, words[0] if words else "", tuple(words[1:]))
+    return LaunchCommand(program, flags, arguments[0] if arguments else "", tuple(arguments[1:]))
 
 
-def _find_nccl_setting(name: str, text: str) -> tuple[str, Any] | None:
-    """Return the field of runner.nccl that is equivalent to the NCCL variable `name`, and its value; None if there is no such field."""
-    setting = name.removeprefix("NCCL_").lower()
-    if not name.startswith("NCCL_") or setting not in NcclConfig.model_fields:
+def _find_nccl_setting(variable_name: str, variable_value: str) -> tuple[str, Any] | None:
+    """Return the field of runner.nccl that is equivalent to `variable_name`, and its value; None if there is no such field."""
+    setting = variable_name.removeprefix("NCCL_").lower()
+    if not variable_name.startswith("NCCL_") or setting not in NcclConfig.model_fields:
         return None
-    equivalents = ({name: text}, {name: text.upper()})
-    for value in ({"0": False, "1": True}.get(text), int(text) if text.isdigit() else None, text, text.upper()):
+    equivalents = ({variable_name: variable_value}, {variable_name: variable_value.upper()})
+    for value in (
+        {"0": False, "1": True}.get(variable_value),
+        int(variable_value) if variable_value.isdigit() else None,
+        variable_value,
+        variable_value.upper(),
+    ):
         try:
             if value is not None and NcclConfig.model_validate_json(json.dumps({setting: value})).environment in equivalents:
                 return setting, value

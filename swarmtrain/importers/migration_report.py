@@ -16,8 +16,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import convert_validation_error
-from swarmtrain.config.loading import sort_and_limit_problems
+from swarmtrain.config.loader import sort_and_limit_problems
+from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, Problem
 
 KeyPath = tuple[str, ...]
@@ -62,14 +62,16 @@ class ImportResult:
 class MigrationReport:
     """Migration report: the values of a source file, and how each of its keys was handled."""
 
-    def __init__(self, source: dict[str, Any], lines: Mapping[str, int] | None = None, *, show_last_part_only: bool = False) -> None:
-        """Create the report of the source values `source`; `lines` has the line number of each dotted key.
+    def __init__(
+        self, source_values: dict[str, Any], line_numbers: Mapping[str, int] | None = None, *, show_last_key_part_only: bool = False
+    ) -> None:
+        """Create the report of `source_values`; `line_numbers` maps each dotted key to its line number (1-based).
 
-        `show_last_part_only`: show only the last part of each dotted key, because the line number identifies the key.
+        `show_last_key_part_only`: show only the last part of each dotted key, because the line number identifies the key.
         """
-        self._show_last_part_only = show_last_part_only
-        self.source = _convert_keys_to_text(source)
-        self._lines = dict(lines or {})
+        self._show_last_part_only = show_last_key_part_only
+        self.source = _convert_keys_to_text(source_values)
+        self._lines = dict(line_numbers or {})
         self._handled: set[KeyPath] = set()
         self._values: dict[KeyPath, Any] = {}
         self._origins: dict[KeyPath, KeyPath] = {}
@@ -103,8 +105,8 @@ class MigrationReport:
         """Return whether the source file has a value at `key`; null counts as a value."""
         return self.get_source_value(key, _ABSENT) is not _ABSENT
 
-    def rename_key(self, section: KeyPath, old_name: str, new_name: str) -> None:
-        """In the source's values, rename the key `old_name` of `section`, which is an outdated name, to its current name `new_name`."""
+    def rename_source_key(self, section: KeyPath, old_name: str, new_name: str) -> None:
+        """In the source's values, rename the outdated key `old_name` of `section` to its current name `new_name`."""
         mapping, old_path = self.get_source_value(section) if section else self.source, ".".join((*section, old_name))
         if isinstance(mapping, dict) and old_name in mapping and new_name not in mapping:
             mapping[new_name] = mapping.pop(old_name)
@@ -120,12 +122,12 @@ class MigrationReport:
         """
         yield from _iterate_leaves(_parse_key(key), self.get_source_value(key, {}) if key else self.source)
 
-    def map_key(self, key: str | KeyPath, path: str | KeyPath, value: Any = _ABSENT) -> None:
-        """Set the config field `path` to the source's value at `key`, and mark the key as handled.
+    def map_key(self, key: str | KeyPath, field_path: str | KeyPath, value: Any = _ABSENT) -> None:
+        """Set the config field `field_path` to the source's value at `key`, and mark the key as handled.
 
         If `value` is passed, the field is set to it instead: a value that was derived from the source's value.
         """
-        source_key, config_key = _parse_key(key), _parse_key(path)
+        source_key, config_key = _parse_key(key), _parse_key(field_path)
         config_value = self.get_source_value(source_key) if value is _ABSENT else value
         previous_key = self._origins.get(config_key)
         if (
@@ -137,18 +139,18 @@ class MigrationReport:
         self._handled.add(source_key)
         self._origins[config_key], self._values[config_key] = source_key, config_value
 
-    def set_config_value(self, path: str | KeyPath, value: Any) -> None:
-        """Set the config field `path` to a value that the source implies without a key for it."""
-        self._values[_parse_key(path)] = value
+    def set_config_value(self, field_path: str | KeyPath, value: Any) -> None:
+        """Set the config field `field_path` to a value that the source implies without a key for it."""
+        self._values[_parse_key(field_path)] = value
 
-    def remove_config_value(self, path: str | KeyPath) -> None:
-        """Remove the value of the config field `path`."""
-        self._values.pop(_parse_key(path), None)
-        self._origins.pop(_parse_key(path), None)
+    def remove_config_value(self, field_path: str | KeyPath) -> None:
+        """Remove the value of the config field `field_path`."""
+        self._values.pop(_parse_key(field_path), None)
+        self._origins.pop(_parse_key(field_path), None)
 
-    def get_config_value(self, path: str | KeyPath) -> Any:
-        """Return the value set so far for the config field `path`; None if the field is not set."""
-        return self._values.get(_parse_key(path))
+    def get_config_value(self, field_path: str | KeyPath) -> Any:
+        """Return the value set so far for the config field `field_path`; None if the field is not set."""
+        return self._values.get(_parse_key(field_path))
 
     def add_unmapped_key(self, key: str | KeyPath, reason: UnmappedReason, replacement: str = "", *, value: Any = _ABSENT) -> None:
         """Report `key` as unmapped. `replacement`: what to use instead, or why there is no replacement.
@@ -201,12 +203,12 @@ class MigrationReport:
         if self.get_config_value("runner.runner_type") in (None, "swarm") and self.get_config_value("runner.swarm.gpu") is None:
             self.set_config_value("runner.swarm.gpu", "visible")
 
-    def build_import_result(self, source: str) -> ImportResult:
-        """Return the import result. Raises ConfigError, with line numbers of `source`, if the config is invalid."""
+    def build_import_result(self, source_file: str) -> ImportResult:
+        """Return the import result. Raises ConfigError, with line numbers of `source_file`, if the config is invalid."""
         for key in self._list_unhandled_keys():
             self.add_unmapped_key(key, UnmappedReason.no_counterpart, "unknown to swarmtrain")
         self._fill_batch_sizes()
-        config = self._validate_config(source)
+        config = self._validate_config(source_file)
         config_values = config.model_dump(mode="json")
         non_default = {
             path: value for path, value in self._values.items() if not _is_default_value(path, config_values, _get_default_values())
@@ -226,7 +228,7 @@ class MigrationReport:
         reason_order = list(UnmappedReason)
         unmapped = sorted(self._unmapped, key=lambda one: (reason_order.index(one.reason), one.line or 0))
         return ImportResult(
-            _sort_by_schema(_build_nested_dict(non_default), Config), tuple(unmapped), tuple(self._notes), frozenset(self._handled)
+            _sort_values_by_schema(_build_nested_dict(non_default), Config), tuple(unmapped), tuple(self._notes), frozenset(self._handled)
         )
 
     def _fill_batch_sizes(self) -> None:
@@ -243,12 +245,12 @@ class MigrationReport:
             "the source does not give both topology.global_batch_size and micro_batch_size: these values are guesses, so set them"
         )
 
-    def _validate_config(self, source: str) -> Config:
+    def _validate_config(self, source_file: str) -> Config:
         try:
             return Config.model_validate_json(json.dumps(_build_nested_dict(self._values)))
         except ValidationError as error:
             problems = [self._locate_problem(problem) for problem in convert_validation_error(error, Config, {})]
-            raise ConfigError(sort_and_limit_problems(problems), source=source) from None
+            raise ConfigError(sort_and_limit_problems(problems), source=source_file) from None
 
     def _locate_problem(self, problem: Problem) -> Problem:
         path = tuple(problem.path.split(".")) if problem.path else ()
@@ -277,10 +279,10 @@ class MigrationReport:
 
 
 @cache
-def is_config_field(path: str | KeyPath) -> bool:
-    """Return whether the config has a field (not a section) at `path`."""
+def is_config_field(field_path: str | KeyPath) -> bool:
+    """Return whether the config has a field (not a section) at `field_path`."""
     model: Any = Config
-    key_parts = _parse_key(path)
+    key_parts = _parse_key(field_path)
     for depth, key_part in enumerate(key_parts):
         if key_part not in model.model_fields:
             return False
@@ -293,10 +295,10 @@ def is_config_field(path: str | KeyPath) -> bool:
     return False
 
 
-def get_field_types(path: str | KeyPath) -> tuple[Any, ...]:
-    """Return the possible types of the field at `path`."""
+def get_field_types(field_path: str | KeyPath) -> tuple[Any, ...]:
+    """Return the possible types of the field at `field_path`."""
     model: Any = Config
-    *sections, name = _parse_key(path)
+    *sections, name = _parse_key(field_path)
     for key_part in sections:
         model = next(field_type for field_type in _get_union_members(model.model_fields[key_part].annotation) if _is_section(field_type))
     return _get_union_members(model.model_fields[name].annotation)
@@ -335,8 +337,8 @@ def _get_union_members(annotation: Any) -> tuple[Any, ...]:
     return inner if type(None) in inner else (annotation,)
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _is_section(field_type: Any) -> bool:
+    return isinstance(field_type, type) and issubclass(field_type, BaseModel)
 
 
 @cache
@@ -344,17 +346,22 @@ def _get_default_values() -> dict[str, Any]:
     return Config().model_dump(mode="json")
 
 
-def _is_default_value(path: KeyPath, actual: Any, default: Any) -> bool:
-    for key_part in path:
-        if not isinstance(actual, dict) or not isinstance(default, dict) or key_part not in actual or key_part not in default:
+def _is_default_value(field_path: KeyPath, actual_value: Any, default_value: Any) -> bool:
+    for key_part in field_path:
+        if (
+            not isinstance(actual_value, dict)
+            or not isinstance(default_value, dict)
+            or key_part not in actual_value
+            or key_part not in default_value
+        ):
             return False
-        actual, default = actual[key_part], default[key_part]
-    return bool(actual == default)
+        actual_value, default_value = actual_value[key_part], default_value[key_part]
+    return bool(actual_value == default_value)
 
 
-def _build_nested_dict(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+def _build_nested_dict(values_by_path: Mapping[KeyPath, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for (*sections, name), value in values.items():
+    for (*sections, name), value in values_by_path.items():
         target = nested
         for section in sections:
             if not isinstance(target.get(section), dict):
@@ -364,12 +371,16 @@ def _build_nested_dict(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     return nested
 
 
-def _sort_by_schema(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def _sort_values_by_schema(config_values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     ordered = {}
     for name, field in model.model_fields.items():
-        if name in values:
+        if name in config_values:
             section = next((field_type for field_type in _get_union_members(field.annotation) if _is_section(field_type)), None)
-            ordered[name] = _sort_by_schema(values[name], section) if section and isinstance(values[name], dict) else values[name]
+            ordered[name] = (
+                _sort_values_by_schema(config_values[name], section)
+                if section and isinstance(config_values[name], dict)
+                else config_values[name]
+            )
     return ordered
 
 

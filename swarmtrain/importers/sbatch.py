@@ -120,7 +120,7 @@ _CONTAINER_FLAGS = (
 
 @dataclass
 class _ScriptState:
-    """State of the parser of an sbatch script."""
+    """Parser state of an sbatch script: its variables, sbatch options and launch commands so far."""
 
     variables: dict[str, str] = field(default_factory=dict)
     exported: dict[str, tuple[KeyPath, str]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class _ScriptState:
 def parse_sbatch_script(text: str, source: str) -> MigrationReport:
     """Return the migration report of an sbatch script. Raises ConfigError if no line of the script starts training."""
     lines, job = list(_iterate_logical_lines(text)), _ScriptState()
-    report = MigrationReport(*_assign_line_keys(lines), show_last_part_only=True)
+    report = MigrationReport(*_assign_line_keys(lines), show_last_key_part_only=True)
     is_queued = re.search(r"#SBATCH|\bsrun\b|\bSLURM_", text) is not None
     report.set_runner_type("slurm" if is_queued else "local")
     _parse_sbatch_options(report, job, lines)
@@ -150,7 +150,7 @@ def parse_sbatch_script(text: str, source: str) -> MigrationReport:
 
 
 def _assign_line_keys(lines: list[tuple[int, str]]) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the lines by a unique key derived from the beginning of each line, and the line number of each key."""
+    """Return the text and the number of each line, both by a unique key that is derived from the beginning of the line."""
     values: dict[str, str] = {}
     numbers: dict[str, int] = {}
     for number, line in lines:
@@ -164,13 +164,13 @@ def _assign_line_keys(lines: list[tuple[int, str]]) -> tuple[dict[str, str], dic
     return values, numbers
 
 
-def _iterate_logical_lines(text: str) -> Iterator[tuple[int, str]]:
+def _iterate_logical_lines(script_text: str) -> Iterator[tuple[int, str]]:
     """Yield each logical line of the shell script, with the number of its first line.
 
     Lines are joined at backslashes, and inside quotes and array parentheses.
     """
     first_number, pending, heredoc_end = 0, "", ""
-    for number, raw_line in enumerate(text.splitlines(), 1):
+    for number, raw_line in enumerate(script_text.splitlines(), 1):
         line = raw_line.rstrip()
         if heredoc_end:
             heredoc_end = "" if line.strip() == heredoc_end else heredoc_end
@@ -220,43 +220,43 @@ def _parse_sbatch_options(report: MigrationReport, job: _ScriptState, lines: lis
             job.options[name] = ((key, f"#SBATCH --{name}"), value.strip("\"'"))
 
 
-def _map_script_line(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
+def _map_script_line(report: MigrationReport, job: _ScriptState, source_key: KeyPath, line: str) -> None:
     if len(line) > _MAX_LINE_LENGTH:
-        report.add_unmapped_key(key, UnmappedReason.unknown, "the line is too long")
+        report.add_unmapped_key(source_key, UnmappedReason.unknown, "the line is too long")
         return
     try:
         if _ASSIGNMENT_PATTERN.match(line):
-            _map_variable_assignment(report, job, key, line)
+            _map_variable_assignment(report, job, source_key, line)
             return
         launch = parse_launch_command(_expand_shell_variables(job, line))
     except ValueError as error:
-        report.add_unmapped_key(key, UnmappedReason.unknown, f"cannot be read: {error}".lower())
+        report.add_unmapped_key(source_key, UnmappedReason.unknown, f"cannot be read: {error}".lower())
         return
     if launch is not None and not re.match(r"(pip|echo|conda|source)\b", line):
-        job.launches.append((key, launch))
+        job.launches.append((source_key, launch))
         return
     for pattern, reason, replacement in _LINE_RULES:
         if re.match(pattern, line):
             if pattern in _PRELUDE_PATTERNS and _has_slurm_setting(report, "prelude"):
-                _append_slurm_setting(report, key, "prelude", line)
+                _append_slurm_setting(report, source_key, "prelude", line)
             else:
-                report.add_unmapped_key(key, reason, replacement)
+                report.add_unmapped_key(source_key, reason, replacement)
             return
-    report.add_unmapped_key(key, UnmappedReason.no_counterpart, "a custom command of the script")
+    report.add_unmapped_key(source_key, UnmappedReason.no_counterpart, "a custom command of the script")
 
 
-def _map_variable_assignment(report: MigrationReport, job: _ScriptState, key: KeyPath, line: str) -> None:
+def _map_variable_assignment(report: MigrationReport, job: _ScriptState, source_key: KeyPath, line: str) -> None:
     is_export, assignment = line.startswith("export "), line.removeprefix("export ").strip()
     array_match = re.fullmatch(r"(\w+)=\((.*)\)", assignment, re.DOTALL)
     if array_match:
         job.variables[array_match[1]] = " ".join(_expand_shell_variables(job, array_match[2]).split())
-        report.mark_keys_handled(key)
+        report.mark_keys_handled(source_key)
         return
     if re.fullmatch(r"\w+=\"?(\$\(.*\)|`[^`]*`)\"?", assignment, re.DOTALL):
         name = assignment.partition("=")[0]
         is_rendezvous = name in RENDEZVOUS_VARIABLES or re.search(r"scontrol|hostname|SLURM_JOB_ID|shuf|python", assignment) is not None
         report.add_unmapped_key(
-            key,
+            source_key,
             UnmappedReason.done_differently if is_rendezvous else UnmappedReason.unknown,
             RENDEZVOUS_TEXT if is_rendezvous else "the output of a command: set its value in runner.env",
         )
@@ -269,19 +269,22 @@ def _map_variable_assignment(report: MigrationReport, job: _ScriptState, key: Ke
     except ValueError:
         words, launch = [assignment], None
     if launch is not None:
-        job.launches.append((key, launch))
+        job.launches.append((source_key, launch))
         return
-    report.mark_keys_handled(key)
+    report.mark_keys_handled(source_key)
     for word in words:
         name, has_value, value = word.partition("=")
         if has_value and name.isidentifier():
             job.variables[name] = value
             if is_export:
-                job.exported[name] = ((*key, name) if len(words) > 1 else key, value)
+                job.exported[name] = ((*source_key, name) if len(words) > 1 else source_key, value)
 
 
 def _expand_shell_variables(job: _ScriptState, text: str) -> str:
-    """Return `text` with the shell variables of known value expanded, and the others unchanged."""
+    """Return `text` with the shell variables of known value expanded, and the others unchanged.
+
+    Raises ValueError if the expanded text is too long.
+    """
     nodes, ranks = job.options.get("nodes", ((), ""))[1], _count_gpus_per_node(job)
     slurm = {
         "SLURM_NNODES": nodes,
@@ -296,29 +299,29 @@ def _expand_shell_variables(job: _ScriptState, text: str) -> str:
     slurm["SLURM_NTASKS_PER_NODE"] = job.options.get("ntasks-per-node", ((), ""))[1]
     values = {**{name: value for name, value in slurm.items() if value}, **job.variables}
     text = re.sub(
-        r'"\$\{(\w+)\[[@*]\]\}"|\$\{(\w+)\[[@*]\]\}', lambda found: values.get(found[1] or found[2], found[0]), text.replace("\\$", "$")
+        r'"\$\{(\w+)\[[@*]\]\}"|\$\{(\w+)\[[@*]\]\}', lambda match: values.get(match[1] or match[2], match[0]), text.replace("\\$", "$")
     )
-    text = re.sub(r"\$\(\(\s*\$?\{?(\w+)\}?\s*\*\s*\$?\{?(\w+)\}?\s*\)\)", lambda found: _evaluate_multiplication(values, found), text)
+    text = re.sub(r"\$\(\(\s*\$?\{?(\w+)\}?\s*\*\s*\$?\{?(\w+)\}?\s*\)\)", lambda match: _evaluate_multiplication(values, match), text)
     job.used_variables.update(re.findall(r"\$\{?(\w+)", text))
     for _ in range(_MAX_VARIABLE_DEPTH):
         if len(text) > _MAX_LINE_LENGTH:
             raise ValueError("the line is too long once variables are expanded")
-        text = re.sub(r"\$(?:(\w+)|\{(\w+)\}|\{(\w+):-([^{}]*)\})", lambda found: _substitute_variable(values, found), text)
+        text = re.sub(r"\$(?:(\w+)|\{(\w+)\}|\{(\w+):-([^{}]*)\})", lambda match: _substitute_variable(values, match), text)
     return text
 
 
-def _evaluate_multiplication(values: dict[str, str], match: re.Match[str]) -> str:
-    left, right = (values.get(name, name) for name in match.groups())
+def _evaluate_multiplication(variable_values: dict[str, str], match: re.Match[str]) -> str:
+    left, right = (variable_values.get(name, name) for name in match.groups())
     return str(int(left) * int(right)) if left.isdigit() and right.isdigit() else match[0]
 
 
-def _substitute_variable(values: dict[str, str], match: re.Match[str]) -> str:
+def _substitute_variable(variable_values: dict[str, str], match: re.Match[str]) -> str:
     name = match[1] or match[2] or match[3]
-    return values.get(name, match[4] if match[3] else match[0])
+    return variable_values.get(name, match[4] if match[3] else match[0])
 
 
 def _count_gpus_per_node(job: _ScriptState) -> int | None:
-    """Return the number of GPUs per node from the script's options; None if it is unknown."""
+    """Return the number of GPUs per node from the script's sbatch options; None if they do not determine it."""
     for name in _GPU_OPTIONS[:2]:
         count = _COUNT_PATTERN.fullmatch(job.options[name][1].partition(",")[0]) if name in job.options else None
         if count:
@@ -424,7 +427,7 @@ def _map_option_to_slurm_launcher(report: MigrationReport, source_key: KeyPath, 
         _append_slurm_setting(report, source_key, "options", f"--{name}={value}" if value else f"--{name}")
 
 
-def _map_wrapper_commands(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> dict[str, tuple[KeyPath, str]]:
+def _map_wrapper_commands(report: MigrationReport, wrapper_key: KeyPath, launch: LaunchCommand) -> dict[str, tuple[KeyPath, str]]:
     """Convert the wrapper commands in front of the launcher, such as srun or apptainer, to config settings.
 
     Return the environment variables that these commands set, each with its source key and value.
@@ -433,7 +436,7 @@ def _map_wrapper_commands(report: MigrationReport, key: KeyPath, launch: LaunchC
     words, program = list(launch.wrapper_words), ""
     while words:
         word = words.pop(0)
-        program_name, source_key = PurePosixPath(word).name, (*key[:-1], word.partition("=")[0])
+        program_name, source_key = PurePosixPath(word).name, (*wrapper_key[:-1], word.partition("=")[0])
         if program_name in ("apptainer", "singularity"):
             program = program_name
             words[:1] = [] if words[:1] in (["exec"], ["run"]) else words[:1]
@@ -441,7 +444,7 @@ def _map_wrapper_commands(report: MigrationReport, key: KeyPath, launch: LaunchC
             program = program_name
         elif word.startswith("-"):
             value = _take_option_value(word, words, program)
-            source_key = (*key[:-1], f"{program or 'shell'} {word.partition('=')[0]}")
+            source_key = (*wrapper_key[:-1], f"{program or 'shell'} {word.partition('=')[0]}")
             if program == "mpirun" and word == "-x" and "=" in value:
                 variables[value.partition("=")[0]] = ((*source_key, value.partition("=")[0]), value.partition("=")[2])
             elif program in ("apptainer", "singularity"):
@@ -455,7 +458,7 @@ def _map_wrapper_commands(report: MigrationReport, key: KeyPath, launch: LaunchC
                     source_key, *unmapped, value=f"{value} {words.pop(0)}" if word.endswith("-mca") and words else value
                 )
         elif program in ("apptainer", "singularity"):
-            _map_image(report, (*key[:-1], "image"), word, program)
+            _map_image(report, (*wrapper_key[:-1], "image"), word, program)
             program = ""
         elif "=" in word and source_key[-1].isidentifier():
             variables[source_key[-1]] = (source_key, word.partition("=")[2])
@@ -464,11 +467,11 @@ def _map_wrapper_commands(report: MigrationReport, key: KeyPath, launch: LaunchC
     return variables
 
 
-def _take_option_value(word: str, words: list[str], program: str) -> str:
-    """Return the value of the option `word`. If the value is the next word, it is removed from `words`."""
-    name, has_value, value = word.lstrip("-").partition("=")
+def _take_option_value(option: str, remaining_words: list[str], program: str) -> str:
+    """Return the value of `option`. If the value is the next word, it is removed from `remaining_words`."""
+    name, has_value, value = option.lstrip("-").partition("=")
     has_no_value = name in (_CONTAINER_FLAGS if program in ("apptainer", "singularity") else _SRUN_FLAGS)
-    return value if has_value or has_no_value or not words or words[0].startswith("-") else words.pop(0)
+    return value if has_value or has_no_value or not remaining_words or remaining_words[0].startswith("-") else remaining_words.pop(0)
 
 
 def _map_container_option(
@@ -508,9 +511,9 @@ def _map_container_option(
 _SRUN_FLAGS = ("l", "label", "u", "unbuffered", "exclusive", "K", "k", "no-kill", "overlap", "verbose", "v", "wait")
 
 
-def _parse_bind_mounts(report: MigrationReport, source_key: KeyPath, value: str) -> list[tuple[str, str]]:
+def _parse_bind_mounts(report: MigrationReport, source_key: KeyPath, option_value: str) -> list[tuple[str, str]]:
     mounts = []
-    for bind in value.split(","):
+    for bind in option_value.split(","):
         source, _, target = bind.partition(":")
         target, _, mode = target.partition(":")
         if "$" in bind or not source.startswith("/"):
@@ -522,17 +525,17 @@ def _parse_bind_mounts(report: MigrationReport, source_key: KeyPath, value: str)
     return mounts
 
 
-def _map_image(report: MigrationReport, source_key: KeyPath, word: str, program: str) -> None:
+def _map_image(report: MigrationReport, source_key: KeyPath, image_argument: str, program: str) -> None:
     if _has_slurm_setting(report, "apptainer.image"):
-        report.map_key(source_key, "runner.slurm.apptainer.image", word)
+        report.map_key(source_key, "runner.slurm.apptainer.image", image_argument)
         if program == "singularity":
             report.set_config_value("runner.slurm.apptainer.program", program)
-    elif word.startswith("docker://") and "$" not in word:
-        report.map_key(source_key, "runner.docker_config.docker_container", word.removeprefix("docker://"))
+    elif image_argument.startswith("docker://") and "$" not in image_argument:
+        report.map_key(source_key, "runner.docker_config.docker_container", image_argument.removeprefix("docker://"))
     else:
         report.add_unmapped_key(
             source_key,
             UnmappedReason.done_differently,
             "set runner.docker_config.docker_container to an image in a registry, built with swarmtrain image build",
-            value=word,
+            value=image_argument,
         )

@@ -87,8 +87,8 @@ _SCALING_DEFAULTS: dict[str, dict[str, Any]] = {
 
 def map_scaling_config(report: MigrationReport, hosts: tuple[str, ...] = ()) -> None:
     """Map the Scaling config in `report` for a run on `hosts`; if `hosts` is empty, on the hosts in the Scaling config."""
-    report.rename_key((), "luminous_architecture", "transformer_architecture")
-    report.rename_key(("runner",), "hostfile", "hostsfile")
+    report.rename_source_key((), "luminous_architecture", "transformer_architecture")
+    report.rename_source_key(("runner",), "hostfile", "hostsfile")
     if hosts and report.has_source_key("runner.hostsfile"):
         report.add_unmapped_key("runner.hostsfile", UnmappedReason.done_differently, "runner.hosts lists the hosts of --hostsfile")
     if report.get_source_value("logger.use_tensorboard") and not (
@@ -195,7 +195,7 @@ def _map_local_attention_window(report: MigrationReport, key: KeyPath) -> None:
     if report.get_source_value("transformer_architecture.num_local_attention_heads"):
         report.map_key(key, key)
     else:
-        report.add_unmapped_key(key, UnmappedReason.is_default, "there are no local heads")
+        report.add_unmapped_key(key, UnmappedReason.is_default, "num_local_attention_heads is 0 or unset")
 
 
 def _map_blend_weights(report: MigrationReport, key: KeyPath) -> None:
@@ -234,7 +234,7 @@ def _map_tensor_statistics(report: MigrationReport, key: KeyPath) -> None:
 
 
 def _map_lora_layers(report: MigrationReport, key: KeyPath) -> None:
-    """Map the names of LoRA layers. Scaling calls the output projection of attention `dense`."""
+    """Map the names of LoRA layers. Scaling calls the output projection of attention `dense`, swarmtrain calls it `output`."""
     report.map_key(key, (*key[:-1], "layers"), ["output" if name == "dense" else name for name in report.get_source_list(key)])
 
 
@@ -249,7 +249,7 @@ _KEY_HANDLERS = {
     ("runner", "hostsfile"): _map_hostsfile,
     ("runner", "default_gpu_count"): _map_gpu_count,
     ("runner", "master_addr"): _map_master_address,
-    ("runner", "runner_type"): lambda book, key: None,
+    ("runner", "runner_type"): lambda report, key: None,
     ("transformer_architecture", "local_attention_window_size"): _map_local_attention_window,
     ("transformer_architecture", "lora_config", "parallel_modules"): _map_lora_layers,
     ("transformer_architecture", "finetunable_token_ids"): _map_finetunable_tokens,
@@ -262,7 +262,10 @@ _KEY_HANDLERS = {
 
 
 def _map_batch_sizes(report: MigrationReport, hosts: tuple[str, ...]) -> None:
-    """Compute the global batch size. Scaling derives it from the number of ranks, which a swarmtrain config need not contain."""
+    """Set topology.global_batch_size, unless the source determines it: micro batch size x accumulation steps x replicas on `hosts`.
+
+    Scaling derives it from the number of ranks, which a swarmtrain config need not contain.
+    """
     names = ("micro_batch_size", "gradient_accumulation_steps", "model_parallel_size", "pipe_parallel_size")
     micro_batch_size, accumulation_steps, tensor_parallel_size, pipeline_parallel_size = (
         report.get_source_value(f"topology.{name}") for name in names
@@ -332,11 +335,11 @@ def _iterate_scaling_defaults(report: MigrationReport) -> Iterator[tuple[str, An
         yield from (("logger.wandb_team", "aleph-alpha"), ("logger.wandb_project", "aleph-alpha-scaling"), ("logger.wandb_group", "debug"))
 
 
-def _suggest_field_replacement(path: str) -> str:
+def _suggest_field_replacement(field_path: str) -> str:
     return (
         _CUSTOM_SCRIPT_TEXT
-        if path.startswith("transformer_architecture.")
+        if field_path.startswith("transformer_architecture.")
         else "implement Dataset in datautils.py"
-        if path.startswith("data.")
+        if field_path.startswith("data.")
         else "unknown to swarmtrain"
     )

@@ -16,7 +16,7 @@ _EXPORT_MODULES = {"Lab": "lab", "NodeStatus": "lab", "REGISTRY_ADDRESS": "regis
 
 
 def __getattr__(name: str) -> Any:
-    """Import exports on first use: `--help` needs only the lab's default name."""
+    """Import the export `name` on first use and return it: `--help` needs only the lab's default name."""
     if name not in _EXPORT_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_EXPORT_MODULES[name]}"), name)

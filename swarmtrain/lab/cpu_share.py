@@ -40,8 +40,8 @@ def format_cores_assignment(description: LabDescription) -> str:
     return f"{CORES_VARIABLE}={compute_cores_per_node(description)}"
 
 
-def write_runc_wrapper(directory: Path, description: LabDescription) -> None:
-    """Write the runc wrapper, which sets SWARMTRAIN_CORES, into the lab's directory, where machine.sh expects it."""
-    wrapper = directory / "runc"
+def write_runc_wrapper(lab_folder: Path, description: LabDescription) -> None:
+    """Write the runc wrapper, which sets SWARMTRAIN_CORES, into the lab's folder, where machine.sh expects it."""
+    wrapper = lab_folder / "runc"
     wrapper.write_text(_RUNC_WRAPPER.format(setting=format_cores_assignment(description)))
     wrapper.chmod(0o755)

@@ -20,9 +20,9 @@ ProgressReporter = Callable[[str], None]
 class NodeStatus:
     """Status of one lab node, shown as one line of `lab status`.
 
-    `state` is up, dead or cut; `role` is manager or worker, "" without a swarm; `link` is up, cut, or the rate limit; `engine` is the
-    version of the Docker engine; `services` lists which of sshd, slurmctld and slurmd are listening; `pid` is the process id of the
-    machine's init.
+    `state` is up, dead or partitioned; `role` is manager or worker, "" without a swarm; `link` is up, down, or the rate limit; `engine` is
+    the version of the Docker engine; `services` lists which of sshd, slurmctld and slurmd are listening; `pid` is the process id of the
+    machine's init, None if the machine is dead.
     """
 
     node: str
@@ -41,9 +41,9 @@ class Lab:
     def __init__(self, name: str = DEFAULT_NAME) -> None:
         state.check_lab_name(name)
         self.name = name
-        self._base = state.get_base_directory()
+        self._base = state.get_labs_folder()
         self.directory = self._base / name
-        """The directory with the lab's own files."""
+        """Folder of the lab's own files."""
         self._own_shared_disk = self.directory / "shared"
 
     @property
@@ -53,14 +53,14 @@ class Lab:
         return Path(description.shared) if description else self._own_shared_disk
 
     def get_node_disk(self, node: str) -> Path:
-        """Return the host path of the disk that only the node `node` mounts, at /mnt/own."""
+        """Return the host path of the disk that only `node` mounts, at /mnt/own."""
         self._require_node(node)
         return machines.get_node_disk(self.directory, node)
 
-    def check_prerequisites(self, engine: Path | None = None, components: Collection[str] = ("swarm",)) -> None:
+    def check_prerequisites(self, engine_folder: Path | None = None, components: Collection[str] = ("swarm",)) -> None:
         """Check that this machine can host a lab with these `components`. Raises LabError with a fix if it cannot."""
-        check_machine_prerequisites(engine, components)
-        state.check_lab_directory(self.directory)
+        check_machine_prerequisites(engine_folder, components)
+        state.check_lab_folder(self.directory)
         network.check_kernel_support()
 
     def bring_up(
@@ -70,32 +70,32 @@ class Lab:
         components: Sequence[str] = ("swarm",),
         bare: bool = False,
         gpus: int = 0,
-        engine_directory: Path | None = None,
-        shared_directory: Path | None = None,
+        engine_folder: Path | None = None,
+        shared_folder: Path | None = None,
         report_progress: ProgressReporter,
     ) -> None:
-        """Start the lab: its machines, given by number or by names, with `components` of state.COMPONENTS.
+        """Start the lab with `nodes` machines, given by number or by names, and with `components`, a subset of state.COMPONENTS.
 
         With `swarm`, each machine has a Docker engine, the first machine is the manager, and there is a registry. With `docker`, the
         engines are not in a swarm; the engines of a `bare` lab do not trust a registry, either. With `ssh`, each machine has an sshd. With
         `slurm`, each is a node of a Slurm cluster whose slurmctld is on the first.
 
-        `engine_directory` is a directory with a different dockerd and containerd; `shared_directory` is the directory that all nodes share.
+        `engine_folder` is a folder with a different dockerd and containerd; `shared_folder` is the folder that all nodes share.
         Each engine declares `gpus` simulated GPUs, so that their assignment to runs can be tested.
 
         If anything fails, everything that was created is removed. A lab of this name whose machines are all dead is removed first. A
-        running one is left unchanged; if its settings differ, LabError is raised.
+        running lab is left unchanged; if its settings differ, LabError is raised.
         """
         state.check_components(components)
-        self.check_prerequisites(engine_directory, components)
+        self.check_prerequisites(engine_folder, components)
         names = tuple(f"node{index}" for index in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
         if not 1 <= len(names) <= state.MAX_NODES:
             raise LabError(f"a lab has 1 to {state.MAX_NODES} nodes, not {nodes}", place="lab up --nodes")
         if gpus and bare:
             raise LabError("cannot be used for a bare lab: its engines have no settings until you configure them", place="lab up --gpus")
         with state.lock_labs(self._base):
-            shared_path = (shared_directory or self._own_shared_disk).absolute()
-            engine_path = str(engine_directory.absolute()) if engine_directory else None
+            shared_path = (shared_folder or self._own_shared_disk).absolute()
+            engine_path = str(engine_folder.absolute()) if engine_folder else None
             subnet = state.choose_subnet(self.name, state.list_taken_subnets(self._base))
             desired = LabDescription(
                 self.name,
@@ -121,28 +121,28 @@ class Lab:
         self._print_introduction(desired, report_progress)
 
     def tear_down(self, *, keep_images: bool = False, report_progress: ProgressReporter) -> None:
-        """Remove the lab and all its data. With the last lab of this machine, its images are removed, too, unless `keep_images`."""
+        """Remove the lab and all its data. If it was the last lab of this machine, also remove the images, unless `keep_images`."""
         check_root()
         with state.lock_labs(self._base):
             description = state.read_lab_description(self.directory)
             self._remove_lab()
             report_progress(f"lab {self.name}: removed" if description else f"lab {self.name}: does not exist")
             self._remove_images(keep_images, report_progress)
-        state.remove_empty_base_directory(self._base)
+        state.remove_empty_labs_folder(self._base)
 
     def get_status(self) -> list[NodeStatus]:
         """Return the status of each node."""
         check_root()
         description = self._load_description()
         link_states = network.list_link_states(self.name)
-        return [self._get_node_status(description, node, link_states.get(node, "cut")) for node in description.nodes]
+        return [self._get_node_status(description, node, link_states.get(node, "down")) for node in description.nodes]
 
     def power_off_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Power off the node: its services and containers are killed at once, without closing their connections. Its disk is kept."""
         description = self._require_running_node(node)
         machines.power_off_node(self.directory, description, node)
         notice_text = "; a swarm detects this after about 15 s" if description.has_engines else ""
-        report_progress(f"{node}: power off{notice_text}. `{self._format_lab_command('start', node)}` boots it again")
+        report_progress(f"{node}: powered off{notice_text}. `{self._format_lab_command('power-on', node)}` boots it again")
 
     def power_on_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Boot a node that was powered off, with its data.
@@ -174,7 +174,7 @@ class Lab:
         """Partition the node from the lab's network; the machine keeps running."""
         self._require_running_node(node)
         network.set_link_down(self.name, node)
-        report_progress(f"{node}: disconnected, its processes keep running. `{self._format_lab_command('heal', node)}` reconnects it")
+        report_progress(f"{node}: partitioned; its processes keep running. `{self._format_lab_command('reconnect', node)}` reconnects it")
 
     def reconnect_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Reconnect the node to the lab's network, at full speed."""
@@ -186,7 +186,7 @@ class Lab:
         """Limit the node's network to `rate` (100mbit, 1gbit) in both directions."""
         self._require_running_node(node)
         network.limit_link_rate(self.name, node, rate)
-        report_progress(f"{node}: network at {rate} in both directions. `{self._format_lab_command('heal', node)}` removes the limit")
+        report_progress(f"{node}: network at {rate} in both directions. `{self._format_lab_command('reconnect', node)}` removes the limit")
 
     def build_client_environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the environment variables that, added to `environ`, point this machine's tools to the lab.
@@ -210,18 +210,18 @@ class Lab:
         self._require_node(node)
         return f"unix://{engines.get_engine_socket(self.directory, node)}"
 
-    def build_enter_command(self, node: str, *, folder: Path = Path("/")) -> list[str]:
-        """Return the command prefix that runs a command on the machine `node`, in the namespaces of its services.
+    def build_enter_command(self, node: str, *, start_folder: Path = Path("/")) -> list[str]:
+        """Return the command prefix that runs a command on `node`, in the namespaces of its services.
 
-        The command starts in `folder` if the machine has that folder.
+        The command starts in `start_folder` if that folder exists on `node`.
         """
         self._require_running_node(node)
         pid = self._get_init_pid(node)
-        working_folder = folder if state.is_directory_visible(folder) else Path("/")
+        working_folder = start_folder if state.is_folder_visible(start_folder) else Path("/")
         return ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", f"--wdns={working_folder}"]
 
     def build_node_environment(self, node: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` adapted for a command on the machine `node`: Docker's tools use its engine, Slurm's tools the lab's Slurm."""
+        """Return `environ` adapted for a command on `node`: Docker's tools use its engine, Slurm's tools the lab's Slurm."""
         description = self._require_node(node)
         removed_variables = ("DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH")
         node_variables = {"DOCKER_HOST": engines.OWN_SOCKET, cpu_share.CORES_VARIABLE: str(cpu_share.compute_cores_per_node(description))}
@@ -254,7 +254,7 @@ class Lab:
         if "slurm" in description.components:
             slurm.wait_until_slurm_ready(self.directory, description, description.nodes)
         if description.has_swarm:
-            engines.form_swarm(self.directory, description)
+            engines.create_swarm(self.directory, description)
         state.write_lab_description(self.directory, replace(description, ready=True))
 
     def _build_node_services(self, description: LabDescription, node: str) -> dict[str, str]:
@@ -294,7 +294,7 @@ class Lab:
         option = [] if self.name == DEFAULT_NAME else ["--name", self.name]
         return " ".join(["swarmtrain", "lab", verb, *option, *arguments])
 
-    def _is_already_running(self, desired: LabDescription, report_progress: ProgressReporter) -> bool:
+    def _is_already_running(self, desired_description: LabDescription, report_progress: ProgressReporter) -> bool:
         description = state.read_lab_description(self.directory)
         if not description or not description.ready:
             return False
@@ -304,13 +304,13 @@ class Lab:
             report_progress(f"lab {self.name}: all its {unit_name} are dead; removing the lab")
             return False
         running_text = f"{len(running)} of its {len(description.nodes)} {unit_name} run"
-        if description.nodes != desired.nodes:
+        if description.nodes != desired_description.nodes:
             difference = "with other nodes"
-        elif description.bare != desired.bare:
+        elif description.bare != desired_description.bare:
             difference = "as a bare lab" if description.bare else "as a swarm"
-        elif description.components != desired.components:
+        elif description.components != desired_description.components:
             difference = f"with machines that have {', '.join(description.components)}"
-        elif description.gpus != desired.gpus:
+        elif description.gpus != desired_description.gpus:
             difference = f"with {description.gpus} GPUs per engine"
         else:
             report_progress(f"lab {self.name}: {running_text} already ({', '.join(running)}); left unchanged")
@@ -339,7 +339,7 @@ class Lab:
         shutil.rmtree(store)
         report_progress("images removed with the last lab")
 
-    def _get_node_status(self, description: LabDescription, node: str, link: str) -> NodeStatus:
+    def _get_node_status(self, description: LabDescription, node: str, link_state: str) -> NodeStatus:
         pid = self._get_init_pid(node)
         version = ""
         if pid is not None and description.has_engines:
@@ -347,12 +347,12 @@ class Lab:
                 version = engine_api.send_request(engines.get_engine_socket(self.directory, node), "GET", "/version", timeout=2)["Version"]
             except OSError:
                 version = "no answer"
-        state_text = "dead" if pid is None else "cut" if link == "cut" else "up"
+        state_text = "dead" if pid is None else "partitioned" if link_state == "down" else "up"
         role = "" if not description.has_swarm else "manager" if node == description.nodes[0] else "worker"
         ports = machines.list_listening_ports(pid)
         services = tuple(name for name, port in {"sshd": ssh.PORT, **slurm.PORTS}.items() if port in ports)
         return NodeStatus(
-            node, state_text, role, link if pid is not None else "", version, services, description.get_node_address(node), pid
+            node, state_text, role, link_state if pid is not None else "", version, services, description.get_node_address(node), pid
         )
 
     def _get_init_pid(self, node: str) -> int | None:
@@ -363,7 +363,7 @@ class Lab:
         if description is None:
             lab_names = ", ".join(lab_description.name for lab_description in state.list_labs(self._base))
             known_text = f"existing labs: {lab_names}" if lab_names else "this machine has no labs"
-            raise LabError(f"no such lab; {known_text}", place=f"lab {self.name}", hint="swarmtrain lab up --nodes 3")
+            raise LabError(f"unknown lab; {known_text}", place=f"lab {self.name}", hint="swarmtrain lab up --nodes 3")
         return description
 
     def _require_node(self, node: str) -> LabDescription:
@@ -376,12 +376,12 @@ class Lab:
         check_root()
         description = self._require_node(node)
         if self._get_init_pid(node) is None:
-            raise LabError("is not running", place=node, hint=self._format_lab_command("start", node))
+            raise LabError("is not running", place=node, hint=self._format_lab_command("power-on", node))
         return description
 
 
 def _describe_machines(description: LabDescription) -> str:
-    """Return a text that describes the machines: their number and kind, their subnet, and their components in addition to engines."""
+    """Return a description of the machines: their number and kind, their subnet, and their components in addition to engines."""
     other_components = [component for component in description.components if component not in ("swarm", "docker")]
     unit_name = "engines" if description.has_engines else "machines"
     swarm_note = ", without a swarm" if description.has_engines and not description.has_swarm else ""

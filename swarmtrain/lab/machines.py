@@ -16,21 +16,21 @@ _UNSHARE_COMMAND = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def get_init_daemon(directory: Path, node: str) -> LabDaemon:
-    """Return the init process of the node: when it ends, everything in the machine ends."""
-    return LabDaemon(directory / node / "pid")
+def get_init_daemon(lab_folder: Path, node: str) -> LabDaemon:
+    """Return the init process of the node. When it exits, all processes of the machine are killed."""
+    return LabDaemon(lab_folder / node / "pid")
 
 
-def get_node_disk(directory: Path, node: str) -> Path:
+def get_node_disk(lab_folder: Path, node: str) -> Path:
     """Return the host path of the disk that the node mounts at /mnt/own."""
-    return directory / node / "own"
+    return lab_folder / node / "own"
 
 
-def create_node_files(directory: Path, description: LabDescription, node: str) -> None:
+def create_node_files(lab_folder: Path, description: LabDescription, node: str) -> None:
     """Create the files of a new node: its disk, its hosts file, and the folder of its service scripts."""
-    node_folder = directory / node
+    node_folder = lab_folder / node
     (node_folder / "services").mkdir(parents=True)
-    get_node_disk(directory, node).mkdir()
+    get_node_disk(lab_folder, node).mkdir()
     names_by_address = {description.get_node_address(name): name for name in description.nodes} | {
         description.bridge_address: network.REGISTRY_HOST
     }
@@ -39,48 +39,48 @@ def create_node_files(directory: Path, description: LabDescription, node: str) -
     )
 
 
-def write_service_scripts(directory: Path, node: str, services: Mapping[str, str]) -> None:
-    """Write the shell scripts of the services that the node starts at each boot; that of its engine is named `engine`."""
+def write_service_scripts(lab_folder: Path, node: str, services: Mapping[str, str]) -> None:
+    """Write the shell scripts of the services that the node starts at each boot; the engine's script is named `engine`."""
     for service, script in services.items():
-        (directory / node / "services" / service).write_text(script)
+        (lab_folder / node / "services" / service).write_text(script)
 
 
-def boot_node(directory: Path, description: LabDescription, node: str) -> None:
+def boot_node(lab_folder: Path, description: LabDescription, node: str) -> None:
     """Connect the node to the network and power it on. Returns as soon as its init runs. Raises LabError if it does not start."""
-    node_folder = directory / node
+    node_folder = lab_folder / node
     # Pass no other variables of the user's shell: a proxy setting would intercept requests to the lab's registry.
     path = build_search_path(Path(description.engine) if description.engine else None)
     network.connect_node(description, node)
-    get_init_daemon(directory, node).spawn(
+    get_init_daemon(lab_folder, node).spawn(
         ["sh", str(Path(__file__).with_name("machine.sh")), str(node_folder), node, description.shared],
         enter_command=[*network.build_enter_command(description.name, node), "env", "-i", f"PATH={path}", "HOME=/root", *_UNSHARE_COMMAND],
         log=node_folder / "init.log",
     )
 
 
-def power_off_node(directory: Path, description: LabDescription, node: str) -> None:
+def power_off_node(lab_folder: Path, description: LabDescription, node: str) -> None:
     """Power off the node: its network link is removed first, so that no peer is notified; then all its processes are killed."""
     network.remove_node_link(description.name, node)
-    get_init_daemon(directory, node).kill()
+    get_init_daemon(lab_folder, node).kill()
     network.remove_namespace(description.name, node)
     _remove_cgroup(get_cgroup_name(description.name, node))
 
 
-def read_log_tail(directory: Path, node: str, service: str) -> str:
+def read_log_tail(lab_folder: Path, node: str, service: str) -> str:
     """Return the last log lines of the node's init and of one of its services."""
-    logs = (directory / node / f"{name}.log" for name in ("init", service))
+    logs = (lab_folder / node / f"{name}.log" for name in ("init", service))
     return "\n".join(read_last_log_lines(log) for log in logs if log.exists()).strip()
 
 
-def wait_until_service_listens(directory: Path, node: str, service: str, port: int, *, seconds: float = 60) -> None:
-    """Wait until the node's service `service` listens on TCP port `port`.
+def wait_until_service_listens(lab_folder: Path, node: str, service: str, port: int, *, timeout: float = 60) -> None:
+    """Wait until `service` of the node listens on TCP port `port`.
 
-    Raises LabError with the service's log if the machine dies, or if the service does not listen within `seconds`.
+    Raises LabError with the service's log if the machine dies, or if the service does not listen within `timeout` seconds.
     """
-    deadline = time.monotonic() + seconds
-    while port not in list_listening_ports(pid := get_init_daemon(directory, node).pid):
+    deadline = time.monotonic() + timeout
+    while port not in list_listening_ports(pid := get_init_daemon(lab_folder, node).pid):
         if pid is None or time.monotonic() > deadline:
-            raise LabError(f"{service} does not start:\n{read_log_tail(directory, node, service)}", place=node)
+            raise LabError(f"{service} does not start:\n{read_log_tail(lab_folder, node, service)}", place=node)
         time.sleep(0.02)
 
 
@@ -107,14 +107,14 @@ def remove_cgroups(lab: str) -> None:
             parent.rmdir()
 
 
-def _remove_cgroup(group: str) -> None:
+def _remove_cgroup(cgroup_name: str) -> None:
     for hierarchy in _list_cgroup_roots():
-        for folder, _, _ in os.walk(hierarchy / group.lstrip("/"), topdown=False):
+        for folder, _, _ in os.walk(hierarchy / cgroup_name.lstrip("/"), topdown=False):
             _remove_empty_cgroup(Path(folder))
 
 
 def _remove_empty_cgroup(cgroup_path: Path) -> None:
-    """Remove one empty cgroup, with retries: the kernel may take a moment to notice that its last process has exited."""
+    """Remove one empty cgroup; retry for up to 2 s, because the kernel may still count a process that has just exited."""
     deadline = time.monotonic() + 2
     while True:
         try:

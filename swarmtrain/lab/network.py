@@ -91,13 +91,13 @@ def connect_node(description: LabDescription, node: str) -> None:
 
 
 def remove_namespace(lab: str, member: str) -> None:
-    """Remove the network namespace of `member`, and the links that end in it. Does nothing if it does not exist."""
+    """Remove the network namespace of `member`, and the links that end in it. Does nothing if the namespace does not exist."""
     if get_namespace_name(lab, member) in list_namespaces():
         process.run_command(["ip", "netns", "delete", get_namespace_name(lab, member)])
 
 
 def remove_node_link(lab: str, node: str) -> None:
-    """Remove the node's link to the bridge. Does nothing if it does not exist."""
+    """Remove the node's link to the bridge. Does nothing if the link does not exist."""
     node_namespace = get_namespace_name(lab, node)
     with contextlib.suppress(ProcessError):  # if the creation of the namespace was interrupted, only its name exists
         if node_namespace in list_namespaces() and "eth0" in process.run_command(
@@ -133,17 +133,19 @@ def limit_link_rate(lab: str, node: str, rate: str) -> None:
 
 
 def parse_rate(rate: str) -> float:
-    """Return the network rate `rate` in bits per second. Raises LabError unless it is a positive number followed by kbit, mbit or gbit."""
+    """Return the network rate in bits per second. Raises LabError unless `rate` is a positive number followed by kbit, mbit or gbit."""
     match = _RATE_PATTERN.fullmatch(rate)
     if not match or float(match[1]) <= 0:
         raise LabError(
-            f"{rate!r} is not a valid rate", place="lab slow --rate", hint="use a number with kbit, mbit or gbit, such as 100mbit or 1gbit"
+            f"{rate!r} is not a valid rate",
+            place="lab throttle --rate",
+            hint="use a number with kbit, mbit or gbit, such as 100mbit or 1gbit",
         )
     return float(match[1]) * _RATE_UNITS[match[2]]
 
 
 def list_link_states(lab: str) -> dict[str, str]:
-    """Return the state of each connected node's link: `up`, `cut`, or its rate limit in tc's notation."""
+    """Return the state of each connected node's link: `up`, `down`, or its rate limit in tc's notation."""
     bridge_namespace = get_namespace_name(lab, "bridge")
     links = json.loads(process.run_command(["ip", "-n", bridge_namespace, "-j", "link", "show", "type", "veth"]) or "[]")
     rate_limits = {
@@ -151,16 +153,18 @@ def list_link_states(lab: str) -> dict[str, str]:
         for queue in json.loads(process.run_command(["tc", "-n", bridge_namespace, "-j", "qdisc", "show"]) or "[]")
         if queue["kind"] == "tbf"
     }
-    return {link["ifname"]: rate_limits.get(link["ifname"], "up") if "UP" in link["flags"] else "cut" for link in links if "ifname" in link}
+    return {
+        link["ifname"]: rate_limits.get(link["ifname"], "up") if "UP" in link["flags"] else "down" for link in links if "ifname" in link
+    }
 
 
 def _list_link_endpoints(lab: str, node: str) -> list[tuple[str, str]]:
     return [(get_namespace_name(lab, "bridge"), node), (get_namespace_name(lab, node), "eth0")]
 
 
-def _derive_mac_address(address: str) -> str:
+def _derive_mac_address(ip_address: str) -> str:
     """Return the MAC address derived from an IPv4 address. It must stay the same after a reboot, because peers cache it (ARP)."""
-    return ":".join(["02", "42", *(f"{int(octet):02x}" for octet in address.split("."))])
+    return ":".join(["02", "42", *(f"{int(octet):02x}" for octet in ip_address.split("."))])
 
 
 def _check_link_kind(namespace: str, kind: str, *settings: str) -> None:

@@ -19,16 +19,16 @@ exec {argv} "$@"
 """
 
 
-def get_shim_folder(directory: Path) -> Path:
+def get_shim_folder(lab_folder: Path) -> Path:
     """Return the folder of the PATH shims (wrapper scripts)."""
-    return directory / "bin"
+    return lab_folder / "bin"
 
 
-def write_shims(directory: Path, description: LabDescription) -> None:
-    """Write a wrapper for each SSH and Slurm program on this machine, which runs the same program in the lab's network."""
-    get_shim_folder(directory).mkdir()
+def write_shims(lab_folder: Path, description: LabDescription) -> None:
+    """Write a shim for each SSH and Slurm program on this machine; the shim runs the same program in the lab's network."""
+    get_shim_folder(lab_folder).mkdir()
     options_by_program = (
-        {name: ["-F", str(ssh.get_client_config_path(directory))] for name in _SSH_PROGRAMS} if "ssh" in description.components else {}
+        {name: ["-F", str(ssh.get_client_config_path(lab_folder))] for name in _SSH_PROGRAMS} if "ssh" in description.components else {}
     )
     options_by_program |= {name: [] for name in _SLURM_PROGRAMS} if "slurm" in description.components else {}
     enter_command = network.build_enter_command(description.name, "bridge")
@@ -38,6 +38,6 @@ def write_shims(directory: Path, description: LabDescription) -> None:
             script = _SHIM_SCRIPT.format(
                 namespace=network.get_namespace_path(description.name, "bridge"), enter=shlex.join(enter_command), argv=argv
             )
-            program = get_shim_folder(directory) / name
+            program = get_shim_folder(lab_folder) / name
             program.write_text(script)
             program.chmod(0o755)

@@ -35,13 +35,13 @@ _COMMON_PROGRAMS = {
 _APT_COMMAND = "apt-get install -y docker.io docker-registry mmdebstrap iproute2 iptables"
 
 
-def build_search_path(engine: Path | None) -> str:
-    """Return the PATH for a lab's programs: first `engine`, the directory of a different Docker engine; last the sbin directories."""
-    engine_path = [str(engine)] if engine else []
+def build_search_path(engine_folder: Path | None) -> str:
+    """Return the PATH for a lab's programs: first `engine_folder`, the folder of a different Docker engine; last the sbin folders."""
+    engine_path = [str(engine_folder)] if engine_folder else []
     return os.pathsep.join([*engine_path, os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def check_machine_prerequisites(engine: Path | None, components: Collection[str]) -> None:
+def check_machine_prerequisites(engine_folder: Path | None, components: Collection[str]) -> None:
     """Check that this is Linux, the user is root, and all programs that a lab with `components` needs are installed.
 
     Raises LabError if one of these conditions does not hold.
@@ -49,14 +49,16 @@ def check_machine_prerequisites(engine: Path | None, components: Collection[str]
     if sys.platform != "linux":
         raise LabError("needs Linux namespaces, but this is not Linux", place="lab", hint="run swarmtrain lab in a Linux virtual machine")
     check_root()
-    if engine and not os.access(engine / "dockerd", os.X_OK):
+    if engine_folder and not os.access(engine_folder / "dockerd", os.X_OK):
         raise LabError(
-            f"{engine} does not contain dockerd", place="lab --engine", hint="pass the directory that contains dockerd and containerd"
+            f"{engine_folder} does not contain dockerd",
+            place="lab --engine",
+            hint="pass the directory that contains dockerd and containerd",
         )
     packages_by_program = {
         program: package for component in components for program, package in _PROGRAMS_BY_COMPONENT[component].items()
     } | _COMMON_PROGRAMS
-    missing = [program for program in packages_by_program if not shutil.which(program, path=build_search_path(engine))]
+    missing = [program for program in packages_by_program if not shutil.which(program, path=build_search_path(engine_folder))]
     if missing:
         packages = sorted({packages_by_program[program] for program in missing})
         hint = _APT_COMMAND if "docker.io" in packages else f"apt-get install -y {' '.join(packages)}"

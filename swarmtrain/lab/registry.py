@@ -18,14 +18,14 @@ PORT = 5000
 REGISTRY_ADDRESS = f"{network.REGISTRY_HOST}:{PORT}"
 
 
-def get_image_store_path(base: Path) -> Path:
-    """Return the directory that stores the registry images of all labs under `base`."""
-    return base / ".images"
+def get_image_store_path(labs_folder: Path) -> Path:
+    """Return the folder that stores the registry images of all labs under `labs_folder`."""
+    return labs_folder / ".images"
 
 
-def start_registry(description: LabDescription, directory: Path) -> None:
-    """Start the lab's registry and wait until it listens. Raises LabError with its log if it does not listen within a minute."""
-    store_path = get_image_store_path(directory.parent)
+def start_registry(description: LabDescription, lab_folder: Path) -> None:
+    """Start the lab's registry and wait until it listens. Raises LabError with its log if it does not listen within 1 min."""
+    store_path = get_image_store_path(lab_folder.parent)
     store_path.mkdir(exist_ok=True)
     config = {
         "version": "0.1",
@@ -34,10 +34,10 @@ def start_registry(description: LabDescription, directory: Path) -> None:
         # All labs use the same secret, because they share the store, including unfinished uploads.
         "http": {"addr": f"{description.bridge_address}:{PORT}", "secret": "lab"},
     }
-    (directory / "registry.json").write_text(json.dumps(config))
-    daemon, log = LabDaemon(directory / "registry.pid"), directory / "registry.log"
+    (lab_folder / "registry.json").write_text(json.dumps(config))
+    daemon, log = LabDaemon(lab_folder / "registry.pid"), lab_folder / "registry.log"
     daemon.spawn(
-        ["docker-registry", "serve", str(directory / "registry.json")],
+        ["docker-registry", "serve", str(lab_folder / "registry.json")],
         enter_command=network.build_enter_command(description.name, "bridge"),
         log=log,
     )
@@ -48,6 +48,6 @@ def start_registry(description: LabDescription, directory: Path) -> None:
         time.sleep(0.01)
 
 
-def stop_registry(directory: Path) -> None:
+def stop_registry(lab_folder: Path) -> None:
     """Stop the lab's registry if it is running."""
-    LabDaemon(directory / "registry.pid").kill()
+    LabDaemon(lab_folder / "registry.pid").kill()

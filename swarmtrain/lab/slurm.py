@@ -1,6 +1,6 @@
 """The lab's Slurm cluster: munged and slurmctld on the first machine, and slurmd on every machine.
 
-The munge key, socket and state are in the lab's directory. Jobs of the partition `urgent` preempt jobs of `main`, which have 20 s to exit.
+The munge key, socket and state are in the lab's folder. Jobs of the partition `urgent` preempt jobs of `main`, which have 20 s to exit.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _MUNGED_COMMAND = "munged --foreground --force --socket={0}/munge.socket --key-f
 _MUNGED_FILE_OPTIONS = "--log-file={0}/munge.log --seed-file={0}/munge.seed"
 
 
-def get_slurm_conf_path(directory: Path) -> Path:
+def get_slurm_conf_path(lab_folder: Path) -> Path:
     """Return the path of the lab's slurm.conf."""
-    return directory / "slurm" / "slurm.conf"
+    return lab_folder / "slurm" / "slurm.conf"
 
 
-def write_slurm_files(directory: Path, description: LabDescription) -> None:
-    """Write the lab's slurm.conf and munge key, and create the folders of the daemons."""
-    folder = get_slurm_conf_path(directory).parent
+def write_slurm_files(lab_folder: Path, description: LabDescription) -> None:
+    """Write the lab's slurm.conf, munge key and task prolog, and create the folders of the daemons."""
+    folder = get_slurm_conf_path(lab_folder).parent
     for subfolder in ("state", *(f"spool-{node}" for node in description.nodes)):
         (folder / subfolder).mkdir(parents=True, mode=0o700)
     key = folder / "munge.key"
@@ -77,12 +77,12 @@ def write_slurm_files(directory: Path, description: LabDescription) -> None:
         _NODE_TEMPLATE.format(name=node, address=description.get_node_address(node), cpus=_CPUS_PER_NODE) for node in description.nodes
     ]
     cluster = _CONF_TEMPLATE.format(folder=folder, first=first, address=description.get_node_address(first))
-    get_slurm_conf_path(directory).write_text("".join([*nodes, cluster]), encoding="utf-8")
+    get_slurm_conf_path(lab_folder).write_text("".join([*nodes, cluster]), encoding="utf-8")
 
 
-def build_slurm_services(directory: Path, description: LabDescription, node: str) -> dict[str, str]:
+def build_slurm_services(lab_folder: Path, description: LabDescription, node: str) -> dict[str, str]:
     """Return the scripts of the node's Slurm services: slurmd, and on the first node also munged and slurmctld."""
-    folder, file = shlex.quote(str(get_slurm_conf_path(directory).parent)), shlex.quote(str(get_slurm_conf_path(directory)))
+    folder, file = shlex.quote(str(get_slurm_conf_path(lab_folder).parent)), shlex.quote(str(get_slurm_conf_path(lab_folder)))
     wait = f"until [ -S {folder}/munge.socket ]; do sleep 0.02; done\n"
     service_scripts = {"slurmd": f"{wait}exec slurmd -D -f {file}\n"}
     if node == description.nodes[0]:
@@ -91,26 +91,29 @@ def build_slurm_services(directory: Path, description: LabDescription, node: str
     return service_scripts
 
 
-def wait_until_slurm_ready(directory: Path, description: LabDescription, nodes: Iterable[str], *, seconds: float = 60) -> None:
-    """Wait until slurmctld reports all `nodes` as usable. Raises LabError that names the nodes that are not usable within `seconds`."""
+def wait_until_slurm_ready(lab_folder: Path, description: LabDescription, nodes: Iterable[str], *, timeout: float = 60) -> None:
+    """Wait until slurmctld reports all `nodes` as ready.
+
+    Raises LabError that names the nodes that are not ready within `timeout` seconds.
+    """
     first = description.nodes[0]
-    machines.wait_until_service_listens(directory, first, "slurmctld", PORTS["slurmctld"], seconds=seconds)
+    machines.wait_until_service_listens(lab_folder, first, "slurmctld", PORTS["slurmctld"], timeout=timeout)
     for node in nodes:
-        machines.wait_until_service_listens(directory, node, "slurmd", PORTS["slurmd"], seconds=seconds)
-    deadline = time.monotonic() + seconds
-    while missing := set(nodes) - _list_ready_nodes(directory, description):
+        machines.wait_until_service_listens(lab_folder, node, "slurmd", PORTS["slurmd"], timeout=timeout)
+    deadline = time.monotonic() + timeout
+    while missing := set(nodes) - _list_ready_nodes(lab_folder, description):
         if time.monotonic() > deadline:
-            log_tail = machines.read_log_tail(directory, first, "slurmctld")
-            raise LabError(f"not ready in Slurm after {seconds:g} s\n{log_tail}", place=", ".join(sorted(missing)))
+            log_tail = machines.read_log_tail(lab_folder, first, "slurmctld")
+            raise LabError(f"not ready in Slurm after {timeout:g} s\n{log_tail}", place=", ".join(sorted(missing)))
         time.sleep(0.05)
 
 
-def _list_ready_nodes(directory: Path, description: LabDescription) -> set[str]:
+def _list_ready_nodes(lab_folder: Path, description: LabDescription) -> set[str]:
     argv = [*network.build_enter_command(description.name, "bridge"), "sinfo", "--noheader", "--Node", "--format=%N %T"]
     with contextlib.suppress(ProcessError):
         rows = [
             line.split()
-            for line in process.run_command(argv, env={"SLURM_CONF": str(get_slurm_conf_path(directory))}, timeout=5.0).splitlines()
+            for line in process.run_command(argv, env={"SLURM_CONF": str(get_slurm_conf_path(lab_folder))}, timeout=5.0).splitlines()
         ]
         return {name for name, node_state in rows if node_state in _READY_STATES}
     return set()

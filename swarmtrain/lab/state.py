@@ -1,4 +1,4 @@
-"""The stored state of a lab: its directory, its description, the subnet that it uses, and the processes that it started."""
+"""The stored state of a lab: its folder, its description, the subnet that it uses, and the processes that it started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarmtrain import process
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.errors import LabError
 
 MAX_NODES = 200
@@ -31,9 +31,9 @@ _HIDDEN_FOLDERS = ("/run", "/mnt", "/proc")
 class LabDescription:
     """Settings of a lab, as stored in its lab.json.
 
-    `engine` is the directory of the lab's dockerd, None for the dockerd in PATH. `shared` is the directory that all nodes share.
+    `engine` is the folder of the lab's dockerd, None for the dockerd in PATH. `shared` is the folder that all nodes share.
     `components` is a subset of COMPONENTS: `swarm` (Docker engines that form a swarm), `docker` (engines without a swarm), `ssh` (an sshd
-    per machine) and `slurm` (a Slurm cluster). The engines of a `bare` lab do not form a swarm, whatever the components are, and do not
+    per machine) and `slurm` (a Slurm cluster). The engines of a `bare` lab do not form a swarm, regardless of `components`, and do not
     trust a registry. Each engine declares `gpus` simulated GPUs.
     """
 
@@ -71,21 +71,21 @@ class LabDescription:
         return str(ipaddress.ip_network(self.subnet)[254])
 
 
-def get_base_directory() -> Path:
-    """Return the directory that contains all labs of this machine."""
+def get_labs_folder() -> Path:
+    """Return the folder that contains all labs of this machine."""
     return Path(os.environ.get("SWARMTRAIN_LAB_DIR") or _DEFAULT_BASE).absolute()
 
 
-def remove_empty_base_directory(base: Path) -> None:
-    """Remove the directory of all labs if it is empty; for the default directory also its parent."""
+def remove_empty_labs_folder(labs_folder: Path) -> None:
+    """Remove `labs_folder` if it is empty; if it is the default folder, also remove its parent."""
     with contextlib.suppress(OSError):
-        base.rmdir()
-        if base == _DEFAULT_BASE:
-            base.parent.rmdir()
+        labs_folder.rmdir()
+        if labs_folder == _DEFAULT_BASE:
+            labs_folder.parent.rmdir()
 
 
 def check_lab_name(name: str) -> None:
-    """Check that `name` is a valid lab name, since it is used for namespaces and directories. Raises LabError if it is not."""
+    """Check that `name`, which is used for namespaces and folders, is a valid lab name. Raises LabError if not."""
     if not _NAME_PATTERN.fullmatch(name):
         raise LabError(
             f"{name!r} is not a valid lab name: use up to 30 lower-case letters, digits and dashes, starting with a letter or digit",
@@ -94,42 +94,42 @@ def check_lab_name(name: str) -> None:
 
 
 def check_components(components: Collection[str]) -> None:
-    """Check that `components` is not empty and all of them exist. Raises LabError if not."""
+    """Check that `components` is not empty and contains only known components. Raises LabError if not."""
     for component in components or [""]:
         if component not in COMPONENTS:
             raise LabError(f"{component!r} is not a known component; available components: {', '.join(COMPONENTS)}", place="lab up --with")
 
 
-def check_lab_directory(directory: Path) -> None:
-    """Check that the machines of a lab would see `directory`, and that socket paths in it are short enough. Raises LabError if not."""
+def check_lab_folder(lab_folder: Path) -> None:
+    """Check that the machines of a lab would see `lab_folder`, and that socket paths in it are short enough. Raises LabError if not."""
     hint = "set SWARMTRAIN_LAB_DIR to a short path on a local disk"
-    check_directory_visible(directory, hint)
-    longest = directory / f"node{MAX_NODES - 1}" / "docker.sock"
+    check_folder_visible(lab_folder, hint)
+    longest = lab_folder / f"node{MAX_NODES - 1}" / "docker.sock"
     if len(os.fsencode(longest)) > _SOCKET_PATH_LIMIT:
         raise LabError(f"{longest}: the path of a socket cannot be longer than {_SOCKET_PATH_LIMIT} bytes", place="lab", hint=hint)
 
 
-def is_directory_visible(directory: Path) -> bool:
-    """Return whether the machines of a lab see the same `directory` as this machine."""
-    return not any(directory.resolve().is_relative_to(hidden) for hidden in _HIDDEN_FOLDERS)
+def is_folder_visible(folder: Path) -> bool:
+    """Return whether the machines of a lab see the same `folder` as this machine."""
+    return not any(folder.resolve().is_relative_to(hidden) for hidden in _HIDDEN_FOLDERS)
 
 
-def check_directory_visible(directory: Path, hint: str) -> None:
-    """Check that the machines of a lab would see `directory`. Raises LabError with `hint` if not."""
-    if not is_directory_visible(directory):
+def check_folder_visible(folder: Path, hint: str) -> None:
+    """Check that the machines of a lab would see `folder`. Raises LabError with `hint` if not."""
+    if not is_folder_visible(folder):
         raise LabError(
-            f"{directory}: is not visible in a lab, whose machines have their own {', '.join(_HIDDEN_FOLDERS)}", place="lab", hint=hint
+            f"{folder}: is not visible in a lab, whose machines have their own {', '.join(_HIDDEN_FOLDERS)}", place="lab", hint=hint
         )
 
 
-def choose_subnet(name: str, taken_networks: Collection[str]) -> str:
-    """Return a free /24 subnet of 10.77.0.0/16 for the lab `name`.
+def choose_subnet(lab_name: str, taken_networks: Collection[str]) -> str:
+    """Return a free /24 subnet of 10.77.0.0/16 for the lab `lab_name`.
 
     The same name results in the same subnet, unless that subnet overlaps with `taken_networks` (in CIDR notation). Raises
     LabError if no subnet is free.
     """
     networks = [ipaddress.ip_network(network, strict=False) for network in taken_networks]
-    first = hashlib.sha256(name.encode()).digest()[0]
+    first = hashlib.sha256(lab_name.encode()).digest()[0]
     for step in range(256):
         subnet = ipaddress.ip_network(f"10.77.{(first + step) % 256}.0/24")
         if not any(subnet.overlaps(network) for network in networks):
@@ -137,40 +137,40 @@ def choose_subnet(name: str, taken_networks: Collection[str]) -> str:
     raise LabError("all of 10.77.0.0/16 is in use on this machine", place="lab", hint="ip route; swarmtrain lab status")
 
 
-def list_taken_subnets(base: Path) -> set[str]:
-    """Return the subnets of all labs under `base` and the networks to which this machine has routes, in CIDR notation."""
+def list_taken_subnets(labs_folder: Path) -> set[str]:
+    """Return the subnets of all labs under `labs_folder` and the networks to which this machine has routes, in CIDR notation."""
     routes = json.loads(process.run_command(["ip", "-j", "-4", "route", "show"]))
-    return {description.subnet for description in list_labs(base)} | {route["dst"] for route in routes if route["dst"] != "default"}
+    return {description.subnet for description in list_labs(labs_folder)} | {route["dst"] for route in routes if route["dst"] != "default"}
 
 
-def list_labs(base: Path) -> list[LabDescription]:
-    """Return the description of every lab under `base`, running or not."""
-    descriptions = (read_lab_description(directory) for directory in sorted(base.glob("*/")))
+def list_labs(labs_folder: Path) -> list[LabDescription]:
+    """Return the description of every lab under `labs_folder`, running or not."""
+    descriptions = (read_lab_description(directory) for directory in sorted(labs_folder.glob("*/")))
     return [description for description in descriptions if description]
 
 
-def read_lab_description(directory: Path) -> LabDescription | None:
-    """Return the description of the lab in `directory`; None if it does not exist. Raises LabError if its lab.json is invalid."""
+def read_lab_description(lab_folder: Path) -> LabDescription | None:
+    """Return the description of the lab in `lab_folder`; None if it does not exist. Raises LabError if its lab.json is invalid."""
     try:
-        fields = json.loads((directory / "lab.json").read_text())
+        fields = json.loads((lab_folder / "lab.json").read_text())
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
         return LabDescription(**{**fields, **lists})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise LabError(f"{directory / 'lab.json'} cannot be read: {error}", place="lab", hint="remove that file") from None
+        raise LabError(f"{lab_folder / 'lab.json'} cannot be read: {error}", place="lab", hint="remove that file") from None
 
 
-def write_lab_description(directory: Path, description: LabDescription) -> None:
+def write_lab_description(lab_folder: Path, description: LabDescription) -> None:
     """Write the lab's description atomically."""
-    write_atomically(directory / "lab.json", json.dumps(asdict(description), indent=2) + "\n")
+    write_text_atomically(lab_folder / "lab.json", json.dumps(asdict(description), indent=2) + "\n")
 
 
 @contextlib.contextmanager
-def lock_labs(base: Path) -> Iterator[None]:
-    """Hold the exclusive lock for creating and removing labs under `base`; wait until the lock is free."""
-    base.mkdir(parents=True, exist_ok=True)
-    handle = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
+def lock_labs(labs_folder: Path) -> Iterator[None]:
+    """Hold the exclusive lock for creating and removing labs under `labs_folder`; wait until the lock is free."""
+    labs_folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(labs_folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -210,7 +210,7 @@ class LabDaemon:
             time.sleep(0.002)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and wait until it is gone. Does nothing if it is not running. Raises LabError after 10 s."""
+        """Send SIGKILL to the process and wait until it has exited. Does nothing if it is not running. Raises LabError after 10 s."""
         pid = self.pid
         if pid is None:
             return
@@ -223,10 +223,10 @@ class LabDaemon:
             time.sleep(0.005)
 
 
-def read_last_log_lines(log: Path, lines: int = 12) -> str:
-    """Return the last lines of a log file, or the error if it cannot be read."""
+def read_last_log_lines(log: Path, line_count: int = 12) -> str:
+    """Return the last `line_count` lines of a log file, or the error message if it cannot be read."""
     try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(log.read_text(errors="replace").splitlines()[-line_count:])
     except OSError as error:
         return str(error)
 

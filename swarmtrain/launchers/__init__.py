@@ -2,6 +2,6 @@
 
 base        the interface of all launchers
 registry    creates launchers, and finds runs among them
-planning    makes plans
+planner     makes plans
 common      code that several launchers share
 """

@@ -90,14 +90,14 @@ class Action:
 class Launcher(Protocol):
     """Interface of the launchers. Each launcher deploys and removes runs on one backend (Swarm, Slurm, SSH, …).
 
-    The only exceptions that its methods raise deliberately are SwarmtrainErrors.
+    Its methods deliberately raise only SwarmtrainErrors.
     """
 
     capabilities: ClassVar[Capabilities]
 
     @staticmethod
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write the deployment file of `plan` to `output`, which starts the run without swarmtrain. Used by `swarmtrain generate`.
+        """Write to `output` the deployment file of `plan`, which starts the run without swarmtrain. Used by `swarmtrain generate`.
 
         Return text for the user: the path of the file, and the command that starts the run. Needs no connection
         to the engine, cluster or hosts on which the run would be deployed.
@@ -183,13 +183,13 @@ class Launcher(Protocol):
     ) -> Iterator[LogLine]:
         """Yield the output of all nodes, or of `node`, as one stream ordered by time. Raises RunNotFound if the run does not exist.
 
-        `tail`: only the last lines of each node. `since`: only lines from this time on, in seconds since the epoch. `report_progress` is
-        called when reading the logs fails temporarily, and when it works again.
+        `tail`: only the last `tail` lines of each node. `since`: only lines from this time on, in seconds since the epoch.
+        `report_progress` is called when reading the logs fails temporarily, and when it works again.
         """
         ...
 
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Request the ranks to save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
+        """Request that the ranks save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
 
         Raises RunNotFound if the run does not exist.
         """

@@ -23,13 +23,13 @@ def load_launcher_class(runner_type: str) -> type[Launcher]:
     """Import and return the launcher class of `runner_type`. Raises SwarmtrainError if it is in a package that is missing or broken."""
     built_in = BUILT_IN_LAUNCHERS.get(runner_type)
     if built_in is None:
-        return _load_installed_class(runner_type)
+        return _load_installed_launcher_class(runner_type)
     module, _, class_name = built_in.location.partition(":")
     launcher_class: type[Launcher] = getattr(importlib.import_module(module), class_name)
     return launcher_class
 
 
-def _load_installed_class(runner_type: str) -> type[Launcher]:
+def _load_installed_launcher_class(runner_type: str) -> type[Launcher]:
     launcher_class: type[Launcher] = load_installed_launcher(runner_type)
     required = [name for name, _ in inspect.getmembers(Launcher) if not name.startswith("_")]
     if missing := [name for name in required if not hasattr(launcher_class, name)]:
@@ -67,7 +67,7 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
         hint = "start one with: swarmtrain deploy CONFIG --name NAME"
         raise RunNotFound(f"unknown run; existing runs: {known_runs or 'none'}", place=f"run {name}", hint=hint)
     if not matching:
-        raise RunNotFound("there is no run", hint="start one with: swarmtrain deploy CONFIG")
+        raise RunNotFound("no run exists", hint="start one with: swarmtrain deploy CONFIG")
     raise RunNotFound(f"several runs exist: {known_runs}", hint="specify the run name")
 
 

@@ -27,7 +27,7 @@ _WORLD_TIMEOUT_SECONDS = 180.0
 
 
 def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
-    """Print the plan and, if the run is up, the changes that deploying it again would make.
+    """Print the plan and, if the run is already deployed, the changes that deploying `plan` would make.
 
     Raises StackError if the run's current state does not allow these changes.
     """
@@ -68,22 +68,22 @@ def _describe_plan_differences(launcher: Launcher, plan: Plan, changes: Sequence
 def run_plan_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
     """Print the plan and run it on this machine, with `rank` attached to this terminal. Return the exit code of `rank`.
 
-    Raises PlanError if the plan has no such rank.
+    Raises PlanError if the plan does not contain `rank`.
     """
-    from swarmtrain.launchers.local.attach import attach_rank
+    from swarmtrain.launchers.local.attached_rank import attach_rank
 
     _show_and_check_plan(launcher, plan)
     return attach_rank(plan, rank, print_message)
 
 
-def deploy_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
-    """Print the plan, check it, and deploy it. If the deploy restarts something that is running, the user must confirm it, unless `yes`.
+def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
+    """Print, check and deploy the plan. If the deploy restarts something that is running, the user must confirm it, unless `assume_yes`.
 
-    Raises StackError if a check has a fatal finding, if the user declines, or if there is no terminal on which to confirm.
+    Raises StackError if a check returns a fatal finding, if the user declines, or if there is no terminal on which to confirm.
     """
     _show_and_check_plan(launcher, plan)
     if plan.run in launcher.list_runs():
-        _confirm_restart(launcher, plan, yes=yes)
+        _confirm_restart(launcher, plan, assume_yes=assume_yes)
     try:
         git_checkout = read_git_checkout(Path.cwd())
         history_store.record_operation(plan.run, "up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
@@ -106,7 +106,7 @@ def _show_and_check_plan(launcher: Launcher, plan: Plan) -> None:
         raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
 
 
-def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
+def _confirm_restart(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
     changes = launcher.plan_changes(plan)
     interrupted_services = format_count(sum(change.interrupts_run for change in changes), "service")
     if not any(change.interrupts_run for change in changes):
@@ -114,7 +114,7 @@ def _confirm_restart(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
     print_message(f"{plan.run} is running; this deploy changes:")
     for line in _describe_plan_differences(launcher, plan, changes):
         print_message(f"  {line}")
-    if yes:
+    if assume_yes:
         return
     confirmed = ask_confirmation(f"restart {interrupted_services} of {plan.run}?")
     if confirmed is None:
@@ -185,33 +185,35 @@ def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
             print_message(f"hint: {hint}")
 
 
-def scale_run(launcher: Launcher, plan: Plan, *, yes: bool) -> None:
+def scale_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
     """Deploy the run's new plan, and wait until the new world has formed. Raises StackError if no new world forms in time."""
     events = launcher.read_events(plan.run)
     seen_count = len(events)
     if _is_training_on_node_count(events, len(plan.nodes)) and not launcher.plan_changes(plan):
-        print_message(f"{plan.run} trains on {format_count(len(plan.nodes), 'node')} already")
+        print_message(f"{plan.run} already trains on {format_count(len(plan.nodes), 'node')}")
         return
-    deploy_run(launcher, plan, yes=yes)
+    deploy_run(launcher, plan, assume_yes=assume_yes)
     with show_progress(
         f"waiting for a world of {len(plan.nodes)} nodes", interrupt_hint=f"{plan.run} continues; swarmtrain status {plan.run}"
     ) as report_progress:
         _wait_for_world(launcher, plan, seen_count, report_progress)
 
 
-def _is_training_on_node_count(events: Sequence[Event], nodes: int) -> bool:
+def _is_training_on_node_count(events: Sequence[Event], node_count: int) -> bool:
     boundary_events = [event for event in events if event.kind in (protocol.EVENT_WORLD_FORMED, protocol.EVENT_OUTCOME)]
     return (
-        bool(boundary_events) and boundary_events[-1].kind == protocol.EVENT_WORLD_FORMED and boundary_events[-1].data.get("nodes") == nodes
+        bool(boundary_events)
+        and boundary_events[-1].kind == protocol.EVENT_WORLD_FORMED
+        and boundary_events[-1].data.get("nodes") == node_count
     )
 
 
-def _wait_for_world(launcher: Launcher, plan: Plan, seen_count: int, report_progress: ProgressReporter) -> None:
+def _wait_for_world(launcher: Launcher, plan: Plan, seen_event_count: int, report_progress: ProgressReporter) -> None:
     deadline = time.monotonic() + _WORLD_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         events = launcher.read_events(plan.run)
-        seen_count = seen_count if seen_count <= len(events) else 0  # a new coordinator's events start from zero
-        for event in events[seen_count:]:
+        seen_event_count = seen_event_count if seen_event_count <= len(events) else 0  # a new coordinator's events start from zero
+        for event in events[seen_event_count:]:
             line = format_event(event)
             if line:
                 report_progress(line)
@@ -222,7 +224,7 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_count: int, report_prog
                 find_quarantined_nodes(events)
             ):
                 return
-        seen_count = max(seen_count, len(events))
+        seen_event_count = max(seen_event_count, len(events))
         time.sleep(1)
     raise StackError(
         f"did not form a world of {len(plan.nodes)} nodes within {_WORLD_TIMEOUT_SECONDS:.0f} s",

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.process import run_command, start_process
 
 _OUTPUT_TAIL_LINES = 6
@@ -35,26 +35,25 @@ class ManagedVenv:
         self.lock = lock
         self._build_folder = get_build_folder(path)
 
-    def compute_venv_key(self, python: str, digest: str) -> str:
-        """Return the key of a venv that is built with `python` and whose content has the digest `digest`.
+    def compute_venv_key(self, interpreter: str, content_digest: str) -> str:
+        """Return the key of a venv that is built with `interpreter` and whose content has the digest `content_digest`.
 
-        Raises ProcessError if `python` is not a Python interpreter.
+        Raises ProcessError if `interpreter` is not a Python interpreter.
         """
-        return sha256(
-            f"{digest} {run_command([python, '-I', '-c', _PYTHON_IDENTITY_SCRIPT], timeout=_IDENTITY_TIMEOUT_SECONDS)}".encode()
-        ).hexdigest()[:16]
+        identity = run_command([interpreter, "-I", "-c", _PYTHON_IDENTITY_SCRIPT], timeout=_IDENTITY_TIMEOUT_SECONDS)
+        return sha256(f"{content_digest} {identity}".encode()).hexdigest()[:16]
 
     def is_venv_current(self, key: str) -> bool:
         """Return whether the venv in use has the key `key`.
 
-        Raises FileExistsError if something that is not a managed venv is at its path.
+        Raises FileExistsError if its path exists and is not a managed venv.
         """
         if self.path.exists() and not self.path.is_symlink():
             raise FileExistsError(17, "already exists and was not created by swarmtrain env", str(self.path))
         return self.path.is_symlink() and self.path.readlink() == self._get_link_target(key) and (self.path / "bin" / "python3").exists()
 
     def write_wheel_chunk(self, name: str, offset: int, content: str) -> None:
-        """Write a chunk of an uploaded wheel, given in base64, at `offset`."""
+        """Write `content`, a chunk of the uploaded wheel `name` in base64, at the byte `offset` of the file."""
         folder = self._build_folder / "wheels"
         folder.mkdir(exist_ok=True)
         with (folder / name).open("ab") as file:
@@ -62,7 +61,7 @@ class ManagedVenv:
             file.write(base64.b64decode(content))
 
     def build_and_activate_venv(
-        self, python: str, key: str, requirements: Sequence[str], *, use_index: bool, is_caller_gone: Callable[[], bool]
+        self, interpreter: str, key: str, requirements: Sequence[str], *, use_index: bool, is_caller_gone: Callable[[], bool]
     ) -> dict[str, str]:
         """Build the venv with key `key` from `requirements`, whose paths are relative to the wheels folder, and activate it.
 
@@ -73,11 +72,11 @@ class ManagedVenv:
         active_key = self.path.readlink().name if self.path.is_symlink() else ""
         self._remove_build_files_except({active_key, "lock", "wheels"} - {key})
         wheels.mkdir(exist_ok=True)
-        write_atomically(wheels / "list.txt", "".join(f"{line}\n" for line in requirements))
+        write_text_atomically(wheels / "list.txt", "".join(f"{line}\n" for line in requirements))
         pip = [str(venv / "bin" / "python3"), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
         index_options = [] if use_index else ["--no-index", "--find-links=."]
         steps = {
-            f"{python} cannot create a venv": [python, "-I", "-m", "venv", str(venv)],
+            f"{interpreter} cannot create a venv": [interpreter, "-I", "-m", "venv", str(venv)],
             # Before Python 3.12 each venv contains setuptools; only the requirements should determine whether it is installed.
             "pip cannot remove setuptools": [*pip, "uninstall", "--yes", "setuptools"],
             "pip cannot install the requirements": [*pip, "install", "--no-deps", *index_options, "--requirement=list.txt"],
@@ -105,9 +104,9 @@ class ManagedVenv:
                 path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
-def get_build_folder(path: Path) -> Path:
-    """Return the folder in which the venv at `path` is built."""
-    return path.with_name(f"{path.name}.made")
+def get_build_folder(venv_path: Path) -> Path:
+    """Return the folder in which the venv at `venv_path` is built."""
+    return venv_path.with_name(f"{venv_path.name}.made")
 
 
 def _run_build_step(argv: list[str], cwd: Path, is_caller_gone: Callable[[], bool]) -> tuple[int, str]:

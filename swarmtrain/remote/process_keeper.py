@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.process import start_process
 from swarmtrain.remote.process_spec import ProcessSpec, ProcessState
 from swarmtrain.remote.run_folder import run_cleanup_command
@@ -31,14 +31,14 @@ _POLL_SECONDS = 0.1
 class ProcessKeeper:
     """Process keeper: restarts one process until it exits with 0 or a stop is requested."""
 
-    def __init__(self, path: Path) -> None:
-        self.spec = ProcessSpec.load(path)
-        self.state_path = path.with_suffix(".state")
+    def __init__(self, spec_path: Path) -> None:
+        self.spec = ProcessSpec.load(spec_path)
+        self.state_path = spec_path.with_suffix(".state")
         self.stop_requested = False
         self.restarts = 0
 
     def run_process_with_restarts(self) -> int:
-        """Run the process, with restarts. Returns when it has exited with 0, or a stop was requested."""
+        """Run the process, and restart it until it exits with 0 or a stop is requested. Return exit code 0."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle_stop_signal)
         while not self.stop_requested:
@@ -77,7 +77,7 @@ class ProcessKeeper:
             return True
         return subprocess.run(self.spec.stop_command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
-    def _prepare_process(self, errors: IO[bytes]) -> int:
+    def _prepare_process(self, stderr: IO[bytes]) -> int:
         """Run the prepare command of the process, and return its exit code; -SIGTERM if a stop was requested.
 
         If the command fails, leftovers of an earlier process are removed, and the command is retried once.
@@ -85,12 +85,12 @@ class ProcessKeeper:
         code = self._run_prepare_command(subprocess.DEVNULL)
         if code and not self.stop_requested:
             run_cleanup_command(self.spec)
-            code = self._run_prepare_command(errors)
+            code = self._run_prepare_command(stderr)
         return code or (-signal.SIGTERM if self.stop_requested else 0)
 
-    def _run_prepare_command(self, errors: IO[bytes] | int) -> int:
+    def _run_prepare_command(self, stderr: IO[bytes] | int) -> int:
         return start_process(
-            self.spec.prepare_command, env=self.spec.env, cwd=self.spec.cwd, stdout=subprocess.DEVNULL, stderr=errors
+            self.spec.prepare_command, env=self.spec.env, cwd=self.spec.cwd, stdout=subprocess.DEVNULL, stderr=stderr
         ).wait()
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class ProcessKeeper:
             time.sleep(0.05)
 
     def _write_process_state(self, state: str, exit_code: int | None = None) -> None:
-        write_atomically(self.state_path, json.dumps(asdict(ProcessState(os.getpid(), state, exit_code, self.restarts))))
+        write_text_atomically(self.state_path, json.dumps(asdict(ProcessState(os.getpid(), state, exit_code, self.restarts))))
 
     def _handle_stop_signal(self, *_: Any) -> None:
         self.stop_requested = True

@@ -42,19 +42,19 @@ print(json.dumps({"swarmtrain": swarmtrain.__version__, "torch": importlib.util.
 
 
 class RemoteAgent:
-    """Remote agent, which operates on the run folders below `base`. Long operations are aborted once `is_caller_gone` returns True."""
+    """Remote agent, which operates on the run folders in `runs_folder`. Long operations are aborted once `is_caller_gone` returns True."""
 
-    def __init__(self, base: Path, is_caller_gone: Callable[[], bool] = lambda: False) -> None:
-        self.base = base
+    def __init__(self, runs_folder: Path, is_caller_gone: Callable[[], bool] = lambda: False) -> None:
+        self.base = runs_folder
         self._is_caller_gone = is_caller_gone
         self._locks: dict[str, IO[str]] = {}
         self._venvs: dict[str, ManagedVenv] = {}
 
-    def handle_request(self, method: str, fields: dict[str, Any]) -> Any:
-        """Call the method `method` with the arguments `fields`, and return its result. Exceptions of the method propagate."""
+    def handle_request(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Call the method `method` with the arguments `arguments`, and return its result. Exceptions of the method propagate."""
         if method.startswith("_") or method == "handle_request":
             raise ValueError(f"unknown request: {method}")
-        return getattr(self, method)(**fields)
+        return getattr(self, method)(**arguments)
 
     def describe_host(self, cwd: str = "", ports: tuple[int, ...] = ()) -> dict[str, Any]:
         """Return facts about this machine, including which of `ports` are in use, and whether the folder `cwd` exists."""
@@ -72,7 +72,7 @@ class RemoteAgent:
         }
 
     def check_interpreter(self, argv: list[str], env: dict[str, str]) -> dict[str, Any]:
-        """Return which version of swarmtrain the interpreter `argv` can import, and whether it can import torch, or the `error`."""
+        """Return the version of swarmtrain that the interpreter `argv` imports, and whether torch is installed; or the `error`."""
         try:
             completed = subprocess.run(
                 [*argv, "-c", _CHECK_SCRIPT],
@@ -101,7 +101,7 @@ class RemoteAgent:
         return {"exit_code": completed.returncode, "output": completed.stdout + completed.stderr}
 
     def update_marker(self, path: str, action: str) -> bool:
-        """Create or remove the empty file `path`, or check that it exists, depending on `action`.
+        """Create or remove the empty file `path`, or check whether it exists, depending on `action`.
 
         Return whether it exists afterwards; False on any error.
         """
@@ -152,7 +152,10 @@ class RemoteAgent:
             self._get_run_folder(run).start_process_keeper(ProcessSpec(**spec))
 
     def stop_processes(self, run: str, names: list[str] | None, grace: float) -> None:
-        """Stop the processes `names` of the run, by default all, with all their descendants. Their files are kept."""
+        """Stop the processes `names` of the run (None: all) and all their descendants. Their files are kept.
+
+        `grace`: seconds that the processes have to exit after SIGTERM.
+        """
         folder = self._get_run_folder(run)
         folder.stop_processes(folder.list_process_names() if names is None else names, grace)
 
@@ -219,7 +222,7 @@ class RemoteAgent:
         return {"holder": "", "key": key, "current": current}
 
     def write_wheel_chunk(self, path: str, name: str, offset: int, content: str) -> None:
-        """Write a chunk of a wheel, given in base64, for the venv to be built."""
+        """Write `content`, a chunk of the wheel `name` in base64, at the byte `offset` of the file. The wheel is for the venv at `path`."""
         self._venvs[path].write_wheel_chunk(name, offset, content)
 
     def build_venv(self, path: str, python: str, key: str, requirements: list[str], use_index: bool) -> dict[str, str]:
@@ -280,11 +283,11 @@ class RemoteAgent:
         return HostRunFolder(self.base / run)
 
 
-def serve_requests(base: Path) -> None:
+def serve_requests(runs_folder: Path) -> None:
     """Serve requests on standard input until it closes, which means that the caller is gone. Started processes keep running."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of child processes must not mix with responses
-    agent = RemoteAgent(base, _is_caller_gone)
+    agent = RemoteAgent(runs_folder, _is_caller_gone)
     out.write(READY_LINE + "\n")
     out.flush()
     for line in sys.stdin:
@@ -337,12 +340,12 @@ def _is_port_taken(port: int) -> bool:
     return False
 
 
-def _find_tail_offset(file: IO[bytes], size: int, lines: int) -> int:
-    """Return the byte offset at which the last `lines` lines of a file of `size` bytes begin."""
+def _find_tail_offset(file: IO[bytes], size: int, line_count: int) -> int:
+    """Return the byte offset at which the last `line_count` lines of a file of `size` bytes begin."""
     end, tail = size, b""
-    while end > 0 and tail.count(b"\n") <= lines:
+    while end > 0 and tail.count(b"\n") <= line_count:
         start = max(0, end - (1 << 16))
         file.seek(start)
         tail, end = file.read(end - start) + tail, start
-    last_lines = tail.splitlines(keepends=True)[-lines:] if lines else []
+    last_lines = tail.splitlines(keepends=True)[-line_count:] if line_count else []
     return size - sum(map(len, last_lines))

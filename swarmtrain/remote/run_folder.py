@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.process import defer_signals, start_process
 from swarmtrain.remote.process_spec import ProcessSpec, ProcessState
 
@@ -51,9 +51,9 @@ class HostRunFolder:
     def exists(self) -> bool:
         return (self.path / MARKER_FILE).exists()
 
-    def get_log_path(self, name: str) -> Path:
-        """Return the path of the log file of the process `name`."""
-        return self.path / f"{name}.log"
+    def get_log_path(self, process_name: str) -> Path:
+        """Return the path of the log file of the process `process_name`."""
+        return self.path / f"{process_name}.log"
 
     def rotate_events(self) -> None:
         """Move events and logs to numbered files, for a new coordinator.
@@ -106,7 +106,7 @@ class HostRunFolder:
         argv = [sys.executable, *_KEEPER_ARGV, str(path)]
         with self.get_log_path(spec.name).open("ab") as log, defer_signals():
             keeper = start_process(argv, cwd=spec.cwd, stdout=log, stderr=log, new_session=True)
-            write_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))))
+            write_text_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))))
             # A process that was just started has no command line for a moment, and a concurrent stop identifies it by its command line.
             deadline = time.monotonic() + _KEEPER_START_TIMEOUT_SECONDS
             while keeper.poll() is None and not self._is_keeper_process(keeper.pid, spec.name) and time.monotonic() < deadline:
@@ -114,7 +114,10 @@ class HostRunFolder:
         keeper.returncode = 0  # suppress Popen's warning: the keeper outlives this process; its state file reports how it ends
 
     def stop_processes(self, names: list[str], grace: float) -> None:
-        """Stop the process keepers of `names` and all their descendants: SIGTERM, then SIGKILL a few seconds after `grace` seconds."""
+        """Stop the process keepers of `names` and all their descendants: SIGTERM, then SIGKILL after `grace` + 3 s.
+
+        If `grace` is 0, SIGKILL follows at once, or, if a process has a cleanup command, after this command and at most 30 s.
+        """
         keepers = {
             name: state.keeper_pid
             for name in names
@@ -168,19 +171,22 @@ class HostRunFolder:
         """
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _wait_for_keepers_to_exit(self, keepers: dict[str, int], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def _wait_for_keepers_to_exit(self, keepers: dict[str, int], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and any(self._is_keeper_process(pid, name) for name, pid in keepers.items()):
             time.sleep(_POLL_SECONDS)
 
-    def _is_keeper_process(self, pid: int, name: str) -> bool:
-        """Return whether the process `pid` is the process keeper of `name`. The pid alone may have been reused."""
+    def _is_keeper_process(self, pid: int, process_name: str) -> bool:
+        """Return whether the process `pid` is the process keeper of `process_name`.
+
+        The pid alone does not identify the keeper, since Linux reuses pids.
+        """
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
                 return False
-            return str(self.path / f"{name}.spec").encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return str(self.path / f"{process_name}.spec").encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         return False
 
 
@@ -209,6 +215,6 @@ def _list_descendant_processes(pid: int) -> list[int]:
     return [descendant for child in children for descendant in [child, *_list_descendant_processes(child)]]
 
 
-def _send_signal(pid: int, number: int) -> None:
+def _send_signal(pid: int, signal_number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.kill(pid, signal_number)

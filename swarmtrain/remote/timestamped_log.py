@@ -16,16 +16,17 @@ _MAX_LINE_BYTES = 1 << 20
 _DRAIN_TIMEOUT_SECONDS = 1.0
 
 
-def format_timestamp_prefix(seconds: float) -> str:
-    """Return the timestamp prefix of a line printed at `seconds` since the epoch, in Docker's format."""
-    return f"{datetime.fromtimestamp(seconds, UTC).isoformat(timespec='microseconds').removesuffix('+00:00')}Z "
+def format_timestamp_prefix(timestamp: float) -> str:
+    """Return the timestamp prefix of a line printed at `timestamp` (seconds since the epoch), in Docker's format."""
+    return f"{datetime.fromtimestamp(timestamp, UTC).isoformat(timespec='microseconds').removesuffix('+00:00')}Z "
 
 
 @contextlib.contextmanager
 def open_timestamped_log(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a pipe for the output of a process; its lines are appended to the log `path`, all of them before the context manager exits.
+    """Yield a pipe for the output of a process; its lines are appended to the log `path`.
 
-    Descendants of the process may keep printing: on exit their output is awaited for 1 s, and appended as long as this process lives.
+    On exit, the context manager waits until all writers have closed the pipe, for at most 1 s. Descendants of the process may print
+    later: their output is appended as long as this process lives.
     """
     read_fd, write_fd = os.pipe()
     reader = threading.Thread(target=_copy_pipe_to_log, args=(read_fd, path), daemon=True)

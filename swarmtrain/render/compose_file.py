@@ -1,4 +1,4 @@
-"""Convert a plan to a Compose file for one engine outside a swarm: the input of `docker compose` and of the Docker launcher.
+"""Convert a plan to a Compose file for one Docker Engine outside a swarm: the input of `docker compose` and of the Docker launcher.
 
 It is the stack document with Swarm's settings replaced by those of a single engine: a bridge network instead of the overlay, and `restart`,
 `cpus`, `mem_limit` and `gpus` instead of `deploy`.
@@ -37,11 +37,13 @@ def render_compose(plan: Plan) -> Stack:
     return Stack(plan.run, document, stack.files, "docker compose -f {file} up")
 
 
-def _convert_service_to_compose(plan: Plan, name: str, service: dict[str, Any], node: PlannedNode | None, secrets: str) -> dict[str, Any]:
+def _convert_service_to_compose(
+    plan: Plan, service_name: str, service: dict[str, Any], node: PlannedNode | None, secret_digests: str
+) -> dict[str, Any]:
     deploy = service["deploy"]
     converted = {key: value for key, value in service.items() if key != "deploy"}
     converted |= {
-        "container_name": f"{plan.run}-{name}",
+        "container_name": f"{plan.run}-{service_name}",
         "environment": {variable: unescape_go_template(value) for variable, value in service["environment"].items()},
         # A container is restarted after every exit code except 0, and when the engine restarts. The coordinator enforces the restart
         # budget.
@@ -57,8 +59,8 @@ def _convert_service_to_compose(plan: Plan, name: str, service: dict[str, Any], 
         converted["gpus"] = gpus
         if gpus != "all" and "NVIDIA_VISIBLE_DEVICES" not in plan.config.runner.env:
             converted["environment"]["NVIDIA_VISIBLE_DEVICES"] = ",".join(gpus[0]["device_ids"])
-    labels = {**deploy["labels"], LABEL_NODE: name, **({LABEL_SECRETS: secrets} if node else {})}
-    digest = RunFile.from_content(name, json.dumps(converted, sort_keys=True).encode()).digest
+    labels = {**deploy["labels"], LABEL_NODE: service_name, **({LABEL_SECRETS: secret_digests} if node else {})}
+    digest = RunFile.from_content(service_name, json.dumps(converted, sort_keys=True).encode()).digest
     return {**converted, "labels": {**labels, LABEL_CONTAINER: digest}}
 
 

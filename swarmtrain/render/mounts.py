@@ -15,22 +15,22 @@ WORKSPACE = PurePosixPath("/workspace")
 """Working folder of the job in the container; relative paths are relative to it."""
 
 
-def build_mounts(docker: DockerConfig) -> list[dict[str, Any]]:
+def build_mounts(docker_config: DockerConfig) -> list[dict[str, Any]]:
     """Return the mounts of a node: /dev/shm, and the mounts in the config."""
-    mount_entries: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker.shm_size}}]
-    for source, target in docker.docker_mounts:
+    mount_entries: list[dict[str, Any]] = [{"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": docker_config.shm_size}}]
+    for source, target in docker_config.docker_mounts:
         is_bind = source.startswith("/")
-        name = source if is_bind else _build_volume_name(docker, source)
+        name = source if is_bind else _build_volume_name(docker_config, source)
         mount_entries.append(
             {"type": "bind" if is_bind else "volume", "source": escape_go_template(name), "target": escape_go_template(target)}
         )
     return mount_entries
 
 
-def build_volumes(docker: DockerConfig) -> Mapping[str, dict[str, Any]]:
+def build_volumes(docker_config: DockerConfig) -> Mapping[str, dict[str, Any]]:
     """Return the named volumes that the config mounts, each with its options."""
-    names = sorted({source for source, _ in docker.docker_mounts if not source.startswith("/")})
-    return {_build_volume_name(docker, name): _build_volume_definition(docker, name) for name in names}
+    names = sorted({source for source, _ in docker_config.docker_mounts if not source.startswith("/")})
+    return {_build_volume_name(docker_config, name): _build_volume_definition(docker_config, name) for name in names}
 
 
 def find_save_dir_mount(config: Config) -> tuple[str, str] | None:
@@ -68,12 +68,12 @@ def _resolve_save_dir_path(config: Config) -> PurePosixPath | None:
     return None if save_dir is None else WORKSPACE / PurePosixPath(save_dir)
 
 
-def _build_volume_definition(docker: DockerConfig, name: str) -> dict[str, Any]:
-    return {"driver": "local", "driver_opts": docker.volumes[name]} if name in docker.volumes else {}
+def _build_volume_definition(docker_config: DockerConfig, name: str) -> dict[str, Any]:
+    return {"driver": "local", "driver_opts": docker_config.volumes[name]} if name in docker_config.volumes else {}
 
 
-def _build_volume_name(docker: DockerConfig, name: str) -> str:
+def _build_volume_name(docker_config: DockerConfig, name: str) -> str:
     """Return the volume's name with a digest of its options: an existing volume keeps the options with which it was created."""
-    if name not in docker.volumes:
+    if name not in docker_config.volumes:
         return name
-    return f"{name}-{RunFile.from_content(name, json.dumps(docker.volumes[name], sort_keys=True).encode()).digest}"
+    return f"{name}-{RunFile.from_content(name, json.dumps(docker_config.volumes[name], sort_keys=True).encode()).digest}"

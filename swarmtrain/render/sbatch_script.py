@@ -25,7 +25,7 @@ GRACEFUL_EXIT_SIGNAL = "URG"
 """Signal that makes the ranks save and exit. Slurm sends it to all processes of the job; programs ignore SIGURG by default."""
 TERMINATED_FILE = "terminated.state"
 """Marker file in the run's folder: it exists if Slurm itself has sent SIGTERM to the ranks since the job began."""
-# Placeholder for the coordinator's host, which only the nodes of the job know. The variables that contain it are left out of the script.
+# Placeholder for the coordinator's host, which only the nodes of the job know. The variables that contain it are omitted from the script.
 _PLACEHOLDER_HOST = "here"
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from swarmtrain import __version__
-from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.config.schema.runner import DockerConfig, GpuMode
+from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import StackError
 from swarmtrain.plan import Plan, PlannedNode, RunFile
 from swarmtrain.protocol import (
@@ -82,13 +82,13 @@ def render_stack(plan: Plan) -> Stack:
 
 
 def render_stack_yaml(stack: Stack) -> str:
-    """Return the stack document as YAML for `docker`, which expands `$` unless it is doubled."""
+    """Return the stack document as YAML, with each `$` in a value doubled, since `docker` would expand it."""
     header = f"# Written by swarmtrain. Run it with: {stack.command_template.format(file='THIS_FILE', name=stack.name)}\n"
     return header + "".join(_iterate_yaml_sections(stack.document))
 
 
 def _iterate_yaml_sections(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the YAML of the stack document in sections, one per service: a YAML dumper gets slower with each object that it has written."""
+    """Yield the YAML of the stack document in sections, one per service: a YAML dumper slows down with each object that it has written."""
     for key, value in document.items():
         if key != "services":
             yield _dump_yaml_section({key: value})
@@ -145,31 +145,31 @@ class _SwarmObjects:
             self._add_config_or_secret(item, item.name, self.secrets, self.secret_mounts, f"config runner.secrets.{item.name}")
 
     def _add_config_or_secret(
-        self, item: RunFile, target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
+        self, run_file: RunFile, mount_target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
     ) -> None:
         limit = _MAX_SECRET_BYTES if files_by_key is self.secrets else _MAX_CONFIG_BYTES
         # The content of a secret that is already in the swarm is not known here.
-        if not item.content and files_by_key is self.configs:
+        if not run_file.content and files_by_key is self.configs:
             raise StackError("is empty, but Swarm does not accept empty files", place=place, hint="add a comment to the file")
-        if len(item.content) >= limit:
+        if len(run_file.content) >= limit:
             raise StackError(
-                f"{len(item.content) / 1024:.0f} KiB, but Swarm accepts less than {limit // 1024} KiB",
+                f"{len(run_file.content) / 1024:.0f} KiB, but Swarm accepts less than {limit // 1024} KiB",
                 place=place,
                 hint="move large content into the image, or onto a disk mounted with docker_mounts",
             )
-        stem, dot, suffix = item.name.partition(".")
-        key = f"{_sanitize_object_name(stem)[: self._max_stem_length]}-{item.digest}"
+        stem, dot, suffix = run_file.name.partition(".")
+        key = f"{_sanitize_object_name(stem)[: self._max_stem_length]}-{run_file.digest}"
         path = f"generated/{key}{dot}{suffix}"
-        self.files[path] = item.content
+        self.files[path] = run_file.content
         files_by_key[key] = path
-        object_mounts.append({"source": key, "target": target})
+        object_mounts.append({"source": key, "target": mount_target})
 
 
 def _sanitize_object_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", stem)[:40] or "file"
 
 
-def _build_node_service(plan: Plan, node: PlannedNode, objects: _SwarmObjects) -> dict[str, Any]:
+def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObjects) -> dict[str, Any]:
     runner = plan.config.runner
     constraints = [node.constraint, *(f"node.labels.{key}=={value}" for key, value in sorted(runner.swarm.labels.items()))]
     environment = build_node_env(plan, node, _build_node_layout(plan))
@@ -179,32 +179,37 @@ def _build_node_service(plan: Plan, node: PlannedNode, objects: _SwarmObjects) -
     service = _build_common_service(plan, plan.role, environment)
     if runner.docker_config.user:
         service["user"] = runner.docker_config.user
-    service["configs"] = objects.config_mounts
-    if objects.secret_mounts:
-        service["secrets"] = objects.secret_mounts
+    service["configs"] = swarm_objects.config_mounts
+    if swarm_objects.secret_mounts:
+        service["secrets"] = swarm_objects.secret_mounts
     service["volumes"] = build_mounts(runner.docker_config)
     if runner.swarm.rdma:
         # RDMA adapters need memory that cannot be paged out; the runtime adds their devices.
         service["ulimits"] = {"memlock": -1}
         service["cap_add"] = ["IPC_LOCK"]
-    service["deploy"] = _build_deploy_section(plan, objects, ROLE_NODE, constraints, {LABEL_HOST: node.host, LABEL_SLOTS: str(node.slots)})
+    service["deploy"] = _build_deploy_section(
+        plan, swarm_objects, ROLE_NODE, constraints, {LABEL_HOST: node.host, LABEL_SLOTS: str(node.slots)}
+    )
     resources = _build_resources(plan, node)
     if resources:
         service["deploy"]["resources"] = resources
     return service
 
 
-def _build_rendezvous_service(plan: Plan, objects: _SwarmObjects) -> dict[str, Any]:
+def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[str, Any]:
     service = _build_common_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)))
     service["deploy"] = _build_deploy_section(
-        plan, objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
+        plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
     )
     return service
 
 
-def _build_home_env(docker: DockerConfig) -> dict[str, str]:
-    """Return the variable HOME with a writable folder, for a user without an account in the image, whose HOME would be /."""
-    return {"HOME": docker.cache_dir or "/tmp"} if docker.user else {}  # in the container, which has its own /tmp
+def _build_home_env(docker_config: DockerConfig) -> dict[str, str]:
+    """Return the variable HOME, set to a writable folder; empty if the config sets no user.
+
+    Without this variable, HOME is / for a user without an account in the image.
+    """
+    return {"HOME": docker_config.cache_dir or "/tmp"} if docker_config.user else {}  # in the container, which has its own /tmp
 
 
 def _build_coordinator_constraints(plan: Plan) -> list[str]:
@@ -248,13 +253,15 @@ def _build_common_service(plan: Plan, role: str, environment: dict[str, str]) ->
     }
 
 
-def _build_deploy_section(plan: Plan, objects: _SwarmObjects, role: str, constraints: list[str], labels: dict[str, str]) -> dict[str, Any]:
+def _build_deploy_section(
+    plan: Plan, swarm_objects: _SwarmObjects, role: str, constraints: list[str], labels: dict[str, str]
+) -> dict[str, Any]:
     return {
         "mode": "replicated",
         "replicas": 1,
         # A virtual IP drops idle connections after 900 s.
         "endpoint_mode": "dnsrr",
-        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: objects.config_digest, **labels},
+        "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: swarm_objects.config_digest, **labels},
         "placement": {"constraints": constraints},
         # A task is restarted after every exit code except 0. The coordinator enforces the restart budget.
         "restart_policy": {

@@ -41,7 +41,7 @@ def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
 
 _COMMAND_MODULES = {
     "export": "swarmtrain.trainer.export.command",
-    "sample": "swarmtrain.trainer.inference.sample",
+    "sample": "swarmtrain.trainer.inference.sample_command",
     "embed": "swarmtrain.trainer.inference.embeddings",
     "evaluate": "swarmtrain.trainer.inference.evaluation",
 }

@@ -69,16 +69,16 @@ def main(argv: Sequence[str]) -> int:
     config = read_config([args.config, *args.override, "trainer.tensor_statistics_recorder_config=null"])
     with start_runtime(config) as runtime, _open_or_generate_data(runtime) as (data, is_synthetic):
         model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
-        results = run_benchmark(runtime, model, Optimizer(model, config), data, steps=args.steps, warmup=args.warmup)
+        results = run_benchmark(runtime, model, Optimizer(model, config), data, steps=args.steps, warmup_steps=args.warmup)
         if runtime.is_rank_zero:
             sys.stdout.write(f"{json.dumps(results) if args.json else _format_results_table(results, is_synthetic=is_synthetic)}\n")
     return 0
 
 
 def run_benchmark(
-    runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, *, steps: int, warmup: int
+    runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, *, steps: int, warmup_steps: int
 ) -> dict[str, Any]:
-    """Run `warmup` steps without measuring, then measure `steps` steps.
+    """Run `warmup_steps` steps without measuring, then measure `steps` steps.
 
     Return the results: seconds per step and per phase, tokens per second, memory in bytes.
 
@@ -87,12 +87,14 @@ def run_benchmark(
     config, step_seconds, phase_seconds, tokens = runtime.config, [], [], 0
     with StopFlag() as stop, StepInstruments(runtime, model, optimizer, CollectiveTimeout(model.mesh.process_groups)) as instruments:
         timer = instruments.start_step_timer(data, 0)
-        for number in range(1, warmup + steps + 1):
+        for number in range(1, warmup_steps + steps + 1):
             position = (number - 1) * config.topology.samples_per_step
             start_time = time.perf_counter()
             with instruments.instrument_step(number):
-                result = train_step(runtime, model, optimizer, data, position=position, number=number, stop=stop, timer=timer)
-            if number > warmup:
+                result = train_step(
+                    runtime, model, optimizer, data, first_sample_position=position, step=number, stop_flag=stop, timer=timer
+                )
+            if number > warmup_steps:
                 step_seconds.append(time.perf_counter() - start_time)
                 phase_seconds.append(instruments.phase_seconds)
                 tokens += result.loss_tokens

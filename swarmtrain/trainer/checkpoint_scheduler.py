@@ -37,7 +37,7 @@ class CheckpointScheduler:
         return self._save_interval.is_due_by_clock
 
     def save_if_due(self, progress: Progress, *, save_requested: bool) -> None:
-        """Start a checkpoint if a rank has requested one or one is due, unless the step of `progress` is already saved.
+        """Start saving a checkpoint of `progress` if any rank has requested one or one is due, unless this step is already saved.
 
         `save_requested`: True if any rank has requested a checkpoint. Raises the errors of CheckpointManager.save.
         """

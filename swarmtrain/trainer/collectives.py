@@ -26,14 +26,14 @@ def all_reduce_sum(values: Sequence[float], group: dist.ProcessGroup | None = No
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather `value` from every rank of `group` (default: all ranks). Every rank gets the list, in the order of the group's ranks."""
+    """Gather `value` from every rank of `group` (default: all ranks). Return the list on every rank, in the order of the group's ranks."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def gather_to_rank_zero(value: T) -> list[T]:
-    """Gather `value` from every rank. Rank 0 gets the list, in rank order; all other ranks get an empty list."""
+def gather_objects_to_rank_zero(value: T) -> list[T]:
+    """Gather `value` from every rank. Return the list in rank order on rank 0, and an empty list on all other ranks."""
     values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
     dist.gather_object(value, values or None)
     return values

@@ -33,16 +33,16 @@ def run_forward_backward(
     data: TokenDataset,
     micro_batches: MicroBatches,
     *,
-    number: int,
+    step: int,
     scale_loss: LossTransform,
     timer: StepTimer,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward and backward passes of this rank's micro batches in step `number`, and accumulate the gradients of the loss.
+    """Run the forward and backward passes of this rank's micro batches in step `step`, and accumulate the gradients of the loss.
 
     The loss is scaled by `scale_loss` before the backward pass. Return the unscaled loss summed over the micro batches, in nats, and the
     number of correct loss units (see Objective.pop_correct_count; 0 if the objective does not count them).
     """
-    forward = partial(_prepare_forward, runtime, number, timer)
+    forward = partial(_prepare_forward, runtime, step, timer)
     vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, forward)
     if isinstance(model.wrapped_model, PipelineModel):
         first_micro_batch = micro_batches[0][0] if micro_batches else 0
@@ -64,7 +64,7 @@ def run_forward_backward(
             rows = _load_micro_batch(runtime, data, ids)
             with forward(micro_batch):
                 output: Tensor = model.wrapped_model(*rows)
-                loss = (output * vector_loss.select_micro_batch(index, len(output))).sum() if vector_loss else output
+                loss = (output * vector_loss.select_micro_batch_gradients(index, len(output))).sum() if vector_loss else output
             timer.start_phase(BACKWARD, micro_batch)
             torch.autograd.backward(scale_loss(loss))
         loss_sum += loss.detach()
@@ -87,14 +87,14 @@ def _compute_embedding_loss(
     model: ParallelModel,
     data: TokenDataset,
     micro_batches: MicroBatches,
-    forward: Callable[..., AbstractContextManager[object]],
+    prepare_forward: Callable[..., AbstractContextManager[object]],
 ) -> EmbeddingLoss | None:
     """Return the vector loss of this replica's samples (see EmbeddingObjective).
 
     The samples' vectors are computed without gradients, and compared with all vectors of the global batch. Return None if the objective
-    does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage).
-    `forward` takes the index of the micro batch in the global batch, and with pipeline parallelism also the index of the stage. It returns
-    the context manager for that forward pass.
+    does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage). `prepare_forward` takes the index of
+    the micro batch in the global batch, and with pipeline parallelism also the index of the stage. It returns the context manager for that
+    forward pass.
     """
     objective, topology, mesh = model.local_model.objective, runtime.config.topology, model.mesh
     if not isinstance(objective, EmbeddingObjective):
@@ -103,13 +103,13 @@ def _compute_embedding_loss(
     with torch.no_grad():
         if isinstance(model.wrapped_model, PipelineModel):
             local_vectors = model.wrapped_model.compute_embeddings(
-                _load_all_micro_batches(runtime, data, micro_batches), lambda index, stage: forward(first + index, stage)
+                _load_all_micro_batches(runtime, data, micro_batches), lambda index, stage: prepare_forward(first + index, stage)
             )
         else:
             vectors = []
             for micro_batch, ids in _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step):
                 rows = _load_micro_batch(runtime, data, ids)
-                with forward(micro_batch):
+                with prepare_forward(micro_batch):
                     vectors.append(model.local_model(*rows)[: 0 if ids is None else None])
             local_vectors = torch.cat(vectors)
     if local_vectors is None:
@@ -161,8 +161,8 @@ def _load_all_micro_batches(runtime: Runtime, data: TokenDataset, micro_batches:
     )
 
 
-def _load_micro_batch(runtime: Runtime, data: TokenDataset, ids: Ids | None) -> TokenBatch:
-    return _copy_batch_to_device(runtime, data.build_empty_sample() if ids is None else data.load_samples(ids))
+def _load_micro_batch(runtime: Runtime, data: TokenDataset, sample_ids: Ids | None) -> TokenBatch:
+    return _copy_batch_to_device(runtime, data.build_empty_sample() if sample_ids is None else data.load_samples(sample_ids))
 
 
 def _copy_batch_to_device(runtime: Runtime, batch: TokenBatch) -> TokenBatch:
@@ -175,8 +175,8 @@ def _copy_batch_to_device(runtime: Runtime, batch: TokenBatch) -> TokenBatch:
 
 
 @contextmanager
-def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batch: int, *stage: int) -> Iterator[None]:
-    """Context manager for the forward pass of a micro batch in step `number`: timing, autocast and random seeds.
+def _prepare_forward(runtime: Runtime, step: int, timer: StepTimer, micro_batch: int, *stage: int) -> Iterator[None]:
+    """Context manager that times the forward pass of a micro batch in step `step`, and sets autocast and random seeds for it.
 
     `micro_batch`: index in the global batch. `stage`: index of the pipeline stage, with pipeline parallelism only.
     """
@@ -184,11 +184,11 @@ def _prepare_forward(runtime: Runtime, number: int, timer: StepTimer, micro_batc
         timer.time_phase(FORWARD, micro_batch, *stage),
         build_autocast_context(runtime),
         dropout.seed_dropout(
-            derive_seed(runtime.config.trainer.seed, number),
+            derive_seed(runtime.config.trainer.seed, step),
             micro_batch * runtime.config.topology.samples_per_micro_batch * runtime.config.data.rows_per_sample,
         ),
     ):
-        seed_everything(runtime.config.trainer.seed, number, micro_batch)
+        seed_everything(runtime.config.trainer.seed, step, micro_batch)
         yield
 
 

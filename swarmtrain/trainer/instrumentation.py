@@ -79,27 +79,27 @@ class StepInstruments:
         return self._rank_timer.gather_timings()
 
     @contextmanager
-    def instrument_step(self, number: int) -> Iterator[None]:
-        """Context manager for step `number`, which runs in the body. Collective: all ranks must call it.
+    def instrument_step(self, step: int) -> Iterator[None]:
+        """Context manager for step `step`, which runs in the body. Collective: all ranks must call it.
 
         It times the step, detects hangs, and re-raises out-of-memory and NaN errors with an explanation. It runs garbage collection, the
         profiler and the tensor statistics recorder if they are due.
         """
         self._profiler.start_trace_if_due()
-        self._tensor_stats.start_recording_if_due(number)
-        start_time, place = time.monotonic(), f"step {number} on rank {self._runtime.rank}"
+        self._tensor_stats.start_recording_if_due(step)
+        start_time, place = time.monotonic(), f"step {step} on rank {self._runtime.rank}"
         with (
-            self._watchdog.watch_step(number),
-            gradient_checks.explain_torch_errors(number),
+            self._watchdog.watch_step(step),
+            gradient_checks.explain_torch_errors(step),
             out_of_memory.explain_out_of_memory_error(place, self._group_tensors_by_purpose),
             self._rank_timer.measure_step(),
         ):
             yield
         self._collective_timeout.record_step_time(time.monotonic() - start_time)
-        self._gc_controller.collect_garbage_if_due(number)
+        self._gc_controller.collect_garbage_if_due(step)
         self._profiler.write_trace_if_due()
         self.phase_seconds = self._timer.end_step()
-        self._timeline.record_step_end(number)
+        self._timeline.record_step_end(step)
 
     def _group_tensors_by_purpose(self) -> dict[str, list[Tensor | None]]:
         parameters = list(self._model.parameters.values())

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from swarmtrain.config import Config
-from swarmtrain.config.files import describe_os_error
 from swarmtrain.config.schema.logger import LogColor
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
 
 LOG = logging.getLogger("swarmtrain")

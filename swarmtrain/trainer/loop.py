@@ -18,7 +18,7 @@ from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.health import replica_check
 from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
-from swarmtrain.trainer.inference.training_samples import TrainingSampler
+from swarmtrain.trainer.inference.periodic_sampling import TrainingSampler
 from swarmtrain.trainer.instrumentation import StepInstruments
 from swarmtrain.trainer.metrics import RunReporter
 from swarmtrain.trainer.metrics.audit_log import AuditLog
@@ -122,9 +122,9 @@ def train(
                         model,
                         optimizer,
                         data,
-                        position=position,
-                        number=number,
-                        stop=stop,
+                        first_sample_position=position,
+                        step=number,
+                        stop_flag=stop,
                         request_save=request_save,
                         timer=timer,
                         after_backward=instruments.record_tensor_statistics,

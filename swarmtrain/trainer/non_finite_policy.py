@@ -10,8 +10,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from swarmtrain.config.files import PUBLIC_MODE, describe_os_error, write_files_atomically
 from swarmtrain.config.schema.trainer import NonFiniteAction
+from swarmtrain.config.user_files import PUBLIC_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import CheckpointError, TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import Progress
@@ -41,21 +41,23 @@ class NonFinitePolicy:
             progress = replace(progress, consumed_samples=progress.consumed_samples + self._runtime.config.topology.samples_per_step)
         return progress
 
-    def apply_policy(self, result: StepResult, position: int, data: TokenDataset) -> None:
-        """Apply the policy after a step with the result `result`, whose batch begins at sample `position` of `data`.
+    def apply_policy(self, step_result: StepResult, first_sample_position: int, data: TokenDataset) -> None:
+        """Apply the policy to `step_result`, from a step whose batch begins at sample `first_sample_position` of `data`.
 
         Does nothing if the step was finite. Raises TrainingError if the policy ends the run or requires a rollback.
         """
-        self._consecutive_count = self._consecutive_count + 1 if result.non_finite_reason else 0
-        if not result.non_finite_reason:
+        self._consecutive_count = self._consecutive_count + 1 if step_result.non_finite_reason else 0
+        if not step_result.non_finite_reason:
             return
-        samples = data.build_batch(position, self._runtime.config.topology.samples_per_step).ids
+        samples = data.build_batch(first_sample_position, self._runtime.config.topology.samples_per_step).ids
         match self._config.non_finite:
             case NonFiniteAction.roll_back:
-                record_note = collectives.run_on_rank_zero(lambda: self._record_non_finite_batch(result, samples, skip_position=position))
+                record_note = collectives.run_on_rank_zero(
+                    lambda: self._record_non_finite_batch(step_result, samples, skip_position=first_sample_position)
+                )
                 error = TrainingError(
-                    f"{result.non_finite_reason}; the run rolls back to its newest checkpoint and skips this batch",
-                    place=f"step {result.number}",
+                    f"{step_result.non_finite_reason}; the run rolls back to its newest checkpoint and skips this batch",
+                    place=f"step {step_result.number}",
                     hint=record_note,
                 )
                 error.is_permanent = False
@@ -63,10 +65,10 @@ class NonFinitePolicy:
             case NonFiniteAction.skip if self._consecutive_count < self._config.non_finite_steps:
                 return
         count_text = f"; non-finite for {self._consecutive_count} steps in a row" if self._consecutive_count > 1 else ""
-        record_note = collectives.run_on_rank_zero(lambda: self._record_non_finite_batch(result, samples))
+        record_note = collectives.run_on_rank_zero(lambda: self._record_non_finite_batch(step_result, samples))
         raise TrainingError(
-            f"{result.non_finite_reason}{count_text}",
-            place=f"step {result.number}",
+            f"{step_result.non_finite_reason}{count_text}",
+            place=f"step {step_result.number}",
             hint=f"{_HINT}; {record_note}" if record_note else _HINT,
         )
 
@@ -78,7 +80,7 @@ class NonFinitePolicy:
             message = describe_os_error(error) if isinstance(error, OSError) else "is corrupt"
             raise CheckpointError(message, place=str(file), hint="remove the file; then no batch is skipped") from None
 
-    def _record_non_finite_batch(self, result: StepResult, samples: Ids, skip_position: int | None = None) -> str:
+    def _record_non_finite_batch(self, step_result: StepResult, sample_ids: Ids, skip_position: int | None = None) -> str:
         """Record the sample ids of a non-finite step in save_dir, and the batch at `skip_position`, if set, as a batch to skip.
 
         Return a note that names the file; empty if nothing was recorded. Raises CheckpointError if a batch to skip cannot be recorded.
@@ -86,14 +88,14 @@ class NonFinitePolicy:
         folder = self._config.save_dir
         if folder is None:
             return ""
-        record_path = folder / f"non-finite-step-{result.number:08}.json"
+        record_path = folder / f"non-finite-step-{step_result.number:08}.json"
         files = {
             record_path: _encode_json(
                 {
-                    "step": result.number,
-                    "loss": replace_non_finite(result.loss),
-                    "reason": result.non_finite_reason,
-                    "samples": samples.tolist(),
+                    "step": step_result.number,
+                    "loss": replace_non_finite(step_result.loss),
+                    "reason": step_result.non_finite_reason,
+                    "samples": sample_ids.tolist(),
                 }
             )
         }
@@ -104,7 +106,7 @@ class NonFinitePolicy:
         except OSError as error:
             if skip_position is None:
                 return ""  # report the non-finite values rather than this error
-            message = f"{result.non_finite_reason}, and the record of the batch to skip cannot be written: {describe_os_error(error)}"
+            message = f"{step_result.non_finite_reason}, and the record of the batch to skip cannot be written: {describe_os_error(error)}"
             raise CheckpointError(
                 message, place=f"config trainer.save_dir {folder}", hint="check that the disk is mounted and not full"
             ) from None

@@ -32,7 +32,7 @@ def explain_out_of_memory_error(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        text = str(error) or "no memory is left"
+        text = str(error) or "out of memory"
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(
             fragment in text for fragment in _OUT_OF_MEMORY_MESSAGES
         ):

@@ -68,12 +68,12 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
         model.initial_value = partial(_read_initial_value, base_model, model.initial_value)
     materialize = partial(
         initialization.materialize_parameters,
-        names=names,
-        value=_build_shard_initializer(model, layout, shapes, tensor_placements, is_memory_mapped=base_model is not None),
+        parameter_names=names,
+        get_initial_value=_build_shard_initializer(model, layout, shapes, tensor_placements, is_memory_mapped=base_model is not None),
         device=runtime.device,
     )
     wrapped_model = _wrap_model(
-        model, runtime, layout, materialize, tied_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
+        model, runtime, layout, materialize, tied_parameter_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
     )
     is_float16 = config.transformer_architecture.precision is Precision.float16
     model.loss_chunk_size = None if is_float16 else config.trainer.loss_chunk_size
@@ -141,18 +141,18 @@ def select_trained_parameter_names(names: Iterable[str], config: Config) -> list
     return selected
 
 
-def _apply_model_parallelism(model: Transformer, config: Config, layout: Mesh) -> dict[str, Placement]:
+def _apply_model_parallelism(model: Transformer, config: Config, mesh: Mesh) -> dict[str, Placement]:
     """Apply pipeline, tensor and context parallelism and activation checkpointing to `model`, in place.
 
     Return the tensor-parallel placements of parameters, by name.
     """
-    if layout.pipe_size > 1:
-        pipeline_parallel.remove_remote_layers(model, config, layout)
+    if mesh.pipe_size > 1:
+        pipeline_parallel.remove_remote_layers(model, config, mesh)
     tensor_placements = tensor_parallel.apply_tensor_parallel(
-        model, layout.device_mesh["tensor"], sequence_parallel=config.topology.sequence_parallel
+        model, mesh.device_mesh["tensor"], sequence_parallel=config.topology.sequence_parallel
     )
-    if layout.context_mesh:
-        context_parallel.apply_context_parallel(model, layout.context_mesh)
+    if mesh.context_mesh:
+        context_parallel.apply_context_parallel(model, mesh.context_mesh)
     activation_checkpointing.checkpoint_layers(model, config.topology.activation_checkpointing_type)
     return tensor_placements
 
@@ -168,13 +168,19 @@ def _load_base_model(runtime: Runtime, shapes: Mapping[str, torch.Size]) -> Base
     )
 
 
-def _read_initial_value(base_model: BaseWeights, fallback: Callable[[str, torch.Size], Tensor], name: str, size: torch.Size) -> Tensor:
-    return fallback(name, size) if is_peft_parameter(name) else base_model.load_parameter(name, size)
+def _read_initial_value(
+    base_model: BaseWeights, parameter_initializer: Callable[[str, torch.Size], Tensor], parameter_name: str, size: torch.Size
+) -> Tensor:
+    return (
+        parameter_initializer(parameter_name, size)
+        if is_peft_parameter(parameter_name)
+        else base_model.load_parameter(parameter_name, size)
+    )
 
 
 def _build_shard_initializer(
     model: Transformer,
-    layout: Mesh,
+    mesh: Mesh,
     shapes: Mapping[str, torch.Size],
     tensor_placements: Mapping[str, Placement],
     *,
@@ -188,41 +194,39 @@ def _build_shard_initializer(
 
     def slice_initial_value(name: str) -> Tensor:
         full_value, placement = model.initial_value(name, shapes[name]), tensor_placements.get(name)
-        local_value = (
-            full_value.chunk(layout.tensor_size, placement.dim)[layout.tensor_rank] if isinstance(placement, Shard) else full_value
-        )
+        local_value = full_value.chunk(mesh.tensor_size, placement.dim)[mesh.tensor_rank] if isinstance(placement, Shard) else full_value
         return local_value.to(precision, copy=local_value is not full_value or is_memory_mapped, memory_format=torch.contiguous_format)
 
     return slice_initial_value
 
 
 def _wrap_model(
-    model: Transformer, runtime: Runtime, layout: Mesh, materialize: Materializer, *, tied_index: int | None
+    model: Transformer, runtime: Runtime, mesh: Mesh, materialize: Materializer, *, tied_parameter_index: int | None
 ) -> SingleReplicaModel | DdpModel | FsdpModel | PipelineModel:
     """Return `model`, materialized and wrapped for data parallelism or pipeline parallelism.
 
-    `tied_index`: index of the parameter that has a tied copy on another pipeline stage; None if no parameter has one.
+    `tied_parameter_index`: index of the parameter that has a tied copy on another pipeline stage; None if no parameter has one.
     """
     config = runtime.config
     # A sum of two numbers is rounded only once, so it is independent of the order even without float64.
     sum_in_fp64 = config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) > 2
     if not _has_sharded_state(config):
         materialize(model)
-    if layout.pipe_size > 1:
+    if mesh.pipe_size > 1:
         return PipelineModel(
             model,
             config,
-            layout,
+            mesh,
             runtime.device,
             materialize_shards=materialize if _has_sharded_state(config) else None,
-            tied_index=tied_index,
+            tied_parameter_index=tied_parameter_index,
         )
     if _has_sharded_state(config):
-        return FsdpModel(model, config, layout, materialize)
+        return FsdpModel(model, config, mesh, materialize)
     return (
         SingleReplicaModel(model, sum_in_fp64=sum_in_fp64)
-        if layout.data_parallel_group.size() == 1
-        else DdpModel(model, layout, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_in_fp64=sum_in_fp64)
+        if mesh.data_parallel_group.size() == 1
+        else DdpModel(model, mesh, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_in_fp64=sum_in_fp64)
     )
 
 

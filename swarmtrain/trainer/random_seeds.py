@@ -20,15 +20,15 @@ def seed_everything(*components: object) -> None:
     seed_torch(seed_value)
 
 
-def seed_torch(value: int) -> None:
+def seed_torch(seed: int) -> None:
     """Seed torch's CPU generator, and its CUDA generators if CUDA is initialized.
 
     torch.manual_seed is not used: until CUDA is initialized, it records each call with its traceback, which takes 2 ms per call and memory
     that is never freed.
     """
-    torch.default_generator.manual_seed(value)
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's function has no types
-        torch.cuda.manual_seed_all(value)
+        torch.cuda.manual_seed_all(seed)
 
 
 def derive_seed(*components: object) -> int:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import swarmtrain
-from swarmtrain.atomic_file import write_atomically
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
@@ -81,7 +81,7 @@ def write_run_report(report: ReportFields, folder: Path) -> None:
     """Write `report` to report.json in `folder`, replacing the previous report. If the folder is not writable, only log a warning."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / FILE_NAME, json.dumps(report, indent=1) + "\n")
+        write_text_atomically(folder / FILE_NAME, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         LOG.warning("%s: cannot be written: %s", folder / FILE_NAME, describe_os_error(error))
 
@@ -139,13 +139,13 @@ def _collect_rank_placement(runtime: Runtime, model: ParallelModel) -> RankPlace
     )
 
 
-def _collect_versions(driver: str) -> dict[str, str]:
+def _collect_versions(driver_version: str) -> dict[str, str]:
     versions = {"swarmtrain": swarmtrain.__version__, "python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     if torch.cuda.is_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return versions | ({"driver": driver} if driver else {})
+    return versions | ({"driver": driver_version} if driver_version else {})
 
 
 def _read_driver_version() -> str:

@@ -26,10 +26,10 @@ from pydantic import BaseModel, ValidationError
 
 from swarmtrain import distributed_env
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import convert_validation_error
-from swarmtrain.config.files import describe_os_error
-from swarmtrain.config.loading import load_config
+from swarmtrain.config.loader import load_config
 from swarmtrain.config.schema.trainer import DeterminismMode
+from swarmtrain.config.user_files import describe_os_error
+from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
 from swarmtrain.trainer import collectives, log_setup, out_of_memory
 from swarmtrain.trainer.model import float8
@@ -166,11 +166,11 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
     _destroy_process_group(already_initialized)
 
 
-def set_collective_timeout(seconds: float | None, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Set how many seconds a collective of `groups` may wait for a peer before it raises an error. None: 30 minutes."""
-    timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
+def set_collective_timeout(timeout_seconds: float | None, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Set the timeout, in seconds, after which a collective of `groups` that waits for a peer raises an error. None: 30 min."""
+    timeout = _DEFAULT_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     for group in groups:
-        # torch has no public function for this. Without it, a frozen peer is detected only after 30 minutes.
+        # torch has no public function for this. Without it, a frozen peer is detected only after 30 min.
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -205,7 +205,7 @@ def _check_same_device_type(runtime: Runtime) -> None:
         rank, node = next((rank, node) for rank, (device_type, node) in enumerate(devices) if device_type == "cpu")
         hint = (
             "run swarmtrain doctor CONFIG to see the GPUs in each node's container, or set runner.swarm.gpu: none to train "
-            "on CPUs everywhere"
+            "on the CPUs of all nodes"
         )
         error = TrainingError("sees no GPU, but other ranks of this run do", place=f"rank {rank} on {node}", hint=hint)
         error.rank = rank

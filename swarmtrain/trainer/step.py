@@ -65,23 +65,26 @@ def train_step(
     optimizer: Optimizer,
     data: TokenDataset,
     *,
-    position: int,
-    number: int,
-    stop: StopFlag,
+    first_sample_position: int,
+    step: int,
+    stop_flag: StopFlag,
     request_save: bool = False,
     timer: StepTimer | None = None,
     after_backward: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Run optimizer step `number` on the global batch that begins at sample `position`, and return its result.
+    """Run optimizer step `step` on the global batch that begins at sample `first_sample_position`, and return its result.
 
-    A step with a NaN/Inf loss or gradient changes no parameters. `stop`: this rank's stop flag. `request_save`: whether this rank
+    A step with a NaN/Inf loss or gradient changes no parameters. `stop_flag`: this rank's stop flag. `request_save`: whether this rank
     requests a checkpoint. `timer` is notified at the start of each phase. `after_backward` is called once the backward passes are
     complete.
     """
     topology, mesh = runtime.config.topology, model.mesh
     timer = timer or StepTimer(runtime.device)
     timer.start_phase(DATA)
-    batch, next_batch = (data.build_batch(first, topology.samples_per_step) for first in (position, position + topology.samples_per_step))
+    batch, next_batch = (
+        data.build_batch(first, topology.samples_per_step)
+        for first in (first_sample_position, first_sample_position + topology.samples_per_step)
+    )
     local_micro_batches, next_micro_batches = (
         each.select_micro_batches(mesh.micro_batches_per_replica, mesh.data_rank, topology.samples_per_micro_batch)
         for each in (batch, next_batch)
@@ -94,7 +97,7 @@ def train_step(
         model,
         data,
         local_micro_batches,
-        number=number,
+        step=step,
         scale_loss=lambda loss: optimizer.scale_loss(loss / loss_token_count),
         timer=timer,
     )
@@ -102,14 +105,14 @@ def train_step(
         with timer.time_phase(LOGGING):
             after_backward()
     timer.start_phase(OPTIMIZER)
-    update = optimizer.prepare_step(number, *local_sums)
+    update = optimizer.prepare_step(step, *local_sums)
     # The last collective comes before the first parameter update. A rank that has completed it can finish the step without its peers.
     # If a peer dies earlier, the state after the previous step is intact.
     timer.start_phase(COMMUNICATION)
     loss_sum, correct = update.extra_scalars
     replica_means = _build_replica_loss_means(model, data, local_micro_batches, loss_sum)
     (loss_sum, correct, *replica_means), (stop_requested, save_requested) = _reduce_values_over_ranks(
-        model, [loss_sum, correct, *replica_means], stop.is_set, request_save
+        model, [loss_sum, correct, *replica_means], stop_flag.is_set, request_save
     )
     loss_mean = loss_sum / loss_token_count
     timer.start_phase(OPTIMIZER)
@@ -117,11 +120,11 @@ def train_step(
     if non_finite_reason:
         update = optimizer.skip_step()
     timer.start_phase(OPTIMIZER)
-    optimizer.step(number)
+    optimizer.step(step)
     timer.start_phase(OTHER)
     sample_ids = tuple(int(sample) for _, ids in local_micro_batches for sample in ids)
     return StepResult(
-        number,
+        step,
         sample_ids,
         batch.loss_tokens,
         loss_mean,
@@ -135,10 +138,10 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, stop: StopFlag | None) -> ValidationResult | None:
-    """Evaluate the first `eval_iterations` global batches of `data`, and return the result.
+def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, stop_flag: StopFlag | None) -> ValidationResult | None:
+    """Evaluate `model` on the first `eval_iterations` global batches of `data`, and return the result.
 
-    Return None if `stop` is given and a stop was requested on any rank during the evaluation.
+    Return None if `stop_flag` is given and a stop was requested on any rank during the evaluation.
     """
     topology, mesh = runtime.config.topology, model.mesh
     loss, correct, loss_token_count = 0.0, 0.0, 0
@@ -154,7 +157,7 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
         )
         model.local_model.train()
         (loss_sum, batch_correct), (stop_requested,) = _reduce_values_over_ranks(
-            model, [float(each) for each in local_sums], stop is not None and stop.is_set
+            model, [float(each) for each in local_sums], stop_flag is not None and stop_flag.is_set
         )
         if stop_requested:
             return None
@@ -163,9 +166,9 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
     return ValidationResult(loss / loss_token_count, _get_accuracy(model, correct / loss_token_count))
 
 
-def is_stop_requested(stop: StopFlag) -> bool:
+def is_stop_requested(stop_flag: StopFlag) -> bool:
     """Return True on every rank if a stop was requested on any rank. Collective: all ranks must call it."""
-    return collectives.all_reduce_sum([stop.is_set])[0] > 0
+    return collectives.all_reduce_sum([stop_flag.is_set])[0] > 0
 
 
 def _get_accuracy(model: ParallelModel, correct_fraction: float) -> float | None:
@@ -173,7 +176,7 @@ def _get_accuracy(model: ParallelModel, correct_fraction: float) -> float | None
 
 
 def _describe_non_finite_values(loss: float, update: OptimizerUpdate) -> str:
-    """Return a description of what is NaN/Inf in this step, loss or gradients; empty if both are finite.
+    """Return a description of the NaN/Inf loss or gradients of this step; empty if both are finite.
 
     Collective: all ranks must call it.
     """

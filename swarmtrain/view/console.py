@@ -24,7 +24,7 @@ def print_message(line: str) -> None:
 
 
 def has_color_support(stream: int = 2) -> bool:
-    """Return whether the stream with this file descriptor supports colors: it is a terminal, and NO_COLOR is unset."""
+    """Return whether the file descriptor `stream` supports colors: it is a terminal, and NO_COLOR is unset."""
     return os.isatty(stream) and "NO_COLOR" not in os.environ
 
 
@@ -32,8 +32,7 @@ def has_color_support(stream: int = 2) -> bool:
 def show_progress(title: str, *, interrupt_hint: str = "") -> Iterator[ProgressReporter]:
     """Yield a progress reporter for the operation `title`.
 
-    On a terminal, the newest progress message has a spinner until the next one is printed. `interrupt_hint` is printed if the user presses
-    Ctrl-C meanwhile.
+    On a terminal, a spinner is shown with the newest progress message. `interrupt_hint` is printed if the user presses Ctrl-C meanwhile.
     """
     try:
         if has_color_support():
@@ -66,7 +65,7 @@ def _show_spinner(title: str) -> Iterator[ProgressReporter]:
 
 
 def ask_confirmation(question: str) -> bool | None:
-    """Ask the user a yes/no question and return the answer; an empty answer means no. Return None if there is no terminal."""
+    """Ask the user a yes/no question and return the answer; an empty answer means no. Return None if stdin or stderr is not a terminal."""
     if not (os.isatty(0) and os.isatty(2)):
         return None
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201  # see print_message
@@ -80,7 +79,7 @@ def show_error(error: SwarmtrainError) -> None:
 
 
 def show_finding(finding: Finding) -> None:
-    """Print a finding of a launcher's check of the plan."""
+    """Print a finding of a launcher's plan check as `error: …` or `warning: …`, with its hint."""
     text = f"{finding.place}: {finding.message}"
     _print_labeled_text(text, finding.hint, label="error" if finding.fatal else "warning")
 

@@ -17,55 +17,59 @@ _NETWORK_KEYS = ("runner.swarm.mtu", "runner.swarm.encrypted", "runner.swarm.int
 _MAX_VALUE_LENGTH = 60
 
 
-def list_differences(plan: Plan, config: Config, cargo: Cargo, tasks: Sequence[TaskState], restart_count: int) -> list[str]:
-    """Return the differences between `plan` and the run deployed with `config` and `cargo`, one per line.
+def list_differences(
+    plan: Plan, deployed_config: Config, deployed_cargo: Cargo, tasks: Sequence[TaskState], restarted_service_count: int
+) -> list[str]:
+    """Return the differences between `plan` and the run deployed with `deployed_config` and `deployed_cargo`, one per line.
 
-    `restart_count` is the number of services that a change of the config or of a file restarts; 0 if no service is running.
+    `restarted_service_count` is the number of services that a change of the config or of a file restarts; 0 if no service is running.
     """
-    restart_note = _describe_restart(plan, restart_count)
+    restart_note = _describe_restart(plan, restarted_service_count)
     network_note = _describe_network_recreation(plan)
     changed = [
         f"{key}: {_abbreviate_value(old)} → {_abbreviate_value(new)}{network_note if key in _NETWORK_KEYS else restart_note}"
-        for key, old, new in _iterate_changed_keys(plan, config)
+        for key, old, new in _iterate_changed_keys(plan, deployed_config)
     ]
     return [
         *changed,
-        *(f"{line}{restart_note}" for line in _iterate_changed_files(plan.cargo, cargo)),
+        *(f"{line}{restart_note}" for line in _iterate_changed_files(plan.cargo, deployed_cargo)),
         *_iterate_changed_nodes(plan, tasks),
     ]
 
 
-def _describe_restart(plan: Plan, count: int) -> str:
-    if not count:
+def _describe_restart(plan: Plan, service_count: int) -> str:
+    if not service_count:
         return ""
     start_point = "from the beginning: trainer.save_dir is null" if plan.config.trainer.save_dir is None else "from the last checkpoint"
-    return f", restarts {format_count(count, 'service')} {start_point}"
+    return f", restarts {format_count(service_count, 'service')} {start_point}"
 
 
 def _describe_network_recreation(plan: Plan) -> str:
     return f", needs a new network: swarmtrain down {plan.run}, then deploy again"
 
 
-def _iterate_changed_keys(plan: Plan, config: Config) -> Iterator[tuple[str, Any, Any]]:
+def _iterate_changed_keys(plan: Plan, deployed_config: Config) -> Iterator[tuple[str, Any, Any]]:
     new_values, old_values = (
         _flatten_to_dotted_keys(plan.config.to_node_config().model_dump(mode="json")),
-        _flatten_to_dotted_keys(config.to_node_config().model_dump(mode="json")),
+        _flatten_to_dotted_keys(deployed_config.to_node_config().model_dump(mode="json")),
     )
     for key in [*new_values, *(key for key in old_values if key not in new_values)]:
         if new_values.get(key) != old_values.get(key):
             yield key, old_values.get(key), new_values.get(key)
 
 
-def _flatten_to_dotted_keys(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _flatten_to_dotted_keys(nested_mapping: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by their dotted keys; a list counts as a leaf."""
     leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        leaves |= _flatten_to_dotted_keys(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value}
+    for key, value in nested_mapping.items():
+        leaves |= (
+            _flatten_to_dotted_keys(value, f"{key_prefix}{key}.") if isinstance(value, dict) and value else {f"{key_prefix}{key}": value}
+        )
     return leaves
 
 
-def _iterate_changed_files(new: Cargo, old: Cargo) -> Iterator[str]:
-    for label, new_files, old_files in (("", new.code, old.code), ("secret ", new.secrets, old.secrets)):
+def _iterate_changed_files(new_cargo: Cargo, deployed_cargo: Cargo) -> Iterator[str]:
+    for label, new_files, old_files in (("", new_cargo.code, deployed_cargo.code), ("secret ", new_cargo.secrets, deployed_cargo.secrets)):
         old_digests, new_digests = _map_digests_by_file_name(old_files), _map_digests_by_file_name(new_files)
         for name in sorted({*old_digests, *new_digests}):
             if old_digests.get(name) != new_digests.get(name):

@@ -31,25 +31,25 @@ def format_duration(seconds: float) -> str:
     return f"{total // 86400} d {total % 86400 // 3600} h"
 
 
-def format_age(now: float, then: float) -> str:
-    """Return the age of `then` at `now` as text: `42 s ago`."""
-    return f"{format_duration(now - then)} ago"
+def format_age(now: float, past_time: float) -> str:
+    """Return the age of `past_time` at `now` as text: `42 s ago`."""
+    return f"{format_duration(now - past_time)} ago"
 
 
 def format_time(seconds: float) -> str:
-    """Return a time since the epoch in this machine's time zone: 2026-11-21 22:34:16."""
+    """Return `seconds` since the epoch as text in this machine's time zone: 2026-11-21 22:34:16."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def format_memory_usage(used: float, limit: float) -> str:
+def format_memory_usage(used_bytes: float, limit_bytes: float) -> str:
     """Return memory usage and limit, both in bytes, as text: `1.2/4.0 GiB`."""
-    return f"{used / _GIB:.1f}/{limit / _GIB:.1f} GiB"
+    return f"{used_bytes / _GIB:.1f}/{limit_bytes / _GIB:.1f} GiB"
 
 
 def parse_time(text: str, now: float) -> float:
-    """Return seconds since the epoch for a duration before `now` (`10m`, `1h30m`, `2d`), or for a date and time.
+    """Parse `text`, a duration before `now` (`10m`, `1h30m`, `2d`) or an ISO 8601 date and time, into seconds since the epoch.
 
-    Raises SwarmtrainError if the text has neither form.
+    Raises SwarmtrainError if `text` is neither.
     """
     if _DURATION_PATTERN.fullmatch(text):
         return now - sum(float(number) * _DURATION_UNITS[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))

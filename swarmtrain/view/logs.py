@@ -1,4 +1,4 @@
-"""Print the output of a run's nodes as one stream: selects the lines, and reads stored logs if the run is down."""
+"""Print the output of a run's nodes as one filtered stream: from the launcher, or from stored logs if the run is down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError, SwarmtrainError
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.common.history_store import resolve_run_directory
+from swarmtrain.launchers.common.history_store import resolve_run_folder
 from swarmtrain.launchers.registry import find_run
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.console import print_message
@@ -19,7 +19,7 @@ from swarmtrain.view.update_printer import print_log_line
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Filter of log lines. `tail` is a number of lines per node, applied before `rank` and `pattern`."""
+    """Filter of log lines. `tail`: number of last lines per node, applied before `rank` and `pattern`; `since`: seconds since the epoch."""
 
     tail: int | None = None
     since: float | None = None
@@ -59,7 +59,7 @@ def _read_log_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> 
         if run is None or not history_store.has_logs(run):
             raise
         reason = f"{run} is down" if isinstance(error, RunNotFound) else str(error)
-        print_message(f"{reason}; showing its saved output from {resolve_run_directory(run)}")
+        print_message(f"{reason}; showing its saved output from {resolve_run_folder(run)}")
         return _read_stored_log_lines(run, log_filter)
     nodes = [task.node for task in launcher.list_tasks(run_name) if task.node != RENDEZVOUS_SERVICE]
     if log_filter.node is not None and log_filter.node not in nodes:

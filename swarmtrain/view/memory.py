@@ -21,7 +21,7 @@ _USABLE_FRACTION = 0.9
 class MemoryEstimate:
     """Memory estimate in bytes, for a world of `world_size` ranks, and the memory of a device (None: unknown).
 
-    `ranks` has one estimate for each group of ranks with the same pipeline stages, `alternatives` one for each change of the config.
+    `ranks` contains one estimate per group of ranks with the same pipeline stages, `alternatives` one per change of the config.
     """
 
     world_size: int
@@ -92,31 +92,31 @@ class MemoryEstimate:
         )
 
 
-def estimate_memory(config: Config, ranks: int, device_memory: int | None) -> MemoryEstimate:
-    """Return the estimate of the memory that `config` needs in a world of `ranks` ranks.
+def estimate_memory(config: Config, world_size: int, device_memory: int | None) -> MemoryEstimate:
+    """Return the estimate of the memory that `config` needs in a world of `world_size` ranks.
 
     Raises SwarmtrainError if torch is not installed on this machine, or the trainer cannot estimate this config.
     """
     request = {
         "config": config.to_json(),
-        "ranks": ranks,
+        "ranks": world_size,
         "available_bytes": None if device_memory is None else int(_USABLE_FRACTION * device_memory),
     }
     response = trainer_subprocess.query_trainer("memory", request)
-    return MemoryEstimate(ranks, response["ranks"], device_memory, response["alternatives"])
+    return MemoryEstimate(world_size, response["ranks"], device_memory, response["alternatives"])
 
 
 def parse_size(text: str, option: str = "--device-memory") -> int:
-    """Parse the size `text` (80GiB, 80G, 512M), the value of the option `option`, into bytes. Raises SwarmtrainError if it is invalid."""
+    """Return the size `text` (80GiB, 80G, 512M), the value of `option`, in bytes. Raises SwarmtrainError if it is invalid."""
     match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise SwarmtrainError(f"{text!r} is not a valid size", place=option, hint="use a size such as 80GiB or 512MiB")
     return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
-def _label_rank(rank: Mapping[str, Any], world_size: int) -> str:
+def _label_rank(rank: Mapping[str, Any], rank_group_count: int) -> str:
     stages = rank["stages"]
-    return "every rank" if world_size == 1 else f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+    return "every rank" if rank_group_count == 1 else f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _format_rank_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Displayable(Protocol):
-    """A value that formats itself as text, and as a dict for scripts."""
+    """Interface of values that format themselves as text, and as a JSON-compatible dict for `--json`."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -18,5 +18,5 @@ def print_result(value: Displayable, *, as_json: bool) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print a mapping as JSON on stdout."""
+    """Print `value` as JSON on stdout."""
     print(json.dumps(value, indent=2, default=str))  # noqa: T201  # this is the place that prints

@@ -18,7 +18,7 @@ _BAR_WIDTH = 40
 
 
 def render_progress_bar(progress: Mapping[str, Any], *, show_time_left: bool, show_metrics: bool = False) -> RenderableType | None:
-    """Return the progress bar for a progress event's data; None if the data have no total number of steps.
+    """Return the progress bar for the data of a progress event; None if the step or the total number of steps is missing.
 
     With `show_time_left`, include the time left; with `show_metrics`, the step and metrics.
     """
@@ -43,7 +43,7 @@ def render_progress_bar(progress: Mapping[str, Any], *, show_time_left: bool, sh
 def show_progress_bar() -> Iterator[Callable[[Event], None]]:
     """Show a progress bar of the newest progress event below the output of the `with` block, on a terminal; elsewhere do nothing.
 
-    Yields the function that takes the progress events.
+    Yields a function that updates the bar if it is called with a progress event.
     """
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         yield lambda event: None

@@ -11,9 +11,9 @@ from swarmtrain.launchers.registry import discover_runs, find_run
 from swarmtrain.protocol import EVENT_NODE_JOINED, EVENT_NODE_PROBE, Event
 from swarmtrain.view import history
 from swarmtrain.view.console import print_message
+from swarmtrain.view.live_status import watch_status
 from swarmtrain.view.output import print_json, print_result
 from swarmtrain.view.status import RunStatus, build_status
-from swarmtrain.view.watch import watch_status
 from swarmtrain.view.why import LINES_BEFORE_SECONDS, FailureDiagnosis, diagnose_failure, find_first_failure
 
 _TAIL_LINES = 2000
@@ -21,12 +21,12 @@ _TAIL_LINES = 2000
 
 
 def load_status(launcher: Launcher, run: str) -> RunStatus:
-    """Return the status of the run `run`. Raises RunNotFound if there is no such run."""
+    """Return the current status of `run`. Raises RunNotFound if there is no such run."""
     return build_status(run, load_live_run_events(launcher, run), launcher.list_tasks(run), time.time())
 
 
 def load_live_run_events(launcher: Launcher, run: str) -> list[Event]:
-    """Return all events of an existing run; events that its coordinator no longer has are read from this machine's store.
+    """Return all events of an existing run; events that its coordinator no longer stores are read from this machine's store.
 
     Raises RunNotFound if there is no such run.
     """
@@ -74,7 +74,7 @@ def show_history(run: str | None, *, as_json: bool) -> None:
 
 
 def show_diagnosis(run: str | None, *, as_json: bool) -> None:
-    """Print why a run failed, on one screen, even if the run is down. Raises RunNotFound if nothing is known of the run."""
+    """Print why a run failed, on one screen, even if the run is down. Raises RunNotFound if the run is unknown."""
     name, diagnosis = _diagnose_run(run)
     if diagnosis is None:
         print_message(f"run {name} has no failures\nhint: swarmtrain status {name}")
@@ -111,7 +111,7 @@ def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
 
 
 def list_known_runs() -> list[history.RunSummary]:
-    """Return a summary of each run of the launchers that can be reached, and of each run with events stored on this machine."""
+    """Return a summary of each run of the reachable launchers, and of each run with events stored on this machine."""
     now = time.time()
     live_runs = {run: launcher for launcher, run in discover_runs()[1]}
     past_runs = {

@@ -1,4 +1,4 @@
-"""Status of a run, computed from its events and task states. It formats itself as text."""
+"""Status of a run, computed from its events and task states. RunStatus formats itself as text."""
 
 from __future__ import annotations
 
@@ -212,12 +212,12 @@ def _format_node_table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  " + "  ".join(row).rstrip() for row in cells]
 
 
-def _derive_run_state(outcome: Mapping[str, Any] | None, latest: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:
+def _derive_run_state(outcome: Mapping[str, Any] | None, latest_events: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:
     if outcome:
         return str(outcome["status"])
     nodes = [task for task in tasks if task.node != protocol.RENDEZVOUS_SERVICE]
     if nodes and all(task.state in ("stopped", "shutdown") for task in nodes):
         return "stopped"
     return (
-        "training" if protocol.EVENT_PROGRESS in latest or protocol.EVENT_WORLD_FORMED in latest else "starting"
+        "training" if protocol.EVENT_PROGRESS in latest_events or protocol.EVENT_WORLD_FORMED in latest_events else "starting"
     )  # a custom script may report no steps

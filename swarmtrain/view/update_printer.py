@@ -46,7 +46,7 @@ def print_log_line(line: LogLine) -> None:
 
 
 def format_event(event: Event) -> str | None:
-    """Return an event as a line for users; None for an event that the ranks' own output already shows."""
+    """Return `event` as a line of text; None for an event kind that is not printed, such as progress."""
     template = _EVENT_FORMATTERS.get(event.kind)
     return template(event.data) if template else None
 

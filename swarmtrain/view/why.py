@@ -10,8 +10,8 @@ from typing import Any
 from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.protocol import Event, is_collateral_failure
-from swarmtrain.view.failures import FailureEvidence, FailureSignature, get_signal_name, identify_failure
 from swarmtrain.view.formatting import format_duration, format_time
+from swarmtrain.view.known_failures import FailureEvidence, FailureSignature, get_signal_name, identify_failure
 from swarmtrain.view.status import format_progress, suggest_quarantine_remedy
 from swarmtrain.view.worlds import find_quarantined_nodes, format_failure, list_worlds
 
@@ -103,8 +103,10 @@ def find_first_failure(events: Sequence[Event]) -> Event | None:
     )
 
 
-def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine]) -> FailureDiagnosis | None:
-    """Return the diagnosis of `run`; None if nothing has failed. `events` and `lines` are in chronological order."""
+def diagnose_failure(
+    run: str, events: Sequence[Event], tasks: Sequence[TaskState], log_lines: Iterable[LogLine]
+) -> FailureDiagnosis | None:
+    """Return the diagnosis of `run`; None if nothing has failed. `events` and `log_lines` are in chronological order."""
     first = find_first_failure(events) or _find_lost_node_failure(events) or _find_container_start_failure(tasks, events)
     if first is None:
         return None
@@ -112,7 +114,7 @@ def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskStat
     node, rank = str(data.get("node", "")), data.get("rank")
     # Lines that another program wrote into a log file have no timestamp, so they may belong to the failure.
     recent_lines = [
-        line for line in lines if not line.time or first.time - LINES_BEFORE_SECONDS < line.time < first.time + _LINES_AFTER_SECONDS
+        line for line in log_lines if not line.time or first.time - LINES_BEFORE_SECONDS < line.time < first.time + _LINES_AFTER_SECONDS
     ]
     own_lines = [line.text for line in recent_lines if line.node == node and rank in (None, line.rank)]
     host = next((task.host for task in tasks if task.node == node), "")
@@ -134,7 +136,7 @@ def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskStat
         world=len(list_worlds(earlier_events)),
         progress=format_progress(progress) if progress else "",
         error=str(data.get("error", "")),
-        exit_status=_format_exit(data),
+        exit_status=_format_exit_status(data),
         signature=signature.name if signature else "",
         meaning=signature.meaning if signature else "",
         fix=_choose_fix(data, signature),
@@ -147,15 +149,15 @@ def diagnose_failure(run: str, events: Sequence[Event], tasks: Sequence[TaskStat
     )
 
 
-def _choose_fix(data: dict[str, Any], signature: FailureSignature | None) -> str:
-    """Return the suggested fix: the hint of the failed process if it has one, else that of the known failure mode."""
-    return str(data.get("hint") or (signature.fix if signature else ""))
+def _choose_fix(failure_data: dict[str, Any], signature: FailureSignature | None) -> str:
+    """Return the suggested fix: the hint of the failed process if it reported one, else the fix of the known failure mode."""
+    return str(failure_data.get("hint") or (signature.fix if signature else ""))
 
 
-def _format_exit(data: dict[str, Any]) -> str:
-    """Return the exit code or signal of the failed process, as a number and in words."""
-    code = data.get("exit_code")
-    if name := data.get("signal"):
+def _format_exit_status(failure_data: dict[str, Any]) -> str:
+    """Return the exit code or signal of the failed process as text; empty if neither was reported."""
+    code = failure_data.get("exit_code")
+    if name := failure_data.get("signal"):
         number = getattr(signal, str(name), None)
         return f"killed by {name}{f', {128 + number} as a shell exit code' if number else ''}"
     if not isinstance(code, int):
@@ -167,7 +169,7 @@ def _format_exit(data: dict[str, Any]) -> str:
 def _find_lost_node_failure(events: Sequence[Event]) -> Event | None:
     """Return a failure event for a run that ended without a reported failure; None if the run has no outcome yet, or is done.
 
-    The event names the last node that left without an exit code, or has the reason of the coordinator's outcome if there is no such node.
+    The event names the last node that left without an exit code, or else contains the reason of the coordinator's outcome.
     """
     outcome = next((event for event in reversed(events) if event.kind == protocol.EVENT_OUTCOME), None)
     if outcome is None or outcome.data.get("status") == "done":
@@ -188,7 +190,7 @@ def _find_lost_node_failure(events: Sequence[Event]) -> Event | None:
 
 
 def _find_container_start_failure(tasks: Sequence[TaskState], events: Sequence[Event]) -> Event | None:
-    """Return a failure event for a container that could not be started, or that ended before its processes could report a reason."""
+    """Return a failure event for a container that did not start, or ended before its processes reported a reason; None otherwise."""
     failed_tasks = [task for task in tasks if task.reason and task.state not in ("running", "complete", "stopped", "shutdown")]
     if not failed_tasks:
         return None
@@ -197,7 +199,7 @@ def _find_container_start_failure(tasks: Sequence[TaskState], events: Sequence[E
 
 
 def _collect_peer_nodes(
-    node: str, first: Event, events: Sequence[Event], tasks: Sequence[TaskState], recent_lines: Sequence[LogLine]
+    node: str, first_failure: Event, events: Sequence[Event], tasks: Sequence[TaskState], recent_lines: Sequence[LogLine]
 ) -> tuple[PeerNode, ...]:
     peers = []
     for task in tasks:
@@ -207,13 +209,13 @@ def _collect_peer_nodes(
             (
                 event
                 for event in events
-                if event.kind == protocol.EVENT_FAILURE and event.data.get("node") == task.node and event.time >= first.time
+                if event.kind == protocol.EVENT_FAILURE and event.data.get("node") == task.node and event.time >= first_failure.time
             ),
             None,
         )
-        failure_text = f"{format_failure(failure.data)}, {format_duration(failure.time - first.time)} later" if failure else ""
-        last_line = next((line for line in reversed(recent_lines) if line.node == task.node and line.time <= first.time), None)
-        age_text = f", {format_duration(first.time - last_line.time)} before" if last_line and last_line.time else ""
+        failure_text = f"{format_failure(failure.data)}, {format_duration(failure.time - first_failure.time)} later" if failure else ""
+        last_line = next((line for line in reversed(recent_lines) if line.node == task.node and line.time <= first_failure.time), None)
+        age_text = f", {format_duration(first_failure.time - last_line.time)} before" if last_line and last_line.time else ""
         peers.append(PeerNode(task.node, task.state, failure_text, f"{last_line.text}{age_text}" if last_line else ""))
     return tuple(peers)
 

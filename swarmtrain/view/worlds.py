@@ -12,7 +12,7 @@ from swarmtrain.protocol import EXIT_PLANNED, Event, is_collateral_failure
 
 @dataclass(frozen=True)
 class WorldInfo:
-    """One world of a run. `number` counts from 1; `reason` is why it formed, empty for the first."""
+    """One world of a run. `number` is 1-based; it formed at `time`, in seconds since the epoch, for `reason` (empty for the first)."""
 
     number: int
     time: float
@@ -23,7 +23,7 @@ class WorldInfo:
 
 @dataclass(frozen=True)
 class NodeRestarts:
-    """Rank restarts that one node caused: their number, and the time and reason of the last one."""
+    """Rank restarts that one node caused: their number, and the time (seconds since the epoch) and reason of the last one."""
 
     count: int
     time: float
@@ -55,9 +55,9 @@ def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
     return formed_worlds
 
 
-def explain_new_world(events_between: Sequence[Event]) -> str:
+def explain_new_world(events_since_previous_world: Sequence[Event]) -> str:
     """Return the reason for a new world, from the events since the previous world; empty if none is known."""
-    ranked = sorted(events_between, key=_get_cause_priority)
+    ranked = sorted(events_since_previous_world, key=_get_cause_priority)
     return next((text for event in ranked if (text := describe_restart_cause(event))), "")
 
 
@@ -119,7 +119,7 @@ def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode
 
 
 def _describe_new_nodes(previous_members: set[str], members: set[str]) -> str:
-    """Return a text that names the new nodes of a world. They may have joined before the previous world formed, but too late for it."""
+    """Return text that names the new nodes of a world; empty if unknown. They may have joined too late for the previous world."""
     new = ", ".join(sorted(members - previous_members)) if previous_members else ""
     return f"{new} joined" if new else ""
 
@@ -134,7 +134,7 @@ _CAUSE_KINDS = {
 
 
 def _get_cause_priority(event: Event) -> int:
-    """Return the priority of an event among the possible causes of a new world; the lowest number wins."""
+    """Return the priority of an event among the possible causes of a new world; the lowest number takes precedence."""
     if event.kind == protocol.EVENT_FAILURE:
         return 3 if is_collateral_failure(event.data) else 0
     if event.kind == protocol.EVENT_NODE_LEFT:

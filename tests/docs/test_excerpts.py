@@ -14,7 +14,7 @@ import yaml
 from toy_package import install_toy_package
 
 from swarmtrain.config import Config
-from swarmtrain.config.loading import load_config
+from swarmtrain.config.loader import load_config
 from swarmtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

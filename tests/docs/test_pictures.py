@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from swarmtrain.config.loading import load_config
+from swarmtrain.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -38,7 +38,7 @@ class CoordinatorHarness:
         self.time = 100.0
         self.events: list[Event] = []
         budget = {"max_restarts": max_restarts, "max_restarts_per_hour": per_hour, "min_nodes": min_nodes}
-        self.coordinator = Coordinator(run="r", **budget, boot_id="b", clock=lambda: self.time, publish=self.events.append)
+        self.coordinator = Coordinator(run="r", **budget, boot_id="b", clock=lambda: self.time, publish_event=self.events.append)
 
     def list_events(self, kind: str) -> list[dict[str, Any]]:
         return [event.data for event in self.events if event.kind == kind]
@@ -155,7 +155,7 @@ def test_a_run_that_comes_further_each_time_may_still_not_fail_too_often_within_
         assert board.outcome is None
         board.post_failure(f"w{attempt}")
     assert board.outcome is not None
-    assert board.outcome.reason.endswith("boom; failed 6 times within an hour, max_restarts_per_hour is 5")
+    assert board.outcome.reason.endswith("boom; failed 6 times within 1 h, max_restarts_per_hour is 5")
 
 
 def test_the_same_exception_at_the_same_step_twice_in_a_row_is_a_bug() -> None:
@@ -208,7 +208,7 @@ def test_a_flaky_node_is_named_once_an_hour_where_it_is_indispensable() -> None:
     (note,) = board.list_events(EVENT_NOTE)
     assert note["node"] == "node1"
     assert note["message"].startswith(
-        "node1 was the first to fail 5 times within an hour, more than twice as often as all other nodes together"
+        "node1 was the first to fail 5 times within 1 h, more than twice as often as all other nodes together"
     )
     board.time += 3600
     for attempt in range(3):
@@ -260,7 +260,7 @@ def test_a_node_whose_machine_fails_repeatedly_is_quarantined_for_an_hour(three_
         {
             "node": "node2",
             "seconds": 3600.0,
-            "reason": "the first to fail 3 times within an hour, more than twice as often as all other nodes together",
+            "reason": "the first to fail 3 times within 1 h, more than twice as often as all other nodes together",
         }
     ]
     assert three_nodes.quarantined == {"node2"}

@@ -22,7 +22,7 @@ def measure_links(names: list[str], port: int) -> list[Link]:
     """Let all nodes measure all their links, each in its own thread. Return what the first node of each pair measured."""
 
     def measure_from(name: str) -> list[Link]:
-        prober = LinkProber(name, port, MTU, bind=name)
+        prober = LinkProber(name, port, MTU, bind_address=name)
         peers = [peer for peer in names if peer != name]
         assert all(seconds is not None and seconds < 10 for seconds in prober.wait_for_peers(peers, 10).values())
         pairs = [pair for pairs in schedule_node_pairs(names) for pair in pairs if name in pair]
@@ -56,11 +56,11 @@ def test_all_links_of_four_nodes() -> None:
 
 def test_a_missing_peer_is_reported() -> None:
     port = find_free_port()
-    alone = LinkProber("127.0.0.1", port, MTU, bind="127.0.0.1")
+    alone = LinkProber("127.0.0.1", port, MTU, bind_address="127.0.0.1")
     assert alone.wait_for_peers(["127.0.0.9"], 60, unresponsive_timeout=0.3) == {"127.0.0.9": None}
     assert alone.wait_for_peers(["nobody.invalid"], 0.3) == {"nobody.invalid": None}
     assert alone.measure_link("127.0.0.1", "127.0.0.9", 0.1).error == "127.0.0.9 cannot be reached from 127.0.0.1"
-    silent = LinkProber("127.0.0.2", port, MTU, bind="127.0.0.2")
+    silent = LinkProber("127.0.0.2", port, MTU, bind_address="127.0.0.2")
     assert alone.wait_for_peers([silent.name], 10)[silent.name] is not None
     assert alone.measure_link("127.0.0.1", "127.0.0.2", 0.1).error == "127.0.0.2 cannot be reached from 127.0.0.1: timed out"
     assert alone.measure_link("127.0.0.2", "127.0.0.1", 0.1).error == "127.0.0.2 did not connect to 127.0.0.1"
@@ -68,9 +68,9 @@ def test_a_missing_peer_is_reported() -> None:
 
 def test_a_caller_that_says_nothing_holds_nobody_up() -> None:
     port = find_free_port()
-    prober = LinkProber("127.0.0.1", port, MTU, bind="127.0.0.1")
+    prober = LinkProber("127.0.0.1", port, MTU, bind_address="127.0.0.1")
     with socket.create_connection(("127.0.0.1", port)):
-        other = LinkProber("127.0.0.2", port, MTU, bind="127.0.0.2")
+        other = LinkProber("127.0.0.2", port, MTU, bind_address="127.0.0.2")
         assert other.wait_for_peers([prober.name], 10)[prober.name] is not None
         assert prober.wait_for_peers([other.name], 10)[other.name] is not None
         with ThreadPoolExecutor(1) as pool:

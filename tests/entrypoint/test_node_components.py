@@ -24,7 +24,7 @@ from swarmtrain.entrypoint.network_interface import (
     find_route_to_host,
 )
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
-from swarmtrain.entrypoint.supervisor import forking, node_supervisor
+from swarmtrain.entrypoint.supervisor import fork_server, node_supervisor
 from swarmtrain.entrypoint.supervisor.elastic_agent import DeathReporter, compute_shutdown_timeout
 from swarmtrain.entrypoint.supervisor.rank_process import resolve_exit_code
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
@@ -121,7 +121,7 @@ def test_the_log_record_by_which_torch_reports_a_death_is_as_we_read_it() -> Non
 
 
 def test_a_planned_exit_and_other_records_are_no_deaths(tmp_path: Path) -> None:
-    reporter = DeathReporter(build_node_env(tmp_path), logs=None)
+    reporter = DeathReporter(build_node_env(tmp_path), logs_specs=None)
     for message, args in (("failed (exitcode: %s) local_rank: %s", (EXIT_PLANNED, 0)), ("Closing process %s via %s", (1, 2))):
         reporter.emit(logging.LogRecord("t", logging.ERROR, "f", 1, message, args, None))
 
@@ -178,7 +178,7 @@ def test_a_node_without_a_coordinator_does_not_train_on_forever(tmp_path: Path, 
         node_supervisor.Supervisor(build_node_env(tmp_path), heartbeat_interval=0.1, isolation_timeout=0.5)._wait_for_agent(agent, "round")
         == -signal.SIGTERM
     )
-    assert "this node may be partitioned, and stops until the coordinator answers" in capfd.readouterr().err
+    assert "this node may be partitioned, and stops until the coordinator responds" in capfd.readouterr().err
 
 
 def test_an_agent_has_ranks_whatever_their_titles() -> None:
@@ -198,10 +198,10 @@ def test_an_agent_has_ranks_whatever_their_titles() -> None:
     leader = multiprocessing.get_context("fork").Process(target=agent, name="agent")
     leader.start()
     pid = rank.recv()
-    assert forking.has_rank_processes(leader)
+    assert fork_server.has_rank_processes(leader)
     os.kill(pid, signal.SIGKILL)
     end = time.monotonic() + 10
-    while forking.has_rank_processes(leader):
+    while fork_server.has_rank_processes(leader):
         assert time.monotonic() < end
         time.sleep(0.05)
     leader.kill()

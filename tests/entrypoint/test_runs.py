@@ -190,14 +190,14 @@ from swarmtrain.trainer.data import memory_map
 stop_flag._MIN_SECONDS, stop_flag._MAX_SECONDS, watchdog.MARGIN_SECONDS, watchdog.POLL_SECONDS = 2.0, 2.0, 1.0, 0.2
 made, hung = loop.train_step, pathlib.Path(sys.argv[1])
 
-def train_step(*args, number, **options):
+def train_step(*args, step, **options):
     if os.environ["RANK"] == "1":
-        if number == 6 and not hung.exists():
+        if step == 6 and not hung.exists():
             hung.touch()
             lie_down()
-        if number == 8:
+        if step == 8:
             raise ValueError(f"a row of {id(args)} letters")
-    return made(*args, number=number, **options)
+    return made(*args, step=step, **options)
 
 def lie_down():
     time.sleep(600)
@@ -224,7 +224,7 @@ def test_a_rank_that_hangs_prints_where_and_a_bug_is_recognized_the_second_time(
 
     first, *_ = [event.data for event in small_run.read_events("failure") if "hangs" in event.data["error"]]
     assert first["error"].startswith("hangs in step 6, for ")
-    assert first["error"].endswith("times the usual step time, in lie_down, script.py line 21")
+    assert first["error"].endswith("× the usual step time, in lie_down, script.py line 21")
     assert "in train_step" in first["traceback"]
     assert first["rank"] == 1
     assert "Current thread" in small_run.read_output()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from swarmtrain.config import Config
-from swarmtrain.launchers.planning import read_inventory
+from swarmtrain.launchers.planner import read_inventory
 from swarmtrain.plan import Cargo, RunFile, make_plan
 from swarmtrain.render.sbatch_script import JobLayout, compute_job_digest, render_sbatch_script
 

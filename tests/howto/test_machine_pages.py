@@ -51,7 +51,7 @@ class Machines:
                 shell.close()
 
     def _open_shell(self, node: str) -> Shell:
-        prefix = self.lab.build_enter_command(node, folder=self.folder)
+        prefix = self.lab.build_enter_command(node, start_folder=self.folder)
         return Shell(self.folder, self.transcripts / f"{node}.txt", self.lab.build_node_environment(node, self.offline_env), prefix=prefix)
 
     def _build_substitutions(self) -> Substitutions:

@@ -56,7 +56,7 @@ def create_lab(request: pytest.FixtureRequest) -> Callable[..., Lab]:
 def lab(create_lab: Callable[[str], Lab]) -> Lab:
     """A lab of three nodes that all tests share. A test must leave it as it was."""
     lab = create_lab("test", LAB_PARTS)
-    lab.bring_up(3, components=LAB_PARTS, engine_directory=ENGINE_FOLDER, report_progress=print_line)
+    lab.bring_up(3, components=LAB_PARTS, engine_folder=ENGINE_FOLDER, report_progress=print_line)
     if ENGINE_FOLDER is None:
         image_cache.restore_registry(image_cache.find_shared_cache())
         image_cache.restore_images(lab, ["node0", "node1", "node2"], image_cache.find_shared_cache())

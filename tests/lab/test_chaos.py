@@ -77,7 +77,7 @@ def lab(create_lab: Callable[[str], Lab], tmp_path_factory: pytest.TempPathFacto
     disk = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
     lab = create_lab("chaos")
-    lab.bring_up(len(NODES), shared_directory=disk, report_progress=print)
+    lab.bring_up(len(NODES), shared_folder=disk, report_progress=print)
     image_cache.restore_registry(image_cache.find_shared_cache())
     image_cache.restore_images(lab, NODES, image_cache.find_shared_cache())
     yield lab

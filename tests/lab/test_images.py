@@ -104,7 +104,7 @@ def test_pushing_what_is_not_there_or_nowhere_fails(engine: DockerEngine, image:
 def test_a_base_that_was_asked_for_is_not_replaced(engine: DockerEngine) -> None:
     with pytest.raises(ImageError, match="cannot be pulled"):
         images.build_image(
-            engine.client, ROOT, f"{REGISTRY_ADDRESS}/other:1.0", base="example.invalid/python:9", report_progress=print_line
+            engine.client, ROOT, f"{REGISTRY_ADDRESS}/other:1.0", base_image="example.invalid/python:9", report_progress=print_line
         )
 
 
@@ -122,7 +122,9 @@ def test_a_step_that_fails_is_reported_with_its_output(engine: DockerEngine, ima
     (tmp_path / "Dockerfile").write_text(f"FROM {DEBIAN_BASE_IMAGE}\nRUN echo the reason; exit 3\n")
     said: list[str] = []
     with pytest.raises(ImageError, match="returned a non-zero code: 3"):
-        images.build_image(engine.client, tmp_path, f"{REGISTRY_ADDRESS}/other:1.0", base=DEBIAN_BASE_IMAGE, report_progress=said.append)
+        images.build_image(
+            engine.client, tmp_path, f"{REGISTRY_ADDRESS}/other:1.0", base_image=DEBIAN_BASE_IMAGE, report_progress=said.append
+        )
     assert "the reason" in said
 
 

@@ -110,7 +110,7 @@ def test_a_registry_in_the_swarm_keeps_its_images(engine: DockerEngine, registry
     assert standing.trust_problem == "it is not listed in the engine's insecure-registries"
     assert standing.daemon_json_line == f'"insecure-registries": ["{address}:5055", "{REGISTRY_ADDRESS}"]'
     assert swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line) == standing
-    with pytest.raises(ImageError, match="it is already running"):
+    with pytest.raises(ImageError, match="the registry is already running"):
         swarm_registry.start_registry(engine, port=5056, image=registry_image, report_progress=print_line)
     with pytest.raises(ImageError, match="unknown node; available nodes: node0, node1, node2"):
         swarm_registry.start_registry(engine, node="node9", report_progress=print_line)
@@ -126,7 +126,7 @@ def test_a_registry_in_the_swarm_keeps_its_images(engine: DockerEngine, registry
 @pytest.mark.usefixtures("no_registry")
 def test_a_registry_that_cannot_start_prints_why_and_is_removed(engine: DockerEngine, lab: Lab, registry_image: str) -> None:
     listen = "import socket, sys; there = socket.create_server(('', 5055)); print(flush=True); sys.stdin.read()"
-    argv = [*lab.build_enter_command("node0", folder=Path.cwd()), "python3", "-c", listen]
+    argv = [*lab.build_enter_command("node0", start_folder=Path.cwd()), "python3", "-c", listen]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
         assert listener.stdout is not None
         assert listener.stdout.readline() == "\n"

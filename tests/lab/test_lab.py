@@ -19,7 +19,7 @@ from swarm_helpers import run_docker
 
 from swarmtrain.errors import LabError
 from swarmtrain.lab import Lab, network
-from swarmtrain.lab.state import get_base_directory
+from swarmtrain.lab.state import get_labs_folder
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 
 PORT = 7000
@@ -106,7 +106,7 @@ def wait_until(description: str, condition: Callable[[], bool], seconds: float) 
 
 
 def read_machine_pid(name: str, node: str) -> int:
-    return int((get_base_directory() / name / node / "pid").read_text().split()[0])
+    return int((get_labs_folder() / name / node / "pid").read_text().split()[0])
 
 
 def list_process_tree(pid: int) -> set[tuple[int, str]]:
@@ -133,7 +133,7 @@ def is_process_alive(process: tuple[int, str]) -> bool:
 
 def find_traces(name: str) -> list[str]:
     """Return everything on this machine that has the lab's name: files, namespaces, mounts, control groups, processes."""
-    found = [str(path) for path in (get_base_directory() / name,) if path.exists()]
+    found = [str(path) for path in (get_labs_folder() / name,) if path.exists()]
     found += [str(path) for path in Path("/run/netns").glob(f"st-{name}-*")]
     found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"{name}-" in line or f"/{name}/" in line]
     found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/swarmtrain/{name}")]
@@ -251,7 +251,7 @@ def test_a_cut_node_lives_alone(lab: Lab, engine: DockerEngine, start_server: Ca
     try:
         with pytest.raises(subprocess.CalledProcessError):
             measure_send_seconds(lab, "node0", "node1", 1)
-        assert [node.state for node in lab.get_status()] == ["up", "cut", "up"]
+        assert [node.state for node in lab.get_status()] == ["up", "partitioned", "up"]
         wait_until("node1 is down", lambda: list_node_states(engine)["node1"] == "down", 40)
         assert [process for process in before if not is_process_alive(process)] == []
     finally:
@@ -301,7 +301,7 @@ def test_down_leaves_nothing_and_other_labs_alone(lab: Lab, create_lab: Callable
     other = create_lab("gone")
     other.bring_up(2, report_progress=print_line)
     processes = set().union(*(list_process_tree(read_machine_pid(other.name, part)) for part in ("node0", "node1")))
-    processes.add((registry := int((get_base_directory() / other.name / "registry.pid").read_text().split()[0]), read_start_time(registry)))
+    processes.add((registry := int((get_labs_folder() / other.name / "registry.pid").read_text().split()[0]), read_start_time(registry)))
     assert len(find_traces(other.name)) >= 6, "what is looked for can be found"
     other.tear_down(report_progress=print_line)
     assert find_traces(other.name) == []
@@ -414,7 +414,7 @@ def test_up_replaces_a_lab_whose_engines_are_dead(create_lab: Callable[[str], La
 def test_an_interrupted_up_removes_what_it_made(create_lab: Callable[[str], Lab], seconds: float) -> None:
     lab = create_lab("interrupted")
     command = start_lab_command("up", "--nodes", "3", "--name", lab.name)
-    wait_until("it has begun", (get_base_directory() / lab.name).exists, 10)
+    wait_until("it has begun", (get_labs_folder() / lab.name).exists, 10)
     time.sleep(seconds - 0.4)
     os.killpg(command.pid, signal.SIGINT)
     _, talk = command.communicate(timeout=30)
@@ -429,7 +429,7 @@ def test_an_engine_that_dies_at_once_is_reported_with_its_output(create_lab: Cal
     (tmp_path / "dockerd").chmod(0o755)
     lab = create_lab("broken")
     with pytest.raises(LabError, match="this engine has had enough"):
-        lab.bring_up(2, engine_directory=tmp_path, report_progress=print_line)
+        lab.bring_up(2, engine_folder=tmp_path, report_progress=print_line)
     assert find_traces(lab.name) == []
 
 

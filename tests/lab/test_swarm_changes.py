@@ -114,7 +114,7 @@ def test_a_deploy_that_hangs_is_canceled_by_down(
     create_launcher().tear_down_run(RUN, print_line)
     error = waits.wait_for_end()
     assert isinstance(error, StackError)
-    assert "meanwhile" in error.message
+    assert "in the meantime" in error.message
     assert again.wait_for_end() is None
     assert is_run_removed(lab, launcher._engine)
 
@@ -225,7 +225,7 @@ def test_a_command_that_stalled_too_long_changes_nothing_more(engine: DockerEngi
             assert not asleep.reacquire_lock()
             with pytest.raises(StackError, match="has lost the lock"):
                 asleep.check_lock_held()
-            assert "takes over meanwhile" in asleep.build_preemption_error().message
+            assert "takes over in the meantime" in asleep.build_preemption_error().message
         assert not asleep.is_held_by_this_command()
     alone = run_lock.RunLock(engine, RUN, "waits", SwarmTimeouts(lock_valid_seconds=0.0))
     with alone.hold_lock(DISCARD), pytest.raises(StackError, match="has lost the lock"):

@@ -24,7 +24,7 @@ from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.common.history_store import resolve_run_directory
+from swarmtrain.launchers.common.history_store import resolve_run_folder
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.operations.runs import remove_run
@@ -176,7 +176,7 @@ def test_stopped_containers_exit_gracefully_and_come_back(lab: Lab, launcher: Sw
     board = list_task_ids(launcher._engine)["demo_rendezvous"]
     launcher.stop_run(RUN, print_line)
     # Swarm drops the logs together with the tasks; the last lines are kept in the run directory.
-    assert [(resolve_run_directory(RUN) / f"node{number}.log").read_text().splitlines()[-1].partition(" ")[2] for number in (0, 1)] == [
+    assert [(resolve_run_folder(RUN) / f"node{number}.log").read_text().splitlines()[-1].partition(" ")[2] for number in (0, 1)] == [
         "[rank 0] saved"
     ] * 2
     assert {str(step).partition(": ")[2] for step in launcher.plan_changes(plan_run())} == {"Replicas 0 → 1"}
@@ -195,9 +195,9 @@ def test_a_run_is_followed_to_its_outcome(launcher: SwarmLauncher, plan_run: Cal
     assert [line.text[:6] for line in lines if line.node == "node0"][:3] == ["step 0", "step 1", "step 2"]
     verdicts = [update for update in updates if isinstance(update, protocol.Event) and update.kind == protocol.EVENT_OUTCOME]
     assert [event.data["status"] for event in verdicts] == ["done"]
-    kept = (resolve_run_directory(RUN) / "node0.log").read_text()
+    kept = (resolve_run_folder(RUN) / "node0.log").read_text()
     assert "[rank 0] step 2 of node0\n" in kept
-    assert (resolve_run_directory(RUN) / "events.jsonl").read_text().count("outcome") == 1
+    assert (resolve_run_folder(RUN) / "events.jsonl").read_text().count("outcome") == 1
     # A finished run is not restarted.
     before = list_task_ids(launcher._engine)
     launcher.deploy_run(plan_run(max_restarts=77), print_line)

@@ -307,7 +307,7 @@ def test_a_folder_that_somebody_made_as_himself_can_be_written(lab: Lab, launche
         "theirs",
         *build_options(image, "first", mounts, "runner.nodes=1", "trainer.train_iterations=2"),
     ]
-    deploy = [*lab.build_enter_command("node0", folder=ROOT), sys.executable, "-m", "swarmtrain", "deploy", *run]
+    deploy = [*lab.build_enter_command("node0", start_folder=ROOT), sys.executable, "-m", "swarmtrain", "deploy", *run]
     done = subprocess.run(
         deploy, env=lab.build_node_environment("node0", os.environ), timeout=200, capture_output=True, text=True, check=False
     )

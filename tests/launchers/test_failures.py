@@ -23,7 +23,7 @@ import pytest
 
 from swarmtrain.entrypoint.resource_usage import Cgroup
 from swarmtrain.entrypoint.supervisor.elastic_agent import describe_out_of_memory
-from swarmtrain.view.failures import FAILURE_SIGNATURES, FailureEvidence, identify_failure
+from swarmtrain.view.known_failures import FAILURE_SIGNATURES, FailureEvidence, identify_failure
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20

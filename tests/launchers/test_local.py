@@ -20,7 +20,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
 from swarmtrain.launchers.local import LocalLauncher
-from swarmtrain.launchers.planning import plan_scaled_run
+from swarmtrain.launchers.planner import plan_scaled_run
 from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
 from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
@@ -122,7 +122,7 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     assert [str(change).partition(":")[0] for change in launcher.plan_changes(plan)] == ["start rendezvous", "start node0", "start node1"]
     launcher.deploy_run(plan, print)
     assert launcher.plan_changes(plan) == []
-    assert "start node1: has changed, or has ended" in map(str, launcher.plan_changes(plan_run(launcher, 11)))
+    assert "start node1: has changed, or has exited" in map(str, launcher.plan_changes(plan_run(launcher, 11)))
     assert "end node1: is not in the plan" in map(str, launcher.plan_changes(plan_run(launcher, 10, nodes=1, max_nodes=2)))
     outcome, lines, states = follow_to_outcome(LocalLauncher())
     assert outcome == "done: all 2 nodes have finished"
@@ -145,17 +145,17 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
 
 def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_run(launcher, 10_000)
-    look = local._compare_with_plan
+    look = local._compare_processes_with_plan
 
     def meanwhile(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
         seen = look(folder, plan)
         with monkeypatch.context() as before:
-            before.setattr(local, "_compare_with_plan", look)
+            before.setattr(local, "_compare_processes_with_plan", look)
             LocalLauncher().deploy_run(plan, print)
         return seen
 
     with monkeypatch.context() as patched:
-        patched.setattr(local, "_compare_with_plan", meanwhile)
+        patched.setattr(local, "_compare_processes_with_plan", meanwhile)
         changes = launcher.plan_changes(plan)
     assert [str(change) for change in changes if change.interrupts_run] == []
 

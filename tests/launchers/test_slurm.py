@@ -21,7 +21,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.planning import plan_scaled_run
+from swarmtrain.launchers.planner import plan_scaled_run
 from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
 from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
 from swarmtrain.process import run_command

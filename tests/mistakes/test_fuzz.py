@@ -20,11 +20,11 @@ from invalid_inputs import HOSTILE_STRINGS, OVERRIDES, check_error_format, confi
 from randomized import count_examples, run_examples
 
 from swarmtrain.config import Config
-from swarmtrain.config.loading import load_config
+from swarmtrain.config.loader import load_config
 from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.local import LocalLauncher
-from swarmtrain.launchers.planning import derive_run_name
+from swarmtrain.launchers.planner import derive_run_name
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
 from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo

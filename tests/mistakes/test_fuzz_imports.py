@@ -14,7 +14,7 @@ from invalid_inputs import MAPPING_KEYS, ROOT, VALUES, YAML_SNIPPETS, check_erro
 from randomized import count_examples, run_examples
 
 from swarmtrain import importers
-from swarmtrain.config.loading import parse_config
+from swarmtrain.config.loader import parse_config
 from swarmtrain.config.yaml_document import read_yaml
 from swarmtrain.errors import SwarmtrainError
 

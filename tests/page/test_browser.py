@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from processes import find_run_pids
 
 from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file_page
-from swarmtrain.view.dashboard.page_data import build_line_data, build_page_data_from_events
+from swarmtrain.view.dashboard.page_data import build_output_line_data, build_page_data_from_events
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium")
@@ -89,7 +89,9 @@ def write_report(folder: Path, outcome: str) -> str:
         ),
         "written": end,
     }
-    (folder / "demo.html").write_text(render_single_file_page(data, [build_line_data(line) for line in sample_run.build_log_lines(end)]))
+    (folder / "demo.html").write_text(
+        render_single_file_page(data, [build_output_line_data(line) for line in sample_run.build_log_lines(end)])
+    )
     return (folder / "demo.html").as_uri()
 
 

@@ -21,7 +21,13 @@ from swarmtrain.view.dashboard import html_page, prometheus
 from swarmtrain.view.dashboard.curves import MAX_POINTS, Curve, CurveSet
 from swarmtrain.view.dashboard.data_source import open_data_source
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator, EventTimeline
-from swarmtrain.view.dashboard.page_data import PageData, build_line_data, build_page_data, build_page_data_from_events, find_curve_markers
+from swarmtrain.view.dashboard.page_data import (
+    PageData,
+    build_output_line_data,
+    build_page_data,
+    build_page_data_from_events,
+    find_curve_markers,
+)
 from swarmtrain.view.history import build_history
 from swarmtrain.view.status import build_status
 
@@ -168,7 +174,7 @@ def test_an_empty_run_has_a_page() -> None:
 
 def test_a_report_is_one_file_and_no_text_in_it_becomes_markup(tmp_path: Path) -> None:
     evil = "</script><script>document.title='taken'</script><!--"
-    html = html_page.render_single_file_page(build_sample_page("failed"), [build_line_data(LogLine("node0", evil))])
+    html = html_page.render_single_file_page(build_sample_page("failed"), [build_output_line_data(LogLine("node0", evil))])
     assert evil not in html
     assert not re.search(r"<(?:script|link|img|iframe)[^>]*\b(?:src|href)=(?!\"data:)", html)
     embedded = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])  # type: ignore[index]
@@ -227,14 +233,14 @@ def test_every_metric_of_an_alert_exists() -> None:
 
 def test_a_run_that_is_down_has_its_page_from_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
-    folder = history_store.resolve_run_directory("demo")
+    folder = history_store.resolve_run_folder("demo")
     folder.mkdir(parents=True)
     (folder / history_store.EVENTS_FILE).write_text(
         "".join(f"{event.to_line()}\n" for event in sample_run.build_events() if event.kind != protocol.EVENT_LINK)
     )
     (folder / "node3.log").write_text("2026-11-22T19:08:45.681347946Z [rank 7] out of words\n")
     history_store.record_operation("demo", "down")
-    probed = history_store.resolve_run_directory("demo-probe")
+    probed = history_store.resolve_run_folder("demo-probe")
     probed.mkdir()
     (probed / history_store.EVENTS_FILE).write_text(
         "".join(f"{event.to_line()}\n" for event in sample_run.build_events() if event.kind == protocol.EVENT_LINK)

@@ -34,7 +34,7 @@ TOKEN = "a-token-of-a-test"  # noqa: S105  # a test's
 @pytest.fixture
 def demo() -> RunDataSource:
     """A run that is down, with its stored events and logs."""
-    folder = history_store.resolve_run_directory("demo")
+    folder = history_store.resolve_run_folder("demo")
     folder.mkdir(parents=True)
     (folder / history_store.EVENTS_FILE).write_text("".join(f"{event.to_line()}\n" for event in sample_run.build_events(outcome="done")))
     (folder / "node0.log").write_text("2026-11-22T19:08:45.681347946Z [rank 0] hello\n")

@@ -59,7 +59,7 @@ def coordinator_address(published_events: list[Event]) -> Iterator[str]:
         min_nodes=1,
         boot_id="b",
         clock=time.monotonic,
-        publish=published_events.append,
+        publish_event=published_events.append,
     )
     with CoordinatorServer(("127.0.0.1", 0), coordinator) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

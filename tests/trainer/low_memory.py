@@ -14,7 +14,7 @@ def main() -> None:
     original_train_step = step.train_step
 
     def train_step_without_memory(*args: object, **options: object) -> step.StepResult:
-        if options["number"] == 1:
+        if options["step"] == 1:
             _limit_address_space()
         return original_train_step(*args, **options)  # type: ignore[arg-type]
 

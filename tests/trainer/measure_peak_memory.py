@@ -71,7 +71,7 @@ def main() -> None:
             model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), rank_runtime)
             optimizer = Optimizer(model, config)
             for number in (1, 2):
-                train_step(rank_runtime, model, optimizer, data, position=0, number=number, stop=StopFlag())
+                train_step(rank_runtime, model, optimizer, data, first_sample_position=0, step=number, stop_flag=StopFlag())
         Path(f"peak-{rank_runtime.rank}").write_text(f"{sampler.tensors} {sampler.peak}")
 
 

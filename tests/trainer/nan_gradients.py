@@ -19,7 +19,7 @@ def main() -> None:
 
     def train_step(*args: Any, **options: Any) -> Any:
         nonlocal position
-        position = options["position"]
+        position = options["first_sample_position"]
         return original_train_step(*args, **options)
 
     def prepare(optimizer: Optimizer, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:

@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from swarmtrain.trainer.inference import sample
+from swarmtrain.trainer.inference import sample_command
 
 
 def main() -> None:
-    sys.exit(sample.main(json.loads(Path("asked.json").read_text())))
+    sys.exit(sample_command.main(json.loads(Path("asked.json").read_text())))

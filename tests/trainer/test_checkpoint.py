@@ -322,14 +322,14 @@ def test_generations_are_taken_once(tmp_path: Path) -> None:
 def test_all_ranks_find_the_fence_that_the_first_has_set_up(tmp_path: Path) -> None:
     """Also if a network file system shows it late. In a folder of the same name on another disk it never appears."""
     token = fence.claim_generation(tmp_path / "ours", 0)
-    fence.wait_for_fence_file(tmp_path / "ours", token, timeout_seconds=0)
+    fence.wait_for_fence_file(tmp_path / "ours", token, timeout=0)
     late = threading.Timer(0.3, fence.claim_generation, (tmp_path / "late", 0))
     late.start()
     fence.wait_for_fence_file(tmp_path / "late", 1)
     late.join()
     fence.claim_generation(tmp_path / "other", 6)
     with pytest.raises(CheckpointError, match=r"save_dir .*/other: is not the same folder as on rank 0's node"):
-        fence.wait_for_fence_file(tmp_path / "other", token, timeout_seconds=0.2)
+        fence.wait_for_fence_file(tmp_path / "other", token, timeout=0.2)
 
 
 def test_save_dir_that_cannot_be_written(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -33,8 +33,8 @@ from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives.contrastive import ContrastiveObjective
 from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.document_builders import CompletionBuilder
-from swarmtrain.trainer.tokenize.inspect_samples import format_samples
 from swarmtrain.trainer.tokenize.readers import SourceRecord
+from swarmtrain.trainer.tokenize.sample_inspection import format_samples
 from swarmtrain.trainer.tokenize.shards import Document
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {

@@ -20,7 +20,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.tokenize import command, pipeline
-from swarmtrain.trainer.tokenize.inspect_samples import format_samples
+from swarmtrain.trainer.tokenize.sample_inspection import format_samples
 from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 from swarmtrain.trainer.tokenize.verification import verify_token_files
 

@@ -73,7 +73,7 @@ def test_images_with_a_text_each(tmp_path: Path) -> None:
         data[1]
     for wrong in ("no json", '{"text": "red"}', "[]"):
         metadata_path.write_text(f"{json.dumps(lines[0])}\n{wrong}\n")
-        with pytest.raises(TrainingError, match="line 2 contains no image"):
+        with pytest.raises(TrainingError, match="line 2 is invalid"):
             CaptionedImageDataset(tmp_path, (4, 3))
     metadata_path.write_text("")
     with pytest.raises(TrainingError, match="contains no images"):

@@ -133,10 +133,10 @@ def _overwrite_bytes(path: Path, at: int, content: bytes) -> None:
 
 CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "version": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 9, b"\2"), "has version 2"),
-    "real numbers": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\7"), "type 7, which is not an integer type"),
+    "real numbers": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\7"), "dtype code 7, which is not an integer dtype"),
     "other type": (lambda a: _overwrite_bytes(a.with_suffix(".idx"), 17, b"\4"), "do not match the dtype int32"),
     "header cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 20), "does not begin with Megatron's header"),
-    "index cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 60), "has 60 bytes, and 82 are expected from its header"),
+    "index cut": (lambda a: _truncate_file(a.with_suffix(".idx"), 60), "has 60 bytes, but its header specifies 82"),
     "tokens cut": (lambda a: _truncate_file(a.with_suffix(".bin"), 6), "its index does not match its tokens"),
     "half a token": (lambda a: _truncate_file(a.with_suffix(".bin"), 7), "is not a multiple of the size of"),
     "no tokens": (lambda a: _truncate_file(a.with_suffix(".bin"), 0), "a.bin is empty"),

@@ -13,7 +13,7 @@ import pytest
 from worlds import ROOT, LocalWorld, merge_config
 
 from swarmtrain.config import Config
-from swarmtrain.config.loading import load_config
+from swarmtrain.config.loader import load_config
 from swarmtrain.config.schema.topology import TopologyConfig
 
 TOPOLOGY = {"model_parallel_size": 2, "pipe_parallel_size": 2, "global_batch_size": 8, "micro_batch_size": 1}

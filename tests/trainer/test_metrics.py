@@ -97,7 +97,7 @@ def test_events_outlive_an_unreachable_coordinator(published_events: list[Event]
         min_nodes=1,
         boot_id="b",
         clock=time.monotonic,
-        publish=published_events.append,
+        publish_event=published_events.append,
     )
     with CoordinatorServer(("127.0.0.1", port), coordinator) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -136,7 +136,7 @@ def test_the_metrics_file_drops_what_will_be_recomputed(tmp_path: Path) -> None:
     rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "validation_loss": 2.5}, {"step": 3, "loss": 1.0}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1, "lo')
     file = MetricsFile(tmp_path, resumed_step=2)
-    file.write({"step": 3, "loss": 1.5})
+    file.write_metrics({"step": 3, "loss": 1.5})
     file.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [*rows[:3], {"step": 3, "loss": 1.5}]
 
@@ -144,8 +144,8 @@ def test_the_metrics_file_drops_what_will_be_recomputed(tmp_path: Path) -> None:
 def test_a_fenced_worlds_metrics_are_not_visible(tmp_path: Path) -> None:
     old = MetricsFile(tmp_path, resumed_step=0)
     new = MetricsFile(tmp_path, resumed_step=0)
-    new.write({"step": 1, "loss": 1.0})
-    old.write({"step": 1, "loss": 9.0})
+    new.write_metrics({"step": 1, "loss": 1.0})
+    old.write_metrics({"step": 1, "loss": 9.0})
     assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1.0]
 
 

@@ -19,7 +19,7 @@ from swarmtrain.config.schema.transformer_architecture import (
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.model import dropout, masks
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
-from swarmtrain.trainer.model.rotary import RotaryEmbedding, apply_rotary
+from swarmtrain.trainer.model.rotary import RotaryEmbedding, apply_rotary_embedding
 from swarmtrain.trainer.model.transformer import InPlaceCrossEntropyLoss
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 16}
@@ -99,13 +99,13 @@ def test_pairs_rotate_by_their_angle_and_gradients_rotate_back(kind: PositionTyp
     assert rotation is not None
     cosine, sine = (table.double() for table in rotation)
     heads = torch.randn(2, 3, 7, architecture.head_size, dtype=torch.float64, requires_grad=True)
-    turned, pairs = apply_rotary(heads, (cosine, sine), kind), architecture.rotary_dimensions // 2
+    turned, pairs = apply_rotary_embedding(heads, (cosine, sine), kind), architecture.rotary_dimensions // 2
     for pair in range(pairs):
         first, second = (pair, pair + pairs) if kind is PositionType.rotary else (2 * pair, 2 * pair + 1)
         whole = torch.complex(cosine[:, first], sine[:, pair]) * torch.complex(heads[..., first], heads[..., second])
         torch.testing.assert_close(torch.complex(turned[..., first], turned[..., second]), whole)
     assert torch.equal(turned[..., 2 * pairs :], heads[..., 2 * pairs :])
-    assert torch.autograd.gradcheck(lambda given: apply_rotary(given, (cosine, sine), kind), heads)
+    assert torch.autograd.gradcheck(lambda given: apply_rotary_embedding(given, (cosine, sine), kind), heads)
 
 
 ALL_OPTIONS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from swarmtrain.trainer.checkpoint.save_interval import MIN_AUTO_INTERVAL_SECOND
 
 def list_due_steps(**config: Any) -> list[int]:
     """Return which of 20 steps of 4 samples are due, if an epoch has 10 samples and every sixth step has a validation loss."""
-    save_interval = SaveInterval(TrainerConfig(**config), samples_per_epoch=10, batch_size=4)
+    save_interval = SaveInterval(TrainerConfig(**config), samples_per_epoch=10, global_batch_size=4)
     return [step for step in range(21) if save_interval.is_due_by_schedule(step, 4 * step, has_validation_loss=step % 6 == 0)]
 
 

@@ -23,8 +23,8 @@ from worlds import LocalWorld, merge_config
 
 from swarmtrain.trainer.metrics.sinks import Sink
 from swarmtrain.trainer.metrics.sinks.csv_table import CsvTable
+from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
-from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.tensorboard import EventFile
 from swarmtrain.trainer.metrics.sinks.wandb_offline import truncate_offline_files
 
@@ -188,17 +188,17 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, name: str, caplog: pytest.
     sink = SINK_FACTORIES[name](tmp_path)
     (path,) = tmp_path.glob(name)
     for step in (1, 2):
-        sink.write({"step": step, "loss": 1.5})
+        sink.write_metrics({"step": step, "loss": 1.5})
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
     try:
         for step in (3, 4):
-            sink.write({"step": step, "loss": 1.5, "longer": 0.123456789})
+            sink.write_metrics({"step": step, "loss": 1.5, "longer": 0.123456789})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
     assert [record.message.count("metrics are lost") for record in caplog.records] == [1]
-    sink.write({"step": 5, "loss": 2.5, "longer": 3.0})
+    sink.write_metrics({"step": 5, "loss": 2.5, "longer": 3.0})
     sink.close()
     after = path.read_bytes()
     assert len(after) > len(before)
@@ -210,8 +210,8 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, name: str, caplog: pytest.
 
 def test_a_table_gets_columns_as_they_come_up(tmp_path: Path) -> None:
     table = CsvTable(None, tmp_path, ResumeHistory(2, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None}]))  # type: ignore[arg-type]  # as above
-    table.write({"step": 2, "validation_loss": 2.5})
-    table.write({"step": 3, "loss": 1.0, "skipped": True, "node": 'a "b", c'})
+    table.write_metrics({"step": 2, "validation_loss": 2.5})
+    table.write_metrics({"step": 3, "loss": 1.0, "skipped": True, "node": 'a "b", c'})
     table.close()
     assert (tmp_path / "metrics.csv").read_text() == (
         'step,loss,validation_loss,skipped,node\n1,3.0,,,\n2,,2.5,,\n3,1.0,,true,"a ""b"", c"\n'

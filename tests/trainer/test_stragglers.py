@@ -117,7 +117,7 @@ def published_events() -> list[Event]:
 @pytest.fixture
 def coordinator_address(published_events: list[Event]) -> Iterator[str]:
     limits = {"max_restarts": 3, "max_restarts_per_hour": 20, "min_nodes": 1}
-    coordinator = Coordinator(run="test", **limits, boot_id="b", clock=time.monotonic, publish=published_events.append)
+    coordinator = Coordinator(run="test", **limits, boot_id="b", clock=time.monotonic, publish_event=published_events.append)
     with CoordinatorServer(("127.0.0.1", 0), coordinator) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield f"127.0.0.1:{server.server_address[1]}"

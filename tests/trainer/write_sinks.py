@@ -32,7 +32,7 @@ def main() -> None:
         sinks = Sinks(master)
         sinks.open(rank_runtime, options.after)
         for line in options.lines:
-            sinks.write({**line, "step": int(line["step"])})
+            sinks.write_metrics({**line, "step": int(line["step"])})
         if options.dies:
             master.close()  # it has received everything; what arrives elsewhere is up to the sinks
             os.kill(os.getpid(), signal.SIGKILL)

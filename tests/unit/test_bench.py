@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import machine
-from benchmarks.measurement import Sample, compute_median_interval, measure_cpu_seconds, measure_in_turns
+from benchmarks import machine_description
+from benchmarks.idle_services import build_idle_program
+from benchmarks.measurement import Sample, compute_median_confidence_interval, measure_cpu_seconds, measure_in_turns
 from benchmarks.records import merge_records
-from benchmarks.services import build_idle_program
 from benchmarks.speed_page import is_over_limit, render_page, render_table
 from swarmtrain.errors import ProcessError
 
@@ -79,8 +79,8 @@ def test_the_page_keeps_what_is_not_measured_here() -> None:
 
 def test_the_interval_of_a_ratio_is_that_of_coin_flips() -> None:
     """Of nine values, the second and the eighth: the median lies between them with probability 1 - 2 x 10/512."""
-    assert compute_median_interval([5, 3, 1, 2, 4, 6, 9, 8, 7]) == (2, 8)
-    assert compute_median_interval([1, 2, 3, 4, 5]) is None
+    assert compute_median_confidence_interval([5, 3, 1, 2, 4, 6, 9, 8, 7]) == (2, 8)
+    assert compute_median_confidence_interval([1, 2, 3, 4, 5]) is None
     found = build_record("train", baseline=2.0, baseline_spread=[1.9, 2.1], ratio=0.5, interval=[0.45, 0.55], goal=0.98)
     assert parse_rows(render_page([found], ["train"]))["train"][3] == "0.50 (0.45–0.55), goal 0.98"
     assert "SHORT OF THE GOAL" in render_table([found])
@@ -109,7 +109,7 @@ def test_cpu_time_is_that_of_the_program() -> None:
 
 
 def test_the_machine_is_described_without_its_name() -> None:
-    text = machine.describe_machine()
+    text = machine_description.describe_machine()
     assert re.match(r"\d+ cores? of .+, \d+ GiB memory, \w+$", text)
     assert socket.gethostname() not in text
 

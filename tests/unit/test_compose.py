@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from swarmtrain.config.loading import parse_config
+from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, StackError
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, make_plan

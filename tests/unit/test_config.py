@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from pydantic import BaseModel, ValidationError
 
 from swarmtrain.config import Config, presets
-from swarmtrain.config.loading import parse_config
+from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.config.template import render_template
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swarmtrain.config.loading import load_config, parse_config
+from swarmtrain.config.loader import load_config, parse_config
 from swarmtrain.config.schema.data import DataConfig
 from swarmtrain.errors import ConfigError, SwarmtrainError
 

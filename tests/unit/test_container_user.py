@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.config import Config
-from swarmtrain.config.loading import parse_config
+from swarmtrain.config.loader import parse_config
 from swarmtrain.launchers.common.container_user import resolve_container_user
-from swarmtrain.launchers.planning import plan_run_offline
+from swarmtrain.launchers.planner import plan_run_offline
 from swarmtrain.render import stack_document
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to others")
@@ -77,7 +77,7 @@ def test_a_run_that_is_up_keeps_what_it_has(owned_folder: Path) -> None:
 @ROOT_ONLY
 def test_the_stack_file_and_the_plan_have_the_same_user(owned_folder: Path) -> None:
     (owned_folder / "train.py").write_text("train()\n")
-    plan = plan_run_offline(build_mount_config(owned_folder), "demo", folder=owned_folder)
+    plan = plan_run_offline(build_mount_config(owned_folder), "demo", working_folder=owned_folder)
     assert f"  user: 1234:100, the owner of {owned_folder} on this machine" in str(plan).splitlines()
     services = stack_document.render_stack(plan).document["services"]
     assert services["node0"]["user"] == "1234:100"

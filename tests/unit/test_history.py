@@ -46,7 +46,7 @@ def format_timestamp(number: int) -> str:
 def store_events(events: list[Event], *, run: str = "demo") -> None:
     keeper = HistoryWriter(run)
     for event in events:
-        keeper.append_line("rendezvous", format_timestamp(int(event.time * 10)), event.to_line(), event=True)
+        keeper.append_line("rendezvous", format_timestamp(int(event.time * 10)), event.to_line(), is_event=True)
     keeper.close()
 
 
@@ -86,7 +86,7 @@ def test_the_list_of_runs_has_outcome_and_duration() -> None:
 
 
 def test_two_followers_of_a_run_store_each_line_once_and_files_stay_small() -> None:
-    first, second = HistoryWriter("demo", limit=3000), HistoryWriter("demo", limit=3000)
+    first, second = HistoryWriter("demo", max_file_bytes=3000), HistoryWriter("demo", max_file_bytes=3000)
     for number in range(200):
         for keeper in (first, second):
             keeper.append_line("node0", format_timestamp(number), f"[rank 1] line {number}")
@@ -98,7 +98,7 @@ def test_two_followers_of_a_run_store_each_line_once_and_files_stay_small() -> N
     found = list(history_store.load_log_lines("demo"))
     assert [int(line.text.split()[1]) for line in found] == list(range(210 - len(found), 210))
     assert len(found) > 40
-    assert sum(file.stat().st_size for file in history_store.resolve_run_directory("demo").iterdir()) < 7000
+    assert sum(file.stat().st_size for file in history_store.resolve_run_folder("demo").iterdir()) < 7000
 
 
 def test_the_output_of_a_run_that_is_down_is_what_was_stored(isolated_state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_the_output_of_a_run_that_is_down_is_what_was_stored(isolated_state: Pat
     print_logs("demo", LogFilter(), follow=False)
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"node{number % 2} rank {number % 2} | step {number}" for number in range(6)]
-    assert err == f"no engine is reachable; showing its saved output from {history_store.resolve_run_directory('demo')}\n".replace(
+    assert err == f"no engine is reachable; showing its saved output from {history_store.resolve_run_folder('demo')}\n".replace(
         "no engine", f"Docker engine at unix://{isolated_state.parent}/docker.sock: no engine"
     )
     since = next(history_store.load_log_lines("demo")).time

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.images import contents, folder_files
+from swarmtrain.images import contents, folder_archive
 from swarmtrain.images.contents import ImageContents
 from swarmtrain.images.project import find_project
 
@@ -24,10 +24,10 @@ def project_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def image_contents(project_folder: Path) -> ImageContents:
     """The contents of an image with all of `project_folder`, read back from its label."""
-    built = contents.compute_contents(find_project(project_folder)).copy_with_added_folder(
-        "lib", folder_files.list_files(project_folder / "lib"), base_image="reg/base:1"
+    built = contents.compute_image_contents(find_project(project_folder)).copy_with_added_folder(
+        "lib", folder_archive.list_files(project_folder / "lib"), base_image="reg/base:1"
     )
-    return contents.read_contents({"Config": {"Labels": built.to_labels()}})
+    return contents.read_image_contents({"Config": {"Labels": built.to_labels()}})
 
 
 def list_changes(image_contents: ImageContents, project_folder: Path) -> tuple[list[str], list[str]]:
@@ -55,7 +55,7 @@ def test_a_file_that_changed_is_named(
 
 
 def test_in_the_folder_itself_what_travels_is_distinguished_from_the_rest(project_folder: Path) -> None:
-    made = ImageContents({}).copy_with_added_folder(".", folder_files.list_files(project_folder), base_image="reg/base:1")
+    made = ImageContents({}).copy_with_added_folder(".", folder_archive.list_files(project_folder), base_image="reg/base:1")
     (project_folder / "train.py").write_text("new")
     assert list_changes(made, project_folder) == ([], [])
     (project_folder / "helpers.py").write_text("new")
@@ -73,7 +73,7 @@ def test_no_change_is_reported_where_nothing_is_known(
 ) -> None:
     assert list_changes(image_contents, tmp_path_factory.mktemp("elsewhere")) == ([], [])
     for label in (None, {}, {"swarmtrain.contents": "[]"}, {"swarmtrain.contents": "{"}, {"swarmtrain.contents": '{"later": 1}'}):
-        assert contents.read_contents({"Config": {"Labels": label}}) == ImageContents({})
+        assert contents.read_image_contents({"Config": {"Labels": label}}) == ImageContents({})
     assert list_changes(ImageContents({}), project_folder) == ([], [])
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from swarmtrain import importers
 from swarmtrain.config import Config
-from swarmtrain.config.loading import parse_config
+from swarmtrain.config.loader import parse_config
 from swarmtrain.config.yaml_document import read_yaml
 from swarmtrain.errors import ConfigError, SwarmtrainError
 from swarmtrain.importers import deepspeed, migration_report

@@ -46,13 +46,13 @@ def test_names_that_cannot_be_part_of_a_path_are_refused(name: str) -> None:
 @pytest.mark.parametrize("directory", ["/mnt/disk/lab", "/run/lab"])
 def test_a_directory_that_machines_cannot_see_is_refused(directory: str) -> None:
     with pytest.raises(LabError, match="have their own"):
-        state.check_lab_directory(Path(directory))
+        state.check_lab_folder(Path(directory))
 
 
 def test_a_socket_path_that_the_kernel_would_refuse_is_refused_first() -> None:
-    state.check_lab_directory(Path("/srv/" + "x" * 80))
+    state.check_lab_folder(Path("/srv/" + "x" * 80))
     with pytest.raises(LabError, match="107 bytes"):
-        state.check_lab_directory(Path("/srv/" + "x" * 90))
+        state.check_lab_folder(Path("/srv/" + "x" * 90))
 
 
 def test_rates() -> None:
@@ -110,7 +110,7 @@ def test_an_engine_directory_without_an_engine_is_refused(monkeypatch: pytest.Mo
 
 def test_a_lab_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARMTRAIN_LAB_DIR", str(tmp_path))
-    with pytest.raises(LabError, match="no such lab; this machine has no labs"):
+    with pytest.raises(LabError, match="unknown lab; this machine has no labs"):
         Lab("nowhere").build_client_environment()
 
 

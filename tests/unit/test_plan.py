@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.config.loading import parse_config
+from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo

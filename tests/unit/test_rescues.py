@@ -61,30 +61,30 @@ def test_a_writer_that_falls_silent_is_replaced_until_nobody_is_left() -> None:
     clock = [100.0]
     arbiter = RescueArbiter(lambda: clock[0])
     assert not arbiter.is_rescue_pending
-    assert arbiter.report_surviving_rank("world", 1, build_survivor(7)) == RescueAssignment(7, (1,), 1)
-    assert arbiter.report_surviving_rank("world", 2, build_survivor(7)).writers == (1,)
+    assert arbiter.record_surviving_rank("world", 1, build_survivor(7)) == RescueAssignment(7, (1,), 1)
+    assert arbiter.record_surviving_rank("world", 2, build_survivor(7)).writers == (1,)
     assert arbiter.is_rescue_pending
     clock[0] += SURVIVOR_LOST_SECONDS + 0.1
-    assert arbiter.report_surviving_rank("world", 2, build_survivor(7)) == RescueAssignment(7, (2,), 2)
+    assert arbiter.record_surviving_rank("world", 2, build_survivor(7)) == RescueAssignment(7, (2,), 2)
     arbiter.record_rescue_finished("world", 1, 1)  # the first one was merely slow: its report no longer counts
     assert arbiter.is_rescue_pending
     arbiter.record_rescue_finished("world", 2, 2)
     assert not arbiter.is_rescue_pending
-    assert arbiter.report_surviving_rank("world", 1, build_survivor(7)).is_finished
+    assert arbiter.record_surviving_rank("world", 1, build_survivor(7)).is_finished
 
 
 def test_nodes_with_disks_of_their_own_all_save() -> None:
     clock = [100.0]
     arbiter = RescueArbiter(lambda: clock[0])
     first, second = build_survivor(7, disk=0, disks=2), build_survivor(7, disk=1, disks=2)
-    assert not arbiter.report_surviving_rank("world", 1, first).writers, "the other node may be about to speak"
-    assert not arbiter.report_surviving_rank("world", 2, second).writers
+    assert not arbiter.record_surviving_rank("world", 1, first).writers, "the other node may be about to speak"
+    assert not arbiter.record_surviving_rank("world", 2, second).writers
     clock[0] += RESCUE_SETTLE_SECONDS + 0.1
-    assert arbiter.report_surviving_rank("world", 1, first) == RescueAssignment(7, (1, 2), 1)
+    assert arbiter.record_surviving_rank("world", 1, first) == RescueAssignment(7, (1, 2), 1)
     arbiter.record_rescue_finished("world", 1, 1)
     assert arbiter.is_rescue_pending, "it stands on one disk"
     arbiter.record_dead_rank(Event("failure", {"world": "world", "rank": 2}))
-    assert arbiter.report_surviving_rank("world", 1, first) == RescueAssignment(7, (1,), 2)
+    assert arbiter.record_surviving_rank("world", 1, first) == RescueAssignment(7, (1,), 2)
     arbiter.record_rescue_finished("world", 2, 1)
     assert not arbiter.is_rescue_pending
 
@@ -93,10 +93,10 @@ def test_no_rank_waits_forever() -> None:
     clock = [100.0]
     arbiter = RescueArbiter(lambda: clock[0])
     half = build_survivor(7, part=1, parts=2)
-    assert not arbiter.report_surviving_rank("world", 3, half).is_finished
+    assert not arbiter.record_surviving_rank("world", 3, half).is_finished
     clock[0] += RESCUE_DECISION_TIMEOUT_SECONDS + 0.1
-    assert arbiter.report_surviving_rank("world", 3, half) == RescueAssignment(attempt=0, is_finished=True)
-    arbiter.report_surviving_rank("another", 3, half)
+    assert arbiter.record_surviving_rank("world", 3, half) == RescueAssignment(attempt=0, is_finished=True)
+    arbiter.record_surviving_rank("another", 3, half)
     assert arbiter.is_rescue_pending
     clock[0] += SURVIVOR_LOST_SECONDS + 0.1
     assert not arbiter.is_rescue_pending, "they have died"
@@ -106,17 +106,17 @@ def test_the_dead_are_not_waited_for() -> None:
     arbiter = RescueArbiter(lambda: 0.0)
     for rank in (0, 1):
         arbiter.record_dead_rank(Event("failure", {"world": "world", "rank": rank, "signal": "SIGKILL"}))
-    assert not arbiter.report_surviving_rank("world", 2, build_survivor(7, ready=True)).writers
-    assert arbiter.report_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (2,), 1)
+    assert not arbiter.record_surviving_rank("world", 2, build_survivor(7, ready=True)).writers
+    assert arbiter.record_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (2,), 1)
     arbiter.record_dead_rank(Event("failure", {"world": "world", "rank": 2}))
-    assert arbiter.report_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (3,), 2)
+    assert arbiter.record_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (3,), 2)
 
 
 def test_if_all_have_reported_there_is_no_wait() -> None:
     arbiter = RescueArbiter(lambda: 0.0)
     for rank in range(3):
-        assert not arbiter.report_surviving_rank("world", rank, build_survivor(7, ready=True)).writers
-    assert arbiter.report_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (0,), 1)
+        assert not arbiter.record_surviving_rank("world", rank, build_survivor(7, ready=True)).writers
+    assert arbiter.record_surviving_rank("world", 3, build_survivor(7, ready=True)) == RescueAssignment(7, (0,), 1)
 
 
 def test_no_two_worlds_have_the_same_generation() -> None:

@@ -65,7 +65,7 @@ def complete_words(home: Path, *words: str, **extra: str) -> list[str]:
         (["plan", ""], ["config.yml", "other.yaml", "more/"]),
         (["plan", "m"], ["more/deep.yml"]),
         (["status", ""], ["demo"]),
-        (["lab", "kill", ""], ["node0", "node1"]),
+        (["lab", "power-off", ""], ["node0", "node1"]),
         (["lab", "down", "--name", ""], ["lab"]),
         (["plan", "config.yml", "-o", "trainer.save_i"], ["trainer.save_interval", "trainer.save_in_background"]),
         (["plan", "config.yml", "-o", "runner.no"], ["runner.nodes=", "runner.nodes=…"]),

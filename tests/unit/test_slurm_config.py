@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.launchers.planning import read_inventory
+from swarmtrain.launchers.planner import read_inventory
 from swarmtrain.plan import Cargo, make_plan
 
 

@@ -11,7 +11,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common.container_logs import ContainerLogLine, LineDeduplicator, _join_log_frames
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.common.history_store import resolve_run_directory
+from swarmtrain.launchers.common.history_store import resolve_run_folder
 from swarmtrain.launchers.common.log_recorder import LogRecorder
 from swarmtrain.protocol import Event
 
@@ -94,7 +94,7 @@ def test_what_was_received_is_written_once_even_by_a_second_watch(isolated_state
         for line in watched:
             record.append_line(line)
         record.close()
-    folder = resolve_run_directory("run")
+    folder = resolve_run_folder("run")
     assert folder == isolated_state / "swarmtrain" / "run"
     assert (folder / "node0.log").read_text() == f"{TIMES[0]} one\n{TIMES[2]} two\n"
     assert [json.loads(text)["world_size"] for text in (folder / "events.jsonl").read_text().splitlines()] == [2]

@@ -11,7 +11,7 @@ import pytest
 from swarmtrain.config import Config
 from swarmtrain.errors import StackError
 from swarmtrain.images.pinning import PinnedImage
-from swarmtrain.launchers.swarm.cluster_state import Service, StackState, natural_sort_key
+from swarmtrain.launchers.swarm.cluster_state import Service, StackState, build_natural_sort_key
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
 from swarmtrain.plan import Cargo, Inventory, Machine, RunFile, make_plan
@@ -158,4 +158,4 @@ def test_a_missing_external_network_is_named() -> None:
 
 
 def test_names_sort_as_people_count() -> None:
-    assert sorted(["node10", "node2", "a", "node1"], key=natural_sort_key) == ["a", "node1", "node2", "node10"]
+    assert sorted(["node10", "node2", "a", "node1"], key=build_natural_sort_key) == ["a", "node1", "node2", "node10"]

@@ -18,8 +18,8 @@ from swarmtrain import protocol
 from swarmtrain.errors import EngineError, RunNotFound, SwarmtrainError
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.protocol import Event
+from swarmtrain.view.live_status import watch_status
 from swarmtrain.view.status import RunStatus, build_status
-from swarmtrain.view.watch import watch_status
 
 UP = [
     Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 90.0),
@@ -75,7 +75,7 @@ def test_on_a_terminal_a_progress_bar_is_shown() -> None:
     """On a pseudo-terminal of eighty columns, with what it shows at the end."""
     script = """
 from swarmtrain.view.status import build_status
-from swarmtrain.view.watch import watch_status
+from swarmtrain.view.live_status import watch_status
 from swarmtrain.protocol import Event
 running = [Event("coordinator", {}, 90.0), Event("progress", {"step": 30, "steps": 120, "loss": 2.5, "eta_seconds": 65}, 100.0)]
 ended = [*running, Event("outcome", {"status": "failed", "reason": "no luck", "exit_code": 1}, 110.0)]

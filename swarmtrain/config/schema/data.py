@@ -32,7 +32,7 @@ class BlendedDatasetConfig(Section):
 
     weights: tuple[float, ...] | None = Field(
         None,
-        description="Sampling weight of each of data_prefixes, in order, as a share of samples. They need not add up to "
+        description="Sampling weight of each of data_prefixes, in order, as a fraction of samples. They need not add up to "
         "1. null: not weighted explicitly.",
     )
     weight_by_num_documents: bool = Field(False, description="Weight files by their number of documents.")
@@ -181,13 +181,13 @@ class DataConfig(Section):
                 raise build_field_error(f"validation_{kind}_prefixes", reason if ratios[1] else f"{reason} {kind}_prefixes")
         return self
 
-    def collect_companion_prefixes(self, *, validation: bool = False) -> tuple[tuple[Path, ...], ...]:
-        """Return the prefixes of the token files whose texts belong to those of the data prefixes: rejected, positive and negative texts.
+    def collect_companion_prefixes(self, *, for_validation: bool = False) -> tuple[tuple[Path, ...], ...]:
+        """Return the prefixes of the companion token files, with the rejected, positive and negative texts for the data prefixes.
 
         There is one tuple per companion row of a sample, in this order. Its prefixes correspond by index to data_prefixes, or to
-        validation_data_prefixes if `validation` is set.
+        validation_data_prefixes if `for_validation` is set.
         """
-        if validation:
+        if for_validation:
             count = len(self.validation_data_prefixes)
             prefixes = (*self.validation_rejected_prefixes, *self.validation_positive_prefixes, *self.validation_negative_prefixes)
         else:

@@ -1,4 +1,4 @@
-"""`transformer_architecture.fp8_config_*`: which matrix products of a linear layer are computed in float8 (FP8)."""
+"""`transformer_architecture.fp8_config_*`: which matmuls of a linear layer are computed in float8 (FP8)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FP8Scaling(StrEnum):
 
 
 class FP8MatmulConfig(Section):
-    """Formats of the two operands of one matrix product."""
+    """Float8 formats of the two operands of one matmul."""
 
     left_dtype: FP8DType = Field(FP8DType.e4m3, description="Format of the left operand: e4m3 or e5m2.")
     right_dtype: FP8DType = Field(FP8DType.e4m3, description="Format of the right operand: e4m3 or e5m2.")
@@ -37,19 +37,19 @@ class FP8MatmulConfig(Section):
 
 
 class FP8LinearConfig(Section):
-    """Formats of the matrix products in a linear layer's forward and backward passes."""
+    """Float8 formats of the matmuls in a linear layer's forward and backward passes."""
 
     dtypes_forward: FP8MatmulConfig | None = Field(
-        FP8MatmulConfig(), description="Formats of input and weight in the forward product. null: computed in precision, not in float8."
+        FP8MatmulConfig(), description="Formats of input and weight in the forward matmul. null: computed in precision, not in float8."
     )
     dtypes_grad_input: FP8MatmulConfig | None = Field(
         FP8MatmulConfig(left_dtype=FP8DType.e5m2),
-        description="Formats of output gradient and weight in the product for the input gradient. null: computed in "
+        description="Formats of output gradient and weight in the matmul for the input gradient. null: computed in "
         "precision, not in float8.",
     )
     dtypes_grad_weight: FP8MatmulConfig | None = Field(
         FP8MatmulConfig(right_dtype=FP8DType.e5m2),
-        description="Formats of input and output gradient in the product for the weight gradient. null: computed in "
+        description="Formats of input and output gradient in the matmul for the weight gradient. null: computed in "
         "precision, not in float8.",
     )
     scaling: FP8Scaling = Field(

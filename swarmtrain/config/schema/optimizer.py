@@ -13,7 +13,7 @@ _MAX_BFLOAT16_DECAY = 0.99
 
 
 class OptimizerMethod(StrEnum):
-    """Optimizers."""
+    """Optimizer algorithms."""
 
     adamw = "adamw"
     sgd = "sgd"

@@ -56,7 +56,7 @@ def _parse_mount_pairs(value: Any) -> Any:
     return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
-def _stringify_numbers(value: Any) -> Any:
+def _stringify_gpu_ids(value: Any) -> Any:
     """Return the list `value` as a tuple with numbers converted to strings, since a GPU id is a number or a UUID.
 
     A value that is not a list is returned unchanged.
@@ -77,7 +77,7 @@ NetworkInterface = Annotated[str, AfterValidator(validators.check_network_interf
 NodeLabels = Annotated[dict[str, str], AfterValidator(validators.check_node_labels)]
 HostText = Annotated[str, AfterValidator(host_entry.check_host_entry)]
 HostTexts = Annotated[tuple[HostText, ...], BeforeValidator(host_entry.expand_host_ranges)]
-GpuIds = Annotated[tuple[str, ...], BeforeValidator(_stringify_numbers), AfterValidator(host_entry.check_gpu_ids)]
+GpuIds = Annotated[tuple[str, ...], BeforeValidator(_stringify_gpu_ids), AfterValidator(host_entry.check_gpu_ids)]
 EnvironmentVariables = Annotated[dict[str, str], AfterValidator(validators.check_variable_names)]
 
 
@@ -366,7 +366,7 @@ class RunnerConfig(Section):
         None,
         ge=0,
         le=1_000_000,
-        description="Maximum restarts within one hour, with or without progress; the next failure ends the run. null: 20, or "
+        description="Maximum restarts within 1 h, with or without progress; the next failure ends the run. null: 20, or "
         "max_restarts if larger.",
     )
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time for a final checkpoint.")

@@ -91,6 +91,6 @@ class SlurmConfig(Section):
 
     @property
     def requested_gpus_per_node(self) -> int:
-        """GPUs requested per node by gpus_per_node or gres; 0 if neither is set."""
+        """Number of GPUs requested per node by gpus_per_node or gres; 0 if neither is set."""
         match = re.search(r"\bgpu(?::[^:,()]+)?:(\d+)", self.gres or "")
         return self.gpus_per_node or (int(match[1]) if match else 0)

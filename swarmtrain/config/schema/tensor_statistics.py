@@ -83,7 +83,7 @@ class TensorStatisticsRecorderConfig(Section):
     statistics: tuple[tuple[str, tuple[Statistic, ...]], ...] = Field(
         (("*", _DEFAULT_STATISTICS),),
         description="Pairs of a glob of module names or full parameter names, and the statistics for it; the first match "
-        "wins. pct_underflow and pct_overflow: percentage that the model's precision rounds to zero or "
+        "wins. pct_underflow and pct_overflow: fraction that the model's precision rounds to zero or "
         "infinity. Medians and quantiles are exact to 0.4 % and cost more than the others.",
     )
     kinds: tuple[TensorKind, ...] = Field(

@@ -92,7 +92,7 @@ class TopologyConfig(Section):
     pipe_stages_per_rank: int = Field(1, ge=1, description="Pipeline stages per rank. Above 1: interleaved 1F1B schedule.")
     activation_checkpointing_type: ActivationCheckpointing = Field(
         ActivationCheckpointing.disabled,
-        description="Activations to recompute in the backward pass. selective: all but matrix products. every_layer, "
+        description="Activations to recompute in the backward pass. selective: all but matmuls. every_layer, "
         "every_pipe_stage: all, per layer or stage.",
     )
 
@@ -112,12 +112,12 @@ class TopologyConfig(Section):
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Tensor-parallel degree, with its default."""
+        """Tensor-parallel degree: model_parallel_size, or 1 if it is not set."""
         return self.model_parallel_size or 1
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Pipeline-parallel degree, with its default."""
+        """Pipeline-parallel degree: pipe_parallel_size, or 1 if it is not set."""
         return self.pipe_parallel_size or 1
 
     @property
@@ -169,8 +169,7 @@ class TopologyConfig(Section):
         return self.data_parallel_shard_size or (replicas * self.context_parallel_size if is_sharded else 1)
 
     def compute_rank_coordinates(self, rank: int, world_size: int) -> dict[str, int]:
-        """Return the coordinates of `rank` in a world of `world_size` ranks: pipeline stage (pipe), replica (data), tensor-parallel rank
-        (model).
+        """Return the coordinates of `rank` in a world of `world_size` ranks: pipe (pipeline), data (replica), model (tensor parallel).
 
         Consecutive ranks vary along the tensor-parallel group first, then along the context-parallel group, the replicas, and the pipeline
         stages. In a world that does not match the topology, the coordinates are approximate.
@@ -191,24 +190,48 @@ class TopologyConfig(Section):
 
 
 def _derive_parallel_sizes(
-    world: int | None, tensor: int | None, pipeline: int | None, data: int | None, context: int
+    world_size: int | None,
+    tensor_parallel_size: int | None,
+    pipeline_parallel_size: int | None,
+    data_parallel_size: int | None,
+    context_parallel_size: int,
 ) -> dict[str, int | None]:
-    name, factor_text = ("", "") if context == 1 else (" x context_parallel_size", f" x {context}")
-    if tensor is None:
+    name, factor_text = ("", "") if context_parallel_size == 1 else (" x context_parallel_size", f" x {context_parallel_size}")
+    if tensor_parallel_size is None:
         divisor_name = f"data_parallel_size x pipe_parallel_size{name} ="
-        tensor = check_is_multiple("world_size", world, divisor_name, data * (pipeline or 1) * context) if world and data else 1
-    if pipeline is None:
-        other_ranks = (data or 1) * tensor * context
-        pipeline = world // other_ranks if world and data and world % other_ranks == 0 else 1
-    if world and not data:
-        data = check_is_multiple("world_size", world, f"model_parallel_size x pipe_parallel_size{name} =", tensor * pipeline * context)
-    if world and data and world != data * tensor * pipeline * context:
-        product = f"{tensor} x {pipeline} x {data}{factor_text}"
-        raise build_field_error(
-            "world_size", f"{world} is not model_parallel_size x pipe_parallel_size x data_parallel_size{name} = {product}"
+        tensor_parallel_size = (
+            check_is_multiple(
+                "world_size", world_size, divisor_name, data_parallel_size * (pipeline_parallel_size or 1) * context_parallel_size
+            )
+            if world_size and data_parallel_size
+            else 1
         )
-    world = data * tensor * pipeline * context if data else None
-    return {"world_size": world, "model_parallel_size": tensor, "pipe_parallel_size": pipeline, "data_parallel_size": data}
+    if pipeline_parallel_size is None:
+        other_ranks = (data_parallel_size or 1) * tensor_parallel_size * context_parallel_size
+        pipeline_parallel_size = world_size // other_ranks if world_size and data_parallel_size and world_size % other_ranks == 0 else 1
+    if world_size and not data_parallel_size:
+        data_parallel_size = check_is_multiple(
+            "world_size",
+            world_size,
+            f"model_parallel_size x pipe_parallel_size{name} =",
+            tensor_parallel_size * pipeline_parallel_size * context_parallel_size,
+        )
+    if (
+        world_size
+        and data_parallel_size
+        and world_size != data_parallel_size * tensor_parallel_size * pipeline_parallel_size * context_parallel_size
+    ):
+        product = f"{tensor_parallel_size} x {pipeline_parallel_size} x {data_parallel_size}{factor_text}"
+        raise build_field_error(
+            "world_size", f"{world_size} is not model_parallel_size x pipe_parallel_size x data_parallel_size{name} = {product}"
+        )
+    world_size = data_parallel_size * tensor_parallel_size * pipeline_parallel_size * context_parallel_size if data_parallel_size else None
+    return {
+        "world_size": world_size,
+        "model_parallel_size": tensor_parallel_size,
+        "pipe_parallel_size": pipeline_parallel_size,
+        "data_parallel_size": data_parallel_size,
+    }
 
 
 def _check_pipeline_settings(topology: TopologyConfig) -> None:
@@ -265,24 +288,31 @@ def _check_sharding_options(topology: TopologyConfig) -> None:
         raise build_field_error("reduce_every_micro_batch", reason, "remove it, or pipe_parallel_size")
 
 
-def _derive_batch_sizes(total: int | None, micro: int | None, accumulation: int | None, data: int | None) -> dict[str, int | None]:
-    if [total, micro, accumulation].count(None) > 1:
+def _derive_batch_sizes(
+    global_batch_size: int | None, micro_batch_size: int | None, gradient_accumulation_steps: int | None, data_parallel_size: int | None
+) -> dict[str, int | None]:
+    if [global_batch_size, micro_batch_size, gradient_accumulation_steps].count(None) > 1:
         raise ValueError("set two of global_batch_size, micro_batch_size and gradient_accumulation_steps; the third is derived")
-    if accumulation and not data:
+    if gradient_accumulation_steps and not data_parallel_size:
         reason = "needs data_parallel_size or world_size; or set global_batch_size and micro_batch_size instead"
         raise build_field_error("gradient_accumulation_steps", reason)
-    micro_batches_per_replica_step = (accumulation or 1) * (data or 1)
-    if micro and accumulation:
-        total = total or micro * micro_batches_per_replica_step
-        if total != micro * micro_batches_per_replica_step:
-            product = f"{micro} x {accumulation} x {data}"
+    micro_batches_per_replica_step = (gradient_accumulation_steps or 1) * (data_parallel_size or 1)
+    if micro_batch_size and gradient_accumulation_steps:
+        global_batch_size = global_batch_size or micro_batch_size * micro_batches_per_replica_step
+        if global_batch_size != micro_batch_size * micro_batches_per_replica_step:
+            product = f"{micro_batch_size} x {gradient_accumulation_steps} x {data_parallel_size}"
             raise build_field_error(
-                "global_batch_size", f"{total} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}"
+                "global_batch_size",
+                f"{global_batch_size} is not micro_batch_size x gradient_accumulation_steps x data_parallel_size = {product}",
             )
-    elif total and micro:
-        check_is_multiple("global_batch_size", total, "micro_batch_size", micro)
-    elif total:
-        micro = check_is_multiple(
-            "global_batch_size", total, "gradient_accumulation_steps x data_parallel_size =", micro_batches_per_replica_step
+    elif global_batch_size and micro_batch_size:
+        check_is_multiple("global_batch_size", global_batch_size, "micro_batch_size", micro_batch_size)
+    elif global_batch_size:
+        micro_batch_size = check_is_multiple(
+            "global_batch_size", global_batch_size, "gradient_accumulation_steps x data_parallel_size =", micro_batches_per_replica_step
         )
-    return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    return {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+    }

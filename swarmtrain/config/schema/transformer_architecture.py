@@ -15,7 +15,7 @@ _ROTARY_PAIR = 2
 
 
 class NormType(StrEnum):
-    """Kinds of normalization."""
+    """Types of normalization layer."""
 
     layernorm = "layernorm"
     rms = "rms"
@@ -29,14 +29,14 @@ class MlpType(StrEnum):
 
 
 class ActivationFunction(StrEnum):
-    """Activation functions between the two matrices of a default MLP."""
+    """Activation functions between the two linear layers of a default MLP."""
 
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
 
 
 class PositionType(StrEnum):
-    """Kinds of relative position encoding."""
+    """Types of relative position embedding."""
 
     none = "none"
     rotary = "rotary"
@@ -44,7 +44,7 @@ class PositionType(StrEnum):
 
 
 class Precision(StrEnum):
-    """Data types of matrix products. With bfloat16 and float16, parameters and optimizer state are still float32."""
+    """Data types of matmuls. With bfloat16 and float16, parameters and optimizer state are still float32."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -53,7 +53,7 @@ class Precision(StrEnum):
 
 
 class LayerNormConfig(Section):
-    """Settings of the layer norm and the RMS norm. Only layernorm has a bias."""
+    """Settings of LayerNorm and RMSNorm. Only LayerNorm supports a bias."""
 
     layernorm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance (or mean square) before the square root.")
     layernorm_bias: bool = Field(False, description="Add a bias. For norm_type layernorm only.")
@@ -62,16 +62,16 @@ class LayerNormConfig(Section):
 class RotaryScalingConfig(Section):
     """RoPE scaling for longer sequences than those of pretraining (Llama 3.1).
 
-    Low-frequency rotations, which do not complete enough turns within the original sequence length to be learned in full, are slowed by a
-    factor. High-frequency rotations are unchanged, and those in between are interpolated.
+    Frequencies whose wavelength is at least original_sequence_length / low_frequency_factor tokens are divided by `factor`. Those whose
+    wavelength is at most original_sequence_length / high_frequency_factor are unchanged, and those in between are interpolated.
     """
 
-    factor: float = Field(8.0, ge=1, description="Factor by which slow rotations are slowed further.")
+    factor: float = Field(8.0, ge=1, description="Factor by which low frequencies are divided.")
     low_frequency_factor: float = Field(
-        1.0, gt=0, description="Rotations with at most this many turns in original_sequence_length are slowed by the full factor."
+        1.0, gt=0, description="Frequencies with at most this many periods in original_sequence_length are divided by factor."
     )
     high_frequency_factor: float = Field(
-        4.0, gt=0, description="Rotations with at least this many turns in original_sequence_length are unchanged."
+        4.0, gt=0, description="Frequencies with at least this many periods in original_sequence_length are unchanged."
     )
     original_sequence_length: int = Field(8192, ge=1, description="Sequence length before scaling, in tokens.")
 
@@ -137,7 +137,7 @@ class Pooling(StrEnum):
 
 
 class EmbeddingHeadConfig(Section):
-    """A head that returns one unit-length vector per text, in place of the output layer that returns logits."""
+    """Embedding head: returns one L2-normalized embedding per text, in place of the output layer that returns logits."""
 
     pooling: Pooling = Field(
         Pooling.weighted_mean,
@@ -340,7 +340,7 @@ class TransformerArchitectureConfig(Section):
 
     @property
     def float8_layers(self) -> dict[str, FP8LinearConfig]:
-        """The layers whose matrix products are computed in float8, by field name."""
+        """The layers whose matmuls are computed in float8, by field name."""
         fields = ("fp8_config_attention", "fp8_config_attention_dense_out", "fp8_config_mlp", "fp8_config_mlp_dense_out")
         return {name: getattr(self, name) for name in fields if getattr(self, name) is not None}
 

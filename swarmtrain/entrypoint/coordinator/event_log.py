@@ -1,4 +1,4 @@
-"""Writer of the coordinator's log. It limits the rate of progress and usage events, so that the log can hold a run of a month.
+"""Writer of the coordinator's log. It limits the rate of progress and usage events, so that the log can hold a run of 30 days.
 
 Pure: events are written through `publish`, time comes from `clock` (seconds, monotonic).
 """
@@ -15,7 +15,7 @@ PROGRESS_INTERVAL_SECONDS = (0.5, 30.0)
 USAGE_INTERVAL_SECONDS = 10.0
 """Minimum seconds between two usage lines. In runs with many nodes, USAGE_BYTES_PER_SECOND makes the interval longer."""
 USAGE_BYTES_PER_SECOND = 12.0
-"""Byte rate limit of usage lines: in a month they fill less than half of the 100 MB that the engine keeps of the coordinator's log."""
+"""Byte rate limit of usage lines: in 30 days they fill less than half of the 100 MB that the engine keeps of the coordinator's log."""
 
 
 class EventLogWriter:
@@ -48,9 +48,9 @@ class EventLogWriter:
             self._pending_progress = None
             self._publish(event)
 
-    def write_resource_usage(self, data: dict[str, Any], members: Container[str]) -> None:
+    def write_resource_usage(self, node_usage: dict[str, Any], members: Container[str]) -> None:
         """Record the resource usage of one node, and if due write the usage of all nodes in `members`."""
-        self._usage_by_node[str(data["node"])] = {key: value for key, value in data.items() if key != "node"}
+        self._usage_by_node[str(node_usage["node"])] = {key: value for key, value in node_usage.items() if key != "node"}
         if self._clock() < self._next_usage_at:
             return
         event = Event(EVENT_USAGE, {"nodes": {name: usage for name, usage in self._usage_by_node.items() if name in members}})

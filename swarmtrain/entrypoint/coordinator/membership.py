@@ -22,14 +22,14 @@ class _MemberState:
 
 
 class Membership:
-    """Nodes of one run that are currently members: they have registered, send heartbeats, and have not left."""
+    """Nodes of one run that are currently members: they have registered, send heartbeats, and have not exited."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._nodes: dict[str, _MemberState] = {}
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the node `name` is a member: it has neither left nor been declared lost."""
+        """Return whether the node `name` is a member: it has neither exited nor been declared lost."""
         return name in self.members
 
     @property
@@ -42,11 +42,11 @@ class Membership:
 
     @property
     def has_no_active_nodes(self) -> bool:
-        """Whether every node has left or is unresponsive, so that no node uses the coordinator any more."""
-        return all(node.has_left or self._is_silent(node) for node in self._nodes.values())
+        """Whether every node has exited or is lost, so that none uses the coordinator any more."""
+        return all(node.has_left or self._is_lost(node) for node in self._nodes.values())
 
     def register_node(self, name: str) -> bool:
-        """Register a start of a node's supervisor, the first start or a restart.
+        """Register the start or restart of the supervisor of the node `name`.
 
         Return whether the previous supervisor of this node died without reporting its exit.
         """
@@ -54,9 +54,9 @@ class Membership:
         self._nodes[name] = _MemberState(self._clock())
         return previous is not None and previous.exit_code is None
 
-    def record_heartbeat(self, name: str) -> None:
+    def record_heartbeat(self, node_name: str) -> None:
         """Record a heartbeat of a node's supervisor."""
-        node = self._nodes.setdefault(name, _MemberState(self._clock()))
+        node = self._nodes.setdefault(node_name, _MemberState(self._clock()))
         node.last_heartbeat, node.has_left = self._clock(), False
 
     def record_node_exit(self, name: str, exit_code: int) -> None:
@@ -65,15 +65,15 @@ class Membership:
         self._nodes[name].exit_code, self._nodes[name].has_left = exit_code, True
 
     def has_node_finished(self, name: str) -> bool:
-        """Return whether the node `name` has finished with exit code 0."""
+        """Return whether the node `name` has exited with exit code 0."""
         return name in self._nodes and self._nodes[name].exit_code == 0
 
     def remove_lost_nodes(self) -> list[str]:
         """Remove the members that were lost since the last call, and return their names."""
-        lost_nodes = [name for name, node in self._nodes.items() if not node.has_left and self._is_silent(node)]
+        lost_nodes = [name for name, node in self._nodes.items() if not node.has_left and self._is_lost(node)]
         for name in lost_nodes:
             self._nodes[name].has_left = True
         return lost_nodes
 
-    def _is_silent(self, node: _MemberState) -> bool:
+    def _is_lost(self, node: _MemberState) -> bool:
         return self._clock() - node.last_heartbeat > NODE_LOST_SECONDS

@@ -3,9 +3,9 @@
 Pure: time comes from `clock` (seconds, monotonic); methods return the events to report. The rules:
 - Only failures that a machine can cause count: a signal, a hang, a GPU or disk error, a supervisor that died. An exception of the script
   does not count, even if it always occurs on the same node: it may depend on the rank, and a rank such as 0 stays on its node.
-- A node is flaky if it was the first to fail in at least three worlds within an hour, and in more than twice as many as all other nodes
+- A node is flaky if it was the first to fail in at least three worlds within 1 h, and in more than twice as many as all other nodes
   together.
-- A flaky node is quarantined for an hour if at least `min_nodes` other members remain; otherwise a warning is reported, once per hour.
+- A flaky node is quarantined for 1 h if at least `min_nodes` other members remain; otherwise a warning is reported, once per hour.
 - The quarantine ends early if fewer than `min_nodes` others remain, since a flaky machine is better than none. It also ends if a stop of
   the node is requested: the user who restarts the node is assumed to have fixed it.
 """
@@ -21,7 +21,7 @@ from swarmtrain.protocol import EVENT_NODE_QUARANTINED, EVENT_NODE_RELEASED, EVE
 
 HOUR_SECONDS = 3600.0
 FLAKY_FAILURE_COUNT = 3
-"""Failures within an hour after which a node is considered flaky, if nearly all failures of the run were its own."""
+"""Failures within 1 h after which a node is considered flaky, if nearly all failures of the run were its own."""
 
 _MACHINE_ERROR_PATTERN = re.compile(
     r"CUDA error|NCCL|cuDNN|cuBLAS|\bECC\b|\bXid\b|HIP error|OSError|\bErrno\b|input/output error|no space left|stale file|no such file"
@@ -57,7 +57,7 @@ class NodeQuarantine:
             <= 2 * sum(self._count_recent_failures(other_node) for other_node in self._failure_times if other_node != node)
         ):
             return None
-        reason = f"the first to fail {recent_failures} times within an hour, more than twice as often as all other nodes together"
+        reason = f"the first to fail {recent_failures} times within 1 h, more than twice as often as all other nodes together"
         if node in members and len(self._list_eligible_nodes(members) - {node}) >= self._min_nodes:
             self._quarantined_until[node] = self._clock() + HOUR_SECONDS
             return Event(EVENT_NODE_QUARANTINED, {"node": node, "seconds": HOUR_SECONDS, "reason": reason})
@@ -103,5 +103,5 @@ class NodeQuarantine:
 
 
 def is_machine_failure(failure: Mapping[str, Any]) -> bool:
-    """Return whether a failure may be the fault of a machine, and is not merely collateral to another failure."""
+    """Return whether a machine may have caused `failure`, rather than another failure or the script."""
     return not is_collateral_failure(failure) and bool(failure.get("signal") or _MACHINE_ERROR_PATTERN.search(str(failure.get("error"))))

@@ -29,15 +29,15 @@ class RendezvousBarrier:
         self._announced[name] = self._clock()
         self._arrived.discard(name)
 
-    def register_arrival(self, round: str, name: str, expected_nodes: Set[str]) -> bool:
-        """Register that the node `name` is ready for `round`. Return whether the round starts.
+    def register_arrival(self, round: str, node_name: str, expected_nodes: Set[str]) -> bool:
+        """Register that the node `node_name` is ready for `round`. Return whether the round starts.
 
-        `expected_nodes`: live nodes, for which the round waits until they have arrived.
+        `expected_nodes`: live nodes whose arrival the round waits for, for at most BARRIER_TIMEOUT_SECONDS.
         """
         if round != self._round:
             self._round, self._arrived, self._round_started_at = round, set(), self._clock()
-        self._arrived.add(name)
-        self._announced.pop(name, None)
+        self._arrived.add(node_name)
+        self._announced.pop(node_name, None)
         announced = {
             announced_node
             for announced_node, announced_at in self._announced.items()
@@ -47,5 +47,5 @@ class RendezvousBarrier:
         return is_complete or self._clock() - self._round_started_at > BARRIER_TIMEOUT_SECONDS
 
     def forget_node(self, name: str) -> None:
-        """Stop expecting the node `name`, which has left."""
+        """Stop waiting for the node `name`, which has exited."""
         self._announced.pop(name, None)

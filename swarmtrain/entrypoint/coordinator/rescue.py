@@ -53,16 +53,16 @@ class RescueArbiter:
         Raises ValueError, KeyError or TypeError if the request is malformed.
         """
         if op == "report_surviving_rank":
-            return asdict(self.report_surviving_rank(request["world"], int(request["rank"]), SurvivorState(**request["state"])))
+            return asdict(self.record_surviving_rank(request["world"], int(request["rank"]), SurvivorState(**request["state"])))
         if op == "rescue_finished":
             self.record_rescue_finished(request["world"], int(request["attempt"]), int(request["rank"]))
         if op == "generation":
             return {"generation": self.issue_generation(int(request["above"]))}
         return {"rescue_pending": self.is_rescue_pending}
 
-    def issue_generation(self, above: int) -> int:
-        """Return a new generation number, higher than `above` (the highest on the disks of a new world) and than all issued before."""
-        self._generation = max(self._generation, above) + 1
+    def issue_generation(self, highest_generation: int) -> int:
+        """Return a new generation, above `highest_generation` (the highest on the disks of a new world) and above all issued before."""
+        self._generation = max(self._generation, highest_generation) + 1
         return self._generation
 
     @property
@@ -70,9 +70,9 @@ class RescueArbiter:
         """Whether surviving ranks are writing a just-in-time checkpoint, so that a new world must wait for it."""
         return any(not world.rescue.is_finished and self._list_alive_ranks(world) for world in self._worlds.values())
 
-    def report_surviving_rank(self, key: str, rank: int, state: SurvivorState) -> RescueAssignment:
-        """Record that rank `rank` of the world `key` is alive and holds `state`. Return the assignment of writers."""
-        world = self._get_or_create_world(key)
+    def record_surviving_rank(self, world_key: str, rank: int, state: SurvivorState) -> RescueAssignment:
+        """Record that rank `rank` of the world `world_key` is alive and holds `state`. Return the assignment of writers."""
+        world = self._get_or_create_world(world_key)
         world.survivor_states[rank], world.last_reports[rank] = state, self._clock()
         if not world.rescue.is_finished:
             self._assign_checkpoint_writers(world)
@@ -84,9 +84,9 @@ class RescueArbiter:
             world = self._get_or_create_world(str(event.data["world"]))
             world.dead_ranks.add(int(event.data["rank"]))
 
-    def record_rescue_finished(self, key: str, attempt: int, rank: int) -> None:
-        """Record that `rank`, the first writer of a disk, has finished attempt `attempt`: its disk's save is committed, or failed."""
-        world = self._worlds.get(key)
+    def record_rescue_finished(self, world_key: str, attempt: int, rank: int) -> None:
+        """Record that `rank`, the first writer of a disk, has finished `attempt`: its disk's checkpoint is committed, or has failed."""
+        world = self._worlds.get(world_key)
         if world and attempt == world.rescue.attempt:
             world.saved_ranks.add(rank)
             first_writers: dict[int, int] = {}

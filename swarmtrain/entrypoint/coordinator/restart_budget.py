@@ -1,6 +1,6 @@
-"""Restart budget of a run: how often it may fail, and when a repeated failure is treated as a bug in the script.
+"""Restart budget of a run: how many failures it allows, and when a repeated failure is treated as a bug in the script.
 
-Pure: time comes from `clock` (seconds, monotonic). The failure of a world counts once, no matter how many of its ranks fail.
+Pure: `clock` returns the time (seconds, monotonic). The failure of a world counts once, no matter how many of its ranks fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VARIABLE_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 class RestartBudget:
-    """Restart budget of one run: its failures so far, and how many more are allowed."""
+    """Restart budget of one run: counts its failures, and decides when no restart is left."""
 
     def __init__(self, max_restarts: int, max_restarts_per_hour: int, clock: Callable[[], float]) -> None:
         self._max_restarts, self._max_restarts_per_hour = max_restarts, max_restarts_per_hour
@@ -38,11 +38,11 @@ class RestartBudget:
         while self._failure_times[0] <= self._clock() - HOUR_SECONDS:
             self._failure_times.popleft()
 
-    def record_failure_cause(self, world: str, data: Mapping[str, Any]) -> None:
+    def record_failure_cause(self, world: str, failure: Mapping[str, Any]) -> None:
         """Record the cause of `world`'s failure from the failure event's data."""
         if self._last_failure[0] != world:
             self._previous_signature = self._last_failure[1]
-        self._last_failure = world, _build_bug_signature(data)
+        self._last_failure = world, _build_bug_signature(failure)
 
     @property
     def exhaustion_reason(self) -> str | None:
@@ -51,7 +51,7 @@ class RestartBudget:
             failure_count = "once" if self._consecutive_failures == 1 else f"{self._consecutive_failures} times in a row"
             return f"failed {failure_count} without a new step, max_restarts is {self._max_restarts}"
         if len(self._failure_times) > self._max_restarts_per_hour:
-            return f"failed {len(self._failure_times)} times within an hour, max_restarts_per_hour is {self._max_restarts_per_hour}"
+            return f"failed {len(self._failure_times)} times within 1 h, max_restarts_per_hour is {self._max_restarts_per_hour}"
         return None
 
     @property
@@ -61,10 +61,10 @@ class RestartBudget:
         return "same error at the same step as before: not a machine fault" if is_repeated else None
 
 
-def _build_bug_signature(data: Mapping[str, Any]) -> str | None:
+def _build_bug_signature(failure: Mapping[str, Any]) -> str | None:
     """Return a signature of an exception and its step. None for failures that a machine may have caused, or whose step is unknown."""
-    step = data.get("step")
-    is_machine_fault = is_machine_failure(data) or is_collateral_failure(data) or data.get("oom")
-    if is_machine_fault or data.get("permanent") is False or not isinstance(step, int):
+    step = failure.get("step")
+    is_machine_fault = is_machine_failure(failure) or is_collateral_failure(failure) or failure.get("oom")
+    if is_machine_fault or failure.get("permanent") is False or not isinstance(step, int):
         return None
-    return f"{step}: {_VARIABLE_NUMBERS.sub('#', str(data.get('error')))}"
+    return f"{step}: {_VARIABLE_NUMBERS.sub('#', str(failure.get('error')))}"

@@ -21,7 +21,7 @@ import traceback
 from dataclasses import asdict
 from typing import Any
 
-from swarmtrain.entrypoint import liveness
+from swarmtrain.entrypoint import supervisor_watchdog
 from swarmtrain.entrypoint.coordinator.rescue import RescueArbiter
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.errors import EXIT_ERROR
@@ -41,7 +41,7 @@ def main() -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\nhint: the image and the launcher must have the same version of swarmtrain\n")
         return EXIT_ERROR
-    liveness.start_heartbeat_watchdog()
+    supervisor_watchdog.start_heartbeat_watchdog()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as set by the process that started it, see launchers.slurm.node_task
@@ -54,7 +54,7 @@ def main() -> int:
         min_nodes=env.min_nodes,
         boot_id=boot_id,
         clock=time.monotonic,
-        publish=_print_event,
+        publish_event=_print_event,
     )
     try:
         bound_server = CoordinatorServer((env.bind, env.coordinator_port), coordinator)
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 class CoordinatorServer(socketserver.ThreadingTCPServer):
-    """Server for swarmtrain.coordinator_client.CoordinatorClient: one JSON line in, one JSON line out, per connection."""
+    """Serves swarmtrain.coordinator_client.CoordinatorClient: one request and one response, each a JSON line, per connection."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -128,11 +128,11 @@ class _RequestHandler(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(response).encode() + b"\n")
 
 
-def _wait_until_run_finished(server: CoordinatorServer, stop: threading.Event) -> bool:
-    while not stop.is_set():
+def _wait_until_run_finished(server: CoordinatorServer, stop_event: threading.Event) -> bool:
+    while not stop_event.is_set():
         if server.process_timeouts():
             return True
-        stop.wait(_TICK_SECONDS)
+        stop_event.wait(_TICK_SECONDS)
     return False
 
 

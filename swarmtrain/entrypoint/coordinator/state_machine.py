@@ -1,11 +1,11 @@
-"""State machine of the coordinator: decides which rendezvous round is current, and how the run ended.
+"""State machine of the coordinator: decides which rendezvous round is current, and the outcome of the run.
 
-A pure state machine: events are published through `publish`, time comes from `clock` (seconds, monotonic). The rules:
+A pure state machine: `publish_event` publishes its events, `clock` returns the time (seconds, monotonic). The rules:
 - A round is used until a node reports it closed; N nodes that close the same round start one new round.
 - A failed world consumes one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before resets the count of
   `max_restarts`, but not that of `max_restarts_per_hour`. When no restart is left, the run has failed, and the first failure of its last
   world is the reason. The same exception at the same step twice in a row is a bug and ends the run, whatever the budget.
-- A run is done when the trainer reports it, or, with a script that reports nothing, when all nodes of a world have left with exit code 0.
+- A run is done when the trainer reports it, or, with a script that reports nothing, when all nodes of a world have exited with exit code 0.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 
 membership.py tracks which nodes are present, rendezvous_barrier.py decides when a round begins, event_log.py limits the rate of log lines,
@@ -68,13 +68,13 @@ class Coordinator:
         min_nodes: int,
         boot_id: str,
         clock: Callable[[], float],
-        publish: Callable[[Event], None],
+        publish_event: Callable[[Event], None],
     ) -> None:
         self._budget = RestartBudget(max_restarts, max_restarts_per_hour, clock)
         self._quarantine = NodeQuarantine(min_nodes, clock)
         self._boot_id = boot_id
         self._clock = clock
-        self._event_log = EventLogWriter(publish, clock)
+        self._event_log = EventLogWriter(publish_event, clock)
         self._membership = Membership(clock)
         self._barrier = RendezvousBarrier(clock)
         self._worlds = WorldTracker()
@@ -102,51 +102,51 @@ class Coordinator:
         """Whether the run has an outcome, and every remaining node has received it."""
         return self._outcome is not None and self._clock() - self._outcome_at >= LINGER_SECONDS and self._membership.has_no_active_nodes
 
-    def register_node(self, name: str) -> SupervisorResponse:
+    def register_node(self, node: str) -> SupervisorResponse:
         """Register a start of a node's supervisor, the first start or a restart, and return the response."""
-        if name not in self._membership:
+        if node not in self._membership:
             self._membership_changing = True
-        elif name in self._worlds.unfinished_nodes:
-            self._fail_run_with_incomplete_world(f"{name} was lost")
-        if self._membership.register_node(name) and self._worlds.newest:
-            self._record_machine_failure(self._worlds.newest.key, name)
+        elif node in self._worlds.unfinished_nodes:
+            self._fail_run_with_incomplete_world(f"{node} was lost")
+        if self._membership.register_node(node) and self._worlds.newest:
+            self._record_machine_failure(self._worlds.newest.key, node)
         return self.supervisor_response
 
-    def record_heartbeat(self, name: str) -> SupervisorResponse:
+    def record_heartbeat(self, node: str) -> SupervisorResponse:
         """Record a heartbeat of a node's supervisor, and return the response."""
-        self._membership.record_heartbeat(name)
+        self._membership.record_heartbeat(node)
         return self.supervisor_response
 
-    def close_round(self, name: str, round: str) -> SupervisorResponse:
+    def close_round(self, node: str, round: str) -> SupervisorResponse:
         """Record that a node, without an agent, is ready for the round after `round` ("" before its first). Return the response.
 
         If the response names the same round again, the other nodes are finishing, and the node must not start an agent.
         """
-        self._membership.record_heartbeat(name)
+        self._membership.record_heartbeat(node)
         if round == self.round and not self._outcome:
-            if name in self._worlds.unfinished_nodes:
-                self._fail_run_with_incomplete_world(f"{name} ended")
+            if node in self._worlds.unfinished_nodes:
+                self._fail_run_with_incomplete_world(f"{node} ended")
             elif not self._worlds.has_finished_node:
                 self._round_number += 1
         if round == self.round or self._outcome:
             return self.supervisor_response
         expected_nodes = self._membership.responsive_nodes - self._quarantine.quarantined_nodes
-        wait = name in self._quarantine.quarantined_nodes or not self._barrier.register_arrival(self.round, name, expected_nodes)
+        wait = node in self._quarantine.quarantined_nodes or not self._barrier.register_arrival(self.round, node, expected_nodes)
         return replace(self.supervisor_response, wait=wait)
 
-    def record_node_exit(self, name: str, exit_code: int) -> SupervisorResponse:
+    def record_node_exit(self, node: str, exit_code: int) -> SupervisorResponse:
         """Record a node's exit and return the response.
 
-        The exit code is 0 for success, EXIT_PLANNED if a stop was requested, else a failure.
+        `exit_code`: 0 for success, EXIT_PLANNED if a stop was requested; any other value is a failure.
         """
-        self._membership.record_node_exit(name, exit_code)
-        self._barrier.forget_node(name)
-        self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": exit_code}))
+        self._membership.record_node_exit(node, exit_code)
+        self._barrier.forget_node(node)
+        self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": node, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
             self._membership_changing = True
-            self._quarantine.clear_failure_record(name)
+            self._quarantine.clear_failure_record(node)
         if exit_code == 0 and (world := self._worlds.newest):
-            world.finished_nodes.add(name)
+            world.finished_nodes.add(node)
             finished_nodes = [member for member in world.members if self._membership.has_node_finished(member)]
             if len(finished_nodes) >= world.node_count:
                 self._set_outcome(
@@ -154,8 +154,8 @@ class Coordinator:
                         "done", f"all {len(finished_nodes)} nodes have finished" if len(finished_nodes) > 1 else "its node has finished", 0
                     )
                 )
-        elif name in self._worlds.unfinished_nodes:
-            self._fail_run_with_incomplete_world(f"{name} exited with exit code {exit_code}")
+        elif node in self._worlds.unfinished_nodes:
+            self._fail_run_with_incomplete_world(f"{node} exited with exit code {exit_code}")
         return self.supervisor_response
 
     def handle_event(self, event: Event) -> EventResponse:
@@ -279,9 +279,11 @@ class Coordinator:
         if event:
             self._event_log.write_event(event)
 
-    def _is_stable_world(self, key: str) -> bool:
+    def _is_stable_world(self, world_key: str) -> bool:
         world = self._worlds.newest
-        return self._best_step < 0 and world is not None and world.key == key and self._clock() - world.formed_at >= STABLE_WORLD_SECONDS
+        return (
+            self._best_step < 0 and world is not None and world.key == world_key and self._clock() - world.formed_at >= STABLE_WORLD_SECONDS
+        )
 
     def _fail_run_with_incomplete_world(self, incident: str) -> None:
         finished_node = min(self._worlds.newest.finished_nodes) if self._worlds.newest else ""

@@ -55,7 +55,7 @@ class FailureCause:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the failed rank, as a shell would show it; 1 if unknown."""
+        """Exit code of the failed rank: 128 + N if signal N killed it; 1 if unknown."""
         if name := self.data.get("signal"):
             return 128 + getattr(signal, str(name), 0)
         code = self.data.get("exit_code")
@@ -69,30 +69,30 @@ class WorldTracker:
         self.newest: FormedWorld | None = None
         self._forming: dict[str, dict[str, list[int]]] = {}
 
-    def add_node(self, data: Mapping[str, Any], timestamp: float) -> FormedWorld | None:
+    def add_node(self, node_report: Mapping[str, Any], timestamp: float) -> FormedWorld | None:
         """Record one node's report that it has joined a world. Return that world once all its nodes have reported, else None."""
-        key, node_count = str(data["world"]), int(data["nodes"])
+        key, node_count = str(node_report["world"]), int(node_report["nodes"])
         ranks = self._forming.setdefault(key, {})
-        ranks.update(data["ranks"])
+        ranks.update(node_report["ranks"])
         if len(ranks) < node_count:
             return None
         self._forming.clear()
         self.newest = FormedWorld(key, node_count, dict(ranks), timestamp)
         return self.newest
 
-    def attribute_failure(self, data: Mapping[str, Any], round: str) -> FailureCause:
+    def attribute_failure(self, failure: Mapping[str, Any], round: str) -> FailureCause:
         """Return the failure cause of an event, attributed to its world and to the failed rank.
 
         Another rank may have reported the failure. `round` is the current rendezvous round, by which the failure of an agent is
         attributed: an agent does not know its world.
         """
-        attributed = {key: value for key, value in data.items() if key != "failed_rank"}
+        attributed = {key: value for key, value in failure.items() if key != "failed_rank"}
         for node, ranks in (self.newest.ranks if self.newest else {}).items():
-            if data.get("failed_rank") in ranks:
-                attributed |= {"node": node, "rank": data["failed_rank"], "local_rank": ranks.index(data["failed_rank"])}
-        if "world" in data:
-            return FailureCause(str(data["world"]), attributed)
-        failure_round = str(data.get("round", round))
+            if failure.get("failed_rank") in ranks:
+                attributed |= {"node": node, "rank": failure["failed_rank"], "local_rank": ranks.index(failure["failed_rank"])}
+        if "world" in failure:
+            return FailureCause(str(failure["world"]), attributed)
+        failure_round = str(failure.get("round", round))
         return FailureCause(
             self.newest.key if self.newest and self.newest.key.startswith(f"{failure_round}/") else failure_round, attributed
         )
@@ -118,8 +118,8 @@ class ReportedFailures:
     def record_failure_reason(self, cause: FailureCause) -> bool:
         """Record the reason of a failure. Return whether the reason is already known.
 
-        It is known if another rank of this world has reported the same text (numbers may differ), or if the failure is collateral to a
-        known failure.
+        The reason is known if another rank of this world has reported the same text (numbers may differ), or if the failure is collateral
+        to a known failure.
         """
         reasons = self._reasons_by_world.setdefault(cause.world, {})
         reason = _NUMBER_PATTERN.sub("0", str(cause.data.get("error")))
@@ -137,5 +137,5 @@ class ReportedFailures:
         return is_new
 
 
-def _build_failed_rank_id(world: str, data: Mapping[str, Any]) -> tuple[str, str, int]:
-    return world, str(data.get("node")), int(data.get("rank", -1))
+def _build_failed_rank_id(world: str, failure: Mapping[str, Any]) -> tuple[str, str, int]:
+    return world, str(failure.get("node")), int(failure.get("rank", -1))

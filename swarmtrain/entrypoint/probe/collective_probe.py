@@ -1,8 +1,8 @@
 """Probe of the first collective: import torch, connect all nodes through the store, and run an all-reduce.
 
 One process per node. It prints a line when torch is imported, then reads one JSON line from standard input: variables to add to its
-environment, and link errors of this node. It then prints one JSON line: versions, devices, and the seconds of an all-reduce for each
-backend, or an error. If any node has a link error, none runs the all-reduce: it would only hang.
+environment, and link errors of this node. It then prints one JSON line: versions, devices, and for each backend the duration
+of an all-reduce in seconds, or an error. If any node has a link error, none runs the all-reduce: it would only hang.
 """
 
 from __future__ import annotations
@@ -80,7 +80,11 @@ def _exchange_link_errors(store: Store, rank: int, world_size: int, link_errors:
 
 
 def _measure_backend(backend: str, store: Store, rank: int, world_size: int) -> dict[str, float]:
-    """Return the seconds to form the process group and run a first all-reduce, and the median seconds of further all-reduces of 4 MiB."""
+    """Return setup_seconds, seconds and bytes of an all-reduce over `backend`.
+
+    `setup_seconds`: time to initialize the process group and run a first all-reduce. `seconds`: median time of further all-reduces.
+    `bytes`: size of the reduced tensor.
+    """
     import torch.distributed as dist
 
     done_prefix = f"{backend} is over/"

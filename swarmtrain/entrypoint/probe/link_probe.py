@@ -1,7 +1,7 @@
 """Probe of the network link between each pair of nodes: round-trip time, largest unfragmented packet, and bandwidth in each direction.
 
-Both nodes of a pair measure. Pairs are scheduled in rounds of disjoint pairs, so that a node takes part in only one measurement at a time.
-All nodes run the same rounds in the same order, and wait only for their partner. Standard library only.
+Both nodes of a pair measure the link. Pairs are scheduled in rounds of disjoint pairs, so that a node takes part in only one measurement
+at a time. All nodes run the same rounds in the same order, and wait only for their partner. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MORE_MARK, _LAST_MARK = b"\1", b"\0"
 
 @dataclass(frozen=True)
 class Link:
-    """Measurements of the link between two nodes. If it could not be measured, `error` has the reason, and the other values are 0."""
+    """Measurements of the link between the nodes `a` and `b`. Values not measured are 0. `error`: why a measurement failed."""
 
     a: str
     b: str
@@ -67,28 +67,30 @@ def schedule_node_pairs(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 class LinkProber:
     """Measures all links of this node. It listens for peers from the start, and connects to each in its round."""
 
-    def __init__(self, name: str, port: int, mtu: int, bind: str = "", peer_addresses: Mapping[str, str] | None = None) -> None:
-        """Listen on TCP and UDP `port` of the address `bind`. `mtu` is the MTU of the interface that leads to the peers.
+    def __init__(
+        self, node_name: str, port: int, mtu: int, bind_address: str = "", peer_addresses: Mapping[str, str] | None = None
+    ) -> None:
+        """Listen on TCP and UDP `port` of the address `bind_address`. `mtu` is the MTU of the interface that leads to the peers.
 
         `peer_addresses`: address or name of peers that cannot be found by their node name. Raises OSError if the port cannot be bound.
         """
-        self.name, self._port, self._mtu, self._bind = name, port, mtu, bind
+        self.name, self._port, self._mtu, self._bind = node_name, port, mtu, bind_address
         self._peer_addresses = peer_addresses or {}
         self._addresses: dict[str, str] = {}
         self._incoming: dict[str, socket.socket] = {}
         self._caller_arrived = threading.Condition()
         self._received_sizes: dict[str, set[int]] = {}
-        self._server = socket.create_server((bind, port), backlog=64)
+        self._server = socket.create_server((bind_address, port), backlog=64)
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
-        self._udp.bind((bind, port))
-        for serve in (self._accept_callers, self._receive_datagrams):
+        self._udp.bind((bind_address, port))
+        for serve in (self._accept_connections, self._receive_datagrams):
             threading.Thread(target=serve, daemon=True).start()
 
     def wait_for_peers(
         self, peers: Sequence[str], timeout: float, unresponsive_timeout: float = _UNRESPONSIVE_SECONDS
     ) -> dict[str, float | None]:
-        """Wait until all `peers` listen. Return for each peer the seconds to resolve its name, or None if the peer never answered.
+        """Wait until all `peers` listen. Return for each peer the seconds to resolve its name; None if the peer did not answer.
 
         A name that resolves means that the peer exists: if the peer then does not answer for `unresponsive_timeout` seconds, waiting for it
         ends. The lookup of a name that does not exist yet may block for many seconds, so each peer is resolved in its own thread, and the
@@ -124,22 +126,28 @@ class LinkProber:
             except OSError:
                 time.sleep(0.1)
 
-    def measure_link(self, a: str, b: str, partner_timeout: float) -> Link:
-        """Measure the link between the nodes `a` and `b`, one of which is this node.
+    def measure_link(self, first_node: str, second_node: str, partner_timeout: float) -> Link:
+        """Measure the link between `first_node` and `second_node`, one of which is this node, and return the measurements.
 
         `partner_timeout`: seconds to wait for the other node.
         """
-        partner = b if self.name == a else a
+        partner = second_node if self.name == first_node else first_node
         if partner not in self._addresses:
-            return Link(a, b, error=f"{partner} cannot be reached from {self.name}")
+            return Link(first_node, second_node, error=f"{partner} cannot be reached from {self.name}")
         try:
-            connection = self._connect_to_peer(b, partner_timeout) if self.name == a else self._wait_for_client(a, partner_timeout)
+            connection = (
+                self._connect_to_peer(second_node, partner_timeout)
+                if self.name == first_node
+                else self._wait_for_client(first_node, partner_timeout)
+            )
             with connection:
                 return (
-                    _measure_link_as_client(self, connection, a, b) if self.name == a else _measure_link_as_server(self, connection, a, b)
+                    _measure_link_as_client(self, connection, first_node, second_node)
+                    if self.name == first_node
+                    else _measure_link_as_server(self, connection, first_node, second_node)
                 )
         except (OSError, ValueError) as error:
-            return Link(a, b, error=str(error) or type(error).__name__)
+            return Link(first_node, second_node, error=str(error) or type(error).__name__)
 
     def send_datagrams(self, address: str) -> None:
         """Send UDP datagrams of many sizes to `address`, with fragmentation disabled."""
@@ -183,7 +191,7 @@ class LinkProber:
         connection.sendall(_MORE_MARK)
         return connection
 
-    def _accept_callers(self) -> None:
+    def _accept_connections(self) -> None:
         while True:
             connection, _ = self._server.accept()
             connection.settimeout(_SOCKET_TIMEOUT_SECONDS)
@@ -289,10 +297,10 @@ def _receive_exact_bytes(connection: socket.socket, count: int) -> bytes:
     return b"".join(_receive_chunks(connection, count))
 
 
-def _receive_chunks(connection: socket.socket, count: int) -> Iterator[bytes]:
-    while count:
-        piece = connection.recv(count)
+def _receive_chunks(connection: socket.socket, byte_count: int) -> Iterator[bytes]:
+    while byte_count:
+        piece = connection.recv(byte_count)
         if not piece:
-            raise OSError("the other end has closed the connection")
-        count -= len(piece)
+            raise OSError("the peer has closed the connection")
+        byte_count -= len(piece)
         yield piece

@@ -93,11 +93,11 @@ def main() -> int:
     return EXIT_OK
 
 
-def _send_heartbeats(coordinator: CoordinatorClient, name: str) -> None:
+def _send_heartbeats(coordinator: CoordinatorClient, node: str) -> None:
     """Send heartbeats, so that the coordinator considers this node alive while it waits for its peers."""
     while True:
         with contextlib.suppress(CoordinatorError):
-            coordinator.send_heartbeat(name)
+            coordinator.send_heartbeat(node)
         time.sleep(_HEARTBEAT_SECONDS)
 
 
@@ -113,7 +113,7 @@ def _choose_rank_route(env: NodeEnv) -> Route:
 
 
 def read_interface_mtu(interface: str) -> int:
-    """Return the MTU of `interface` in bytes, or Ethernet's if it is unknown."""
+    """Return the MTU of `interface` in bytes; 1500, the Ethernet MTU, if it is unknown."""
     try:
         return int(Path(f"/sys/class/net/{interface}/mtu").read_text())
     except (OSError, ValueError):
@@ -195,22 +195,22 @@ def _write_markers(env: NodeEnv) -> Iterator[list[MountMarker]]:
                 marker.file.unlink(missing_ok=True)
 
 
-def _write_marker(env: NodeEnv, target: str) -> MountMarker:
-    folder = find_save_folder(env, Path(target))
+def _write_marker(env: NodeEnv, mount_target: str) -> MountMarker:
+    folder = find_save_folder(env, Path(mount_target))
     file = folder / f".{env.run}-{env.node}"
     try:
         file.write_text(env.node)
     except OSError as error:
-        return MountMarker(target, folder, None, (error.strerror or str(error)).lower())
-    return MountMarker(target, folder, file)
+        return MountMarker(mount_target, folder, None, (error.strerror or str(error)).lower())
+    return MountMarker(mount_target, folder, file)
 
 
-def find_save_folder(env: NodeEnv, target: Path) -> Path:
-    """Return the deepest existing folder on the path to save_dir in the mount `target`; `target` itself if save_dir is not in it."""
+def find_save_folder(env: NodeEnv, mount_target: Path) -> Path:
+    """Return the deepest existing folder on the path to save_dir in `mount_target`; `mount_target` if save_dir is not in it."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StopIteration):
         save_dir: Path = Path.cwd() / json.loads(Path(env.config).read_text(encoding="utf-8"))["trainer"]["save_dir"]
-        return next(path for path in (save_dir, *save_dir.parents) if path.is_relative_to(target) and path.is_dir())
-    return target
+        return next(path for path in (save_dir, *save_dir.parents) if path.is_relative_to(mount_target) and path.is_dir())
+    return mount_target
 
 
 def _describe_mount(env: NodeEnv, marker: MountMarker) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class _CollectiveProbe:
             self._process.stdout.readline()
 
     def run_collective(self, environment: Mapping[str, str], link_errors: Sequence[str]) -> dict[str, Any]:
-        """Run the collective with `environment` added to the process's variables, and return its result.
+        """Run the collective with `environment` added to the process's environment variables, and return its result.
 
         If any node has `link_errors`, no node runs the collective.
         """

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.resource_usage import find_container_cgroup
-from swarmtrain.entrypoint.supervisor import coordinator_clock, forking, rank_process
+from swarmtrain.entrypoint.supervisor import coordinator_clock, fork_server, rank_process
 from swarmtrain.errors import CoordinatorError
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, build_world_key
 
@@ -47,17 +47,17 @@ _RENDEZVOUS_SETTINGS = {
 }
 
 
-def run_agent(round: str, address: str | None, environment: dict[str, str]) -> int:
+def run_agent(round: str, advertised_address: str | None, environment: dict[str, str]) -> int:
     """Run this node's ranks in the rendezvous round `round`, with `environment` added to their environment. Return the exit code.
 
-    Peers find the ranks at `address`, or by the host name if `address` is None.
+    Peers find the ranks at `advertised_address`, or by the host name if `advertised_address` is None.
     """
     os.environ |= environment
     env = NodeEnv.from_env(os.environ)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the ranks' lines pass through here
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a shared store deadlocks the second round
-    with forking.use_forked_forkserver():
+    with fork_server.use_forked_forkserver():
         forkserver.ensure_running()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher.api import elastic_launch
@@ -67,14 +67,14 @@ def run_agent(round: str, address: str | None, environment: dict[str, str]) -> i
     logs = _build_logs_specs(env)
     _replace_log_handlers(DeathReporter(env, logs))
     try:
-        elastic_launch(_build_launch_config(env, round, address, logs), rank_process.run_rank)()
+        elastic_launch(_build_launch_config(env, round, advertised_address, logs), rank_process.run_rank)()
         return 0
     except Exception as error:  # noqa: BLE001  # any error must be reported
         gc.disable()  # torch's keep-alive thread must not collect its own timer, which would wait for that thread
         return EXIT_PLANNED if isinstance(error, SignalException) else _report_agent_failure(env, round, error)
 
 
-def _build_launch_config(env: NodeEnv, round: str, address: str | None, logs: DefaultLogsSpecs) -> LaunchConfig:
+def _build_launch_config(env: NodeEnv, round: str, advertised_address: str | None, logs_specs: DefaultLogsSpecs) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
     return LaunchConfig(
@@ -88,16 +88,16 @@ def _build_launch_config(env: NodeEnv, round: str, address: str | None, logs: De
         rdzv_configs=dict(_RENDEZVOUS_SETTINGS),
         max_restarts=_UNLIMITED_RESTARTS,  # torch counts a planned exit as a failure; the coordinator has the restart budget
         start_method="forkserver",
-        logs_specs=logs,
+        logs_specs=logs_specs,
         log_line_prefix_template="[rank ${rank}] ",
-        local_addr=address,
+        local_addr=advertised_address,
         shutdown_timeout=compute_shutdown_timeout(env.stop_grace),
         numa_options=_build_numa_options(env.numa),
     )
 
 
 def _build_numa_options(binding: str) -> NumaOptions | None:
-    """Return the options for torch's CPU binding of ranks, which follows their GPUs; None without GPUs, or if `binding` is empty."""
+    """Return torch's options for NUMA binding of ranks by their GPUs; None without GPUs, or if `binding` is empty."""
     import torch
     from torch.numa.binding import AffinityMode, NumaOptions
 
@@ -105,7 +105,7 @@ def _build_numa_options(binding: str) -> NumaOptions | None:
 
 
 def compute_shutdown_timeout(stop_grace: float) -> int:
-    """Return the seconds that ranks get to save and exit: less than `stop_grace`, so that the agent can still report the exit."""
+    """Return the timeout in seconds for ranks to save and exit: less than `stop_grace`, so that the agent can still report the exit."""
     return max(1, int(stop_grace - max(1.0, min(5.0, stop_grace / 5))))
 
 
@@ -174,10 +174,10 @@ class DeathReporter(logging.Handler):
     The handler also resumes frozen ranks (SIGSTOP) that torch is about to stop.
     """
 
-    def __init__(self, env: NodeEnv, logs: Any) -> None:
+    def __init__(self, env: NodeEnv, logs_specs: Any) -> None:
         super().__init__(logging.WARNING)
         self.env = env
-        self.logs = logs
+        self.logs = logs_specs
         self.cgroup = find_container_cgroup()
         self.oom_kills = self.cgroup.read_oom_kill_count() if self.cgroup else 0
         self.terminated_pids: set[int] = set()
@@ -196,12 +196,12 @@ class DeathReporter(logging.Handler):
                 self._report_rank_death(local_rank, code)
             self.terminated_pids.clear()
 
-    def _report_rank_death(self, local_rank: int, code: int) -> None:
-        if code in (0, EXIT_PLANNED):
+    def _report_rank_death(self, local_rank: int, exit_code: int) -> None:
+        if exit_code in (0, EXIT_PLANNED):
             return
         environ = self.logs.environment_by_local_rank[local_rank]
         facts = {"node": self.env.node, "rank": int(environ["RANK"]), "local_rank": local_rank, "world": build_world_key(environ)}
-        cause = _describe_rank_exit(code, environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        cause = _describe_rank_exit(exit_code, environ.get("TORCHELASTIC_ERROR_FILE", ""))
         if cause.get("signal") == "SIGKILL" and self.cgroup and self.cgroup.read_oom_kill_count() > self.oom_kills:
             self.oom_kills = self.cgroup.read_oom_kill_count()
             cause |= describe_out_of_memory(self.cgroup.read_memory_limit())
@@ -231,16 +231,16 @@ def describe_out_of_memory(memory_limit: int | None) -> dict[str, Any]:
     return {"error": f"killed by SIGKILL: out of memory within {memory_scope}", "oom": True}
 
 
-def _describe_rank_exit(code: int, error_file: str) -> dict[str, Any]:
-    if code < 0:
-        name = _format_signal(-code)
+def _describe_rank_exit(exit_code: int, error_file: str) -> dict[str, Any]:
+    if exit_code < 0:
+        name = _format_signal(-exit_code)
         hint = " (out of memory, or killed manually)" if name == "SIGKILL" else ""
         return {"signal": name, "error": f"killed by {name}{hint}"}
     try:
         message = json.loads(Path(error_file).read_text(encoding="utf-8"))["message"]
-        return {"exit_code": code, "error": message["message"], "traceback": message["extraInfo"]["py_callstack"]}
+        return {"exit_code": exit_code, "error": message["message"], "traceback": message["extraInfo"]["py_callstack"]}
     except (OSError, ValueError, KeyError, TypeError):
-        return {"exit_code": code, "error": f"exit code {code}"}
+        return {"exit_code": exit_code, "error": f"exit code {exit_code}"}
 
 
 def _format_signal(number: int) -> str:
@@ -258,7 +258,7 @@ def _report_agent_failure(env: NodeEnv, round: str, error: Exception) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     text = f"{type(error).__name__}: {error}"
-    sys.stderr.write(f"swarmtrain: this node's agent ended: {text}" + "\n")
+    sys.stderr.write(f"swarmtrain: this node's agent exited: {text}" + "\n")
     if isinstance(error, RendezvousError):
         CoordinatorClient(env.coordinator).try_post_event(
             Event(EVENT_NOTE, {"node": env.node, "message": f"left rendezvous round {round}: {text}"})

@@ -25,11 +25,11 @@ set_parent_death_signal()
 set_process_name("torch-preloaded")
 
 
-def _print_unexpected_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_unexpected_exception(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Exception hook that suppresses the error of a rank that was starting when its agent exited and removed its semaphores."""
     frames = traceback.extract_tb(trace)
     if not (isinstance(error, FileNotFoundError) and frames and "multiprocessing" in frames[-1].filename):
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(error_type, error, trace)
 
 
 sys.excepthook = _print_unexpected_exception

@@ -1,7 +1,7 @@
-"""The supervisor of a node: the parent process of torch's elastic agent, which decides what happens after the agent exits.
+"""The supervisor of a node: the parent process of torch's elastic agent; decides what happens after the agent exits.
 
-`python -m swarmtrain.entrypoint node`, under every launcher. Standard library only. Swarm's `restart_policy: on-failure` reads the exit
-code; 0 is the only one after which it does not restart the node:
+Every launcher starts it as `python -m swarmtrain.entrypoint node`. Standard library only. Swarm's `restart_policy: on-failure` restarts
+the node after every exit code except 0:
 
     0             this node is done, or the run has an outcome
     EXIT_PLANNED  stop requested (SIGTERM): a removed service stays removed whatever the exit code, but a task that only received a signal
@@ -20,11 +20,11 @@ from multiprocessing.context import ForkServerProcess
 from types import FrameType
 
 from swarmtrain.coordinator_client import CoordinatorClient
-from swarmtrain.entrypoint import assigned_gpus, liveness
+from swarmtrain.entrypoint import assigned_gpus, supervisor_watchdog
 from swarmtrain.entrypoint.network_interface import Route, choose_advertised_address, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_node_warnings, find_permanent_problems
 from swarmtrain.entrypoint.resource_usage import UsageReporter
-from swarmtrain.entrypoint.supervisor import forking
+from swarmtrain.entrypoint.supervisor import fork_server
 from swarmtrain.entrypoint.supervisor.elastic_agent import run_agent
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, CoordinatorError
 from swarmtrain.protocol import ENV_PREFIX, EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, SupervisorResponse
@@ -48,9 +48,9 @@ def main() -> int:
         env = NodeEnv.from_env(os.environ)
     except ValueError as error:
         return _report_invalid_environment(str(error))
-    liveness.start_heartbeat_watchdog()
+    supervisor_watchdog.start_heartbeat_watchdog()
     os.environ |= _build_torch_environment(env)
-    forking.preload_forkserver()
+    fork_server.preload_forkserver()
     return Supervisor(env).run()
 
 
@@ -92,7 +92,7 @@ class Supervisor:
         if problems := find_permanent_problems(self.env):
             return self._report_permanent_problems(problems)
         route = self._announce_node()
-        forking.wait_for_preload()  # wait before registering: from then on the coordinator expects heartbeats
+        fork_server.wait_for_preload()  # wait before registering: from then on the coordinator expects heartbeats
         self.coordinator.register_node(self.env.node)
         UsageReporter(self.coordinator, self.env.node).start()
         response = self._wait_for_next_round("")
@@ -131,7 +131,7 @@ class Supervisor:
         """Run one agent for the rendezvous round `round`, and return its exit code (negative: killed by that signal)."""
         started_at = time.monotonic()
         self.agent_stop_requested, self.kill_agent_at, self.last_response_at = False, float("inf"), time.monotonic()
-        self.agent = forking.start_forked_process(
+        self.agent = fork_server.start_forked_process(
             "agent", run_agent, round, choose_advertised_address(route), route.build_interface_environment(os.environ)
         )
         try:
@@ -145,14 +145,14 @@ class Supervisor:
         return code
 
     def _wait_for_agent(self, agent: ForkServerProcess, round: str) -> int:
-        while (code := forking.wait_for_exit_code(agent, self.heartbeat_interval)) is None:
+        while (code := fork_server.wait_for_exit_code(agent, self.heartbeat_interval)) is None:
             self._send_heartbeat(agent, round)
         return code
 
     def _send_heartbeat(self, agent: ForkServerProcess, round: str) -> None:
         if time.monotonic() > self.kill_agent_at:
-            forking.kill_process_group(agent)
-        elif self.agent_stop_requested and not forking.has_rank_processes(agent):
+            fork_server.kill_process_group(agent)
+        elif self.agent_stop_requested and not fork_server.has_rank_processes(agent):
             self.kill_agent_at = min(self.kill_agent_at, time.monotonic() + _NO_RANKS_GRACE_SECONDS)
         try:
             response = self.coordinator.send_heartbeat(self.env.node)
@@ -175,8 +175,8 @@ class Supervisor:
         """
         if time.monotonic() - self.last_response_at > self.isolation_timeout and self.kill_agent_at == float("inf"):
             _log_message(
-                f"{error}; no answer for {self.isolation_timeout:.0f} s: this node may be partitioned, and stops until the coordinator "
-                f"answers"
+                f"{error}; no response for {self.isolation_timeout:.0f} s: this node may be partitioned, and stops until the coordinator "
+                f"responds"
             )
             self._stop_agent(agent, self.env.stop_grace)
 
@@ -189,14 +189,14 @@ class Supervisor:
 
     def _kill_leftover_processes(self, agent: ForkServerProcess) -> None:
         """Kill all processes that the agent leaves behind: forkserver, ranks, and their descendants."""
-        forking.kill_process_group(agent)
+        fork_server.kill_process_group(agent)
         agent.join()
 
-    def _report_agent_killed(self, round: str, number: int) -> None:
+    def _report_agent_killed(self, round: str, signal_number: int) -> None:
         try:
-            name = signal.Signals(number).name
+            name = signal.Signals(signal_number).name
         except ValueError:
-            name = f"signal {number}"
+            name = f"signal {signal_number}"
         error = f"this node's agent was killed by {name}"
         _log_message(error)
         self.coordinator.try_post_event(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))
@@ -225,7 +225,7 @@ class Supervisor:
         except CoordinatorError as error:
             _log_message(f"could not report its exit: {error}")
 
-    def _handle_stop_signal(self, number: int, frame: FrameType | None) -> None:
+    def _handle_stop_signal(self, signal_number: int, frame: FrameType | None) -> None:
         if self.is_stopping:
             return
         self.is_stopping = True
@@ -264,6 +264,6 @@ def _report_invalid_environment(error: str) -> int:
     return EXIT_OK
 
 
-def _log_message(line: str) -> None:
-    sys.stderr.write(f"swarmtrain: {line}\n")
+def _log_message(message: str) -> None:
+    sys.stderr.write(f"swarmtrain: {message}\n")
     sys.stderr.flush()

@@ -80,7 +80,7 @@ def run_rank() -> None:
 
 
 def build_world_event(env: NodeEnv) -> Event:
-    """Return the event that a world has formed, with the ranks of this node. The coordinator merges the events of all nodes into one."""
+    """Return the event that reports a formed world, with this node's ranks. The coordinator merges the events of all nodes into one."""
     first, count = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return Event(
         EVENT_WORLD_FORMED,
@@ -100,7 +100,7 @@ def build_failure_event(env: NodeEnv, **facts: Any) -> Event:
 
 
 def resolve_exit_code(system_exit: SystemExit) -> int:
-    """Return the process exit code of the SystemExit `system_exit`, as the interpreter would choose it."""
+    """Return the process exit code for `system_exit`, as the interpreter would choose it."""
     if system_exit.code is None:
         return 0
     return system_exit.code & 0xFF if isinstance(system_exit.code, int) else 1
@@ -222,12 +222,12 @@ def _summarize_error(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_MAX_ERROR_LENGTH] or type(error).__name__
 
 
-def _locate_error_in_user_code(error: BaseException, folder: Path) -> str:
-    """Return the location of the error in the user's own files, below `folder`, formatted as a suffix."""
+def _locate_error_in_user_code(error: BaseException, script_folder: Path) -> str:
+    """Return the location of the error in the user's own files, below `script_folder`, formatted as a suffix."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))
-    user_frames = [(Path(name).name, line) for name, line in lines if Path(name).parent == folder]
+    user_frames = [(Path(name).name, line) for name, line in lines if Path(name).parent == script_folder]
     return ", in {} line {}".format(*user_frames[-1]) if user_frames else ""
 
 

@@ -62,16 +62,16 @@ class ContainerLogLine:
 
 
 def read_log_lines(
-    engine: DockerEngine, source: str, node: str, *, tail: int | None = None, since: float | None = None
+    engine: DockerEngine, api_path: str, node: str, *, tail: int | None = None, since: float | None = None
 ) -> list[ContainerLogLine]:
-    """Return the lines of the log of `source` (/services/ID or /containers/ID) that are still available, ordered by time.
+    """Return the lines of the log of `api_path` (/services/ID or /containers/ID) that are still available, ordered by time.
 
-    With `tail`, only the last lines are returned. Lines of a node that has just died cannot be read, and are missing. Raises EngineError
-    if the manager does not answer.
+    With `tail`, only the last `tail` lines are returned. Lines of a node that has just died cannot be read, and are missing.
+    Raises EngineError if the manager does not answer.
     """
     lines: list[ContainerLogLine] = []
     try:
-        streamed = _join_log_frames(engine.open_log_stream(f"{source}/logs", _build_log_query_params(tail=tail, since=since)), node)
+        streamed = _join_log_frames(engine.open_log_stream(f"{api_path}/logs", _build_log_query_params(tail=tail, since=since)), node)
         # A line without a timestamp is the engine's message about a node that it cannot reach.
         lines.extend(line for line in streamed if line.time)
     except EngineError as error:
@@ -83,15 +83,16 @@ def read_log_lines(
 
 
 class LogReader(threading.Thread):
-    """Thread that follows the log of one `source` (/services/ID, /containers/ID) into a queue, until it is closed or the source is gone.
+    """Thread that follows the log of `api_path` (/services/ID or /containers/ID), and puts its lines into a queue.
 
+    The thread ends when it is closed, or when the service or container has been removed.
     `previous_lines` are lines that were read before, ordered by time; the reader puts only newer lines into the queue.
     """
 
     def __init__(
         self,
         engine: DockerEngine,
-        source: str,
+        api_path: str,
         node: str,
         output_queue: queue.Queue[ContainerLogLine],
         *,
@@ -100,7 +101,7 @@ class LogReader(threading.Thread):
         previous_lines: Sequence[ContainerLogLine] = (),
     ) -> None:
         super().__init__(name=f"logs of {node}", daemon=True)
-        self._engine, self._source, self._node, self._output_queue = engine, source, node, output_queue
+        self._engine, self._source, self._node, self._output_queue = engine, api_path, node, output_queue
         self._since, self._tail = since, tail
         self._newest_line: ContainerLogLine | None = None
         self._deduplicator = LineDeduplicator(previous_lines[0].time if previous_lines else "")
@@ -167,13 +168,13 @@ class LogReader(threading.Thread):
                 return
 
 
-def take_line_batch(lines: queue.Queue[ContainerLogLine]) -> list[ContainerLogLine]:
+def take_line_batch(line_queue: queue.Queue[ContainerLogLine]) -> list[ContainerLogLine]:
     """Return the lines that arrive within the next _BATCH_SECONDS, ordered by time."""
     batch = []
     deadline = time.monotonic() + _BATCH_SECONDS
     while (remaining := deadline - time.monotonic()) > 0:
         try:
-            batch.append(lines.get(timeout=remaining))
+            batch.append(line_queue.get(timeout=remaining))
         except queue.Empty:
             break
     batch.sort(key=lambda line: line.time)
@@ -186,9 +187,9 @@ class LineDeduplicator:
     The lines of one stream of a task must be passed in chronological order.
     """
 
-    def __init__(self, floor: str = "") -> None:
-        """Treat lines of all tasks with a timestamp before `floor` as already seen."""
-        self._floor = floor
+    def __init__(self, earliest_timestamp: str = "") -> None:
+        """Treat lines of all tasks with a timestamp before `earliest_timestamp` as already seen."""
+        self._floor = earliest_timestamp
         self._last_times: dict[tuple[str, int], str] = {}
         self._texts_at_last_time: dict[tuple[str, int], Counter[str]] = {}
         self._expected_repeats: dict[tuple[str, int], Counter[str]] = {}

@@ -60,35 +60,38 @@ class DockerEngine:
         self.client = self._connect_client()
         """docker-py's low-level client, for building and pushing images. It raises docker-py's own errors."""
 
-    def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
-        """Return the engine's JSON response to GET `path`. Raises EngineError if the engine cannot be reached, or refuses the request."""
-        return self._send_request("GET", path, params).json()
+    def get(self, api_path: str, params: Mapping[str, str] | None = None) -> Any:
+        """Return the engine's JSON response to GET `api_path`. Raises EngineError if the engine is unreachable, or refuses the request."""
+        return self._send_request("GET", api_path, params).json()
 
-    def list_objects(self, path: str, **filters: str) -> list[dict[str, Any]]:
-        """Return the objects at `path` that match `filters`. Raises EngineError if the engine cannot be reached, or refuses the request."""
+    def list_objects(self, api_path: str, **filters: str) -> list[dict[str, Any]]:
+        """Return the objects at `api_path` that match `filters`. Raises EngineError if the engine is unreachable or refuses the request."""
         params = {"filters": json.dumps({key: [value] for key, value in filters.items()})} if filters else None
-        objects: list[dict[str, Any]] = self.get(path, params) or []
+        objects: list[dict[str, Any]] = self.get(api_path, params) or []
         return objects
 
-    def post(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any:
-        """POST `body` as JSON and return the JSON response; with `image`, also send the login for the image's registry.
+    def post(self, api_path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None, *, image: str | None = None) -> Any:
+        """POST `body` as JSON and return the JSON response; with `image`, also send the credentials for the image's registry.
 
         Raises EngineError if the engine cannot be reached, or refuses the request.
         """
         headers = {"Content-Type": "application/json", **(self._build_auth_header(image) if image else {})}
-        response = self._send_request("POST", path, params, data=json.dumps(body), headers=headers)
+        response = self._send_request("POST", api_path, params, data=json.dumps(body), headers=headers)
         return response.json() if response.content else None
 
-    def post_with_deferred_signals(self, path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None) -> Any:
+    def post_with_deferred_signals(self, api_path: str, body: Mapping[str, Any], params: Mapping[str, str] | None = None) -> Any:
         """POST as `post` does, with signals deferred: an interrupted request could leave an object whose id is unknown.
 
         Raises EngineError if the engine cannot be reached, or refuses the request.
         """
         with defer_signals():
-            return self.post(path, body, params)
+            return self.post(api_path, body, params)
 
     def put_files(self, container: str, files: Mapping[str, bytes], mode: int = 0o444) -> None:
-        """Write `files`, by absolute path, into a container; missing folders are created. Raises EngineError if that fails."""
+        """Write `files`, by absolute path, into a container, with permissions `mode`; create missing folders.
+
+        Raises EngineError if that fails.
+        """
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             for path, content in files.items():
@@ -106,10 +109,10 @@ class DockerEngine:
             content = archive.extractfile(entry) if entry else None
             return content.read() if content else b""
 
-    def delete(self, path: str) -> bool:
-        """Remove the object at `path`. Return False if it does not exist. Raises EngineError if the engine refuses."""
+    def delete(self, api_path: str) -> bool:
+        """Remove the object at `api_path`. Return False if it does not exist. Raises EngineError if the engine refuses."""
         try:
-            self._send_request("DELETE", path)
+            self._send_request("DELETE", api_path)
         except EngineError as error:
             if error.status == 404:
                 return False
@@ -129,9 +132,9 @@ class DockerEngine:
             message = error.message.removeprefix(_format_refusal_prefix("GET", path))
             raise EngineError(message, place=error.place, hint=error.hint, status=error.status) from None
 
-    def open_log_stream(self, path: str, params: Mapping[str, str]) -> LogStream:
-        """Open the log at `path` as a stream. Raises EngineError if the engine cannot be reached, or refuses the request."""
-        return LogStream(self._send_request("GET", path, params, stream=True), self.address)
+    def open_log_stream(self, api_path: str, params: Mapping[str, str]) -> LogStream:
+        """Open the log at `api_path` as a stream. Raises EngineError if the engine cannot be reached, or refuses the request."""
+        return LogStream(self._send_request("GET", api_path, params, stream=True), self.address)
 
     def _connect_client(self) -> APIClient:
         import docker
@@ -146,7 +149,7 @@ class DockerEngine:
     def _send_request(
         self,
         method: str,
-        path: str,
+        api_path: str,
         params: Mapping[str, str] | None = None,
         *,
         data: str | bytes | None = None,
@@ -166,7 +169,7 @@ class DockerEngine:
             timeout = (self._timeout, read_timeout)
             response = client.request(
                 method,
-                f"{client.base_url}/v{client.api_version}{path}",
+                f"{client.base_url}/v{client.api_version}{api_path}",
                 params=params,
                 data=data,
                 headers=dict(headers or {}),
@@ -176,7 +179,7 @@ class DockerEngine:
         except (requests.RequestException, docker.errors.DockerException, OSError) as error:
             raise _build_unreachable_error(error, self.address) from None
         if response.status_code >= 400:
-            raise _build_refused_error(response, _format_refusal_prefix(method, path), self.address)
+            raise _build_refused_error(response, _format_refusal_prefix(method, api_path), self.address)
         return response
 
     def _build_auth_header(self, image: str) -> dict[str, str]:
@@ -243,7 +246,7 @@ def _select_client_class(endpoint: Endpoint) -> type[APIClient]:
     from docker import APIClient
 
     class OwnAuthority(APIClient):
-        """API client for an engine with its own certificate authority, which requests would replace by REQUESTS_CA_BUNDLE."""
+        """API client for an engine with its own certificate authority: the requests library would use REQUESTS_CA_BUNDLE instead."""
 
         trust_env = property(lambda _: False, lambda _, __: None)
 
@@ -263,11 +266,11 @@ def _describe_engine(address: str) -> str:
     return f"Docker engine at {address}"
 
 
-def _format_refusal_prefix(method: str, path: str) -> str:
-    return f"the engine refused {method} {path}: "
+def _format_refusal_prefix(method: str, api_path: str) -> str:
+    return f"the engine refused {method} {api_path}: "
 
 
-def _build_refused_error(response: Response, prefix: str, address: str) -> EngineError:
+def _build_refused_error(response: Response, message_prefix: str, address: str) -> EngineError:
     place = _describe_engine(address)
     try:
         message = str(response.json()["message"]).strip()
@@ -276,7 +279,7 @@ def _build_refused_error(response: Response, prefix: str, address: str) -> Engin
     for fragment, reason, hint in _SWARM_ERRORS:
         if fragment in message:
             return EngineError(reason, place=place, hint=hint, status=response.status_code)
-    return EngineError(f"{prefix}{message}", place=place, status=response.status_code)
+    return EngineError(f"{message_prefix}{message}", place=place, status=response.status_code)
 
 
 def _build_unreachable_error(error: BaseException, address: str) -> EngineError:

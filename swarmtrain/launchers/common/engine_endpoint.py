@@ -58,19 +58,23 @@ def find_endpoint(environ: Mapping[str, str]) -> Endpoint:
     return Endpoint(DEFAULT_ADDRESS)
 
 
-def _load_context_endpoint(folder: Path, name: str, setting_name: str) -> Endpoint:
-    if name == "default":
+def _load_context_endpoint(config_folder: Path, context_name: str, setting_name: str) -> Endpoint:
+    if context_name == "default":
         return Endpoint(DEFAULT_ADDRESS)
-    contexts_folder, context_digest = folder / "contexts", hashlib.sha256(name.encode()).hexdigest()
+    contexts_folder, context_digest = config_folder / "contexts", hashlib.sha256(context_name.encode()).hexdigest()
     metadata_path = contexts_folder / "meta" / context_digest / "meta.json"
     if not metadata_path.exists():
-        raise EngineError(f"unknown Docker context {name!r}", place=setting_name, hint="list the existing contexts with: docker context ls")
-    docker_endpoint = _get_mapping(_get_mapping(_read_json(metadata_path), "Endpoints"), "docker")
+        raise EngineError(
+            f"unknown Docker context {context_name!r}", place=setting_name, hint="list the existing contexts with: docker context ls"
+        )
+    docker_endpoint = _get_nested_mapping(_get_nested_mapping(_read_json(metadata_path), "Endpoints"), "docker")
     if not isinstance(docker_endpoint.get("Host"), str):
-        raise EngineError("does not specify a Docker engine", place=f"docker context {name}", hint=f"docker context inspect {name}")
+        raise EngineError(
+            "does not specify a Docker engine", place=f"docker context {context_name}", hint=f"docker context inspect {context_name}"
+        )
     tls_folder = contexts_folder / "tls" / context_digest / "docker"
     tls = _find_tls_files(tls_folder, verify=not docker_endpoint.get("SkipTLSVerify", False)) if tls_folder.is_dir() else None
-    return Endpoint(docker_endpoint["Host"], f"context {name}", tls)
+    return Endpoint(docker_endpoint["Host"], f"context {context_name}", tls)
 
 
 def _find_tls_files(folder: Path, *, verify: bool = True) -> TlsFiles:
@@ -79,7 +83,7 @@ def _find_tls_files(folder: Path, *, verify: bool = True) -> TlsFiles:
     if missing := [str(path) for path in paths if not os.access(path, os.R_OK)]:
         raise EngineError(
             f"cannot be read: {', '.join(missing)}",
-            place="the TLS keys of the Docker engine",
+            place="the TLS files of the Docker engine",
             hint="set DOCKER_CERT_PATH to the folder that contains them",
         )
     ca, cert, key = paths
@@ -98,6 +102,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _get_mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = values.get(key)
+def _get_nested_mapping(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = mapping.get(key)
     return value if isinstance(value, dict) else {}

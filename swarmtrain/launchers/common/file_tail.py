@@ -39,9 +39,9 @@ class FileTail:
         return [line.decode(errors="replace") for line in complete_lines]
 
 
-def read_events(folder: LocalRunFolder, since: float | None = None) -> list[Event]:
+def read_events(run_folder: LocalRunFolder, since: float | None = None) -> list[Event]:
     """Return the coordinator's events so far, from `since` on (seconds since the epoch)."""
-    return list(parse_events(FileTail(folder.events_path).read_new_lines(), since or 0.0))
+    return list(parse_events(FileTail(run_folder.events_path).read_new_lines(), since or 0.0))
 
 
 class NodeLogTail(FileTail):
@@ -60,15 +60,15 @@ class NodeLogTail(FileTail):
         return log_lines
 
 
-def stream_logs(folder: LocalRunFolder, *, follow: bool, tail: int | None, since: float | None, node: str | None) -> Iterator[LogLine]:
+def stream_logs(run_folder: LocalRunFolder, *, follow: bool, tail: int | None, since: float | None, node: str | None) -> Iterator[LogLine]:
     """Yield the output of all nodes, or of `node`; with `follow`, until none of the run's processes is alive."""
     readers: dict[str, NodeLogTail] = {}
     while True:
-        is_running = any(folder.is_process_alive(name) for name in folder.list_process_names())
+        is_running = any(run_folder.is_process_alive(name) for name in run_folder.list_process_names())
         batches = []
-        for name in (node_name for node_name in folder.list_process_names() if node in (None, node_name)):
+        for name in (node_name for node_name in run_folder.list_process_names() if node in (None, node_name)):
             is_new = name not in readers
-            lines = readers.setdefault(name, NodeLogTail(name, folder.get_log_path(name))).read_new_log_lines()
+            lines = readers.setdefault(name, NodeLogTail(name, run_folder.get_log_path(name))).read_new_log_lines()
             lines = [line for line in lines if line.time >= (since or 0.0)]
             batches.append(lines[max(0, len(lines) - tail) :] if is_new and tail is not None else lines)
         yield from heapq.merge(*batches, key=lambda line: line.time)
@@ -77,24 +77,24 @@ def stream_logs(folder: LocalRunFolder, *, follow: bool, tail: int | None, since
         time.sleep(_POLL_SECONDS)
 
 
-def watch_run(folder: LocalRunFolder, list_tasks: Callable[[], list[TaskState]]) -> Iterator[RunUpdate]:
+def watch_run(run_folder: LocalRunFolder, list_tasks: Callable[[], list[TaskState]]) -> Iterator[RunUpdate]:
     """Yield all events of the run, and its new output and task states.
 
     Ends after the outcome and the last lines of output, or at the run's removal.
     """
-    events_tail = FileTail(folder.events_path)
-    readers = {name: NodeLogTail(name, folder.get_log_path(name), from_end=True) for name in folder.list_process_names()}
+    events_tail = FileTail(run_folder.events_path)
+    readers = {name: NodeLogTail(name, run_folder.get_log_path(name), from_end=True) for name in run_folder.list_process_names()}
     states: dict[str, TaskState] = {}
     outcome_at: float | None = None
     while True:
-        exists, has_outcome = folder.exists, outcome_at is not None
+        exists, has_outcome = run_folder.exists, outcome_at is not None
         task_states = list_tasks() if exists else []
         for state in task_states:
             if states.get(state.node) != state:
                 states[state.node] = state
                 yield state
-        for name in folder.list_process_names():
-            yield from readers.setdefault(name, NodeLogTail(name, folder.get_log_path(name))).read_new_log_lines()
+        for name in run_folder.list_process_names():
+            yield from readers.setdefault(name, NodeLogTail(name, run_folder.get_log_path(name))).read_new_log_lines()
         for line in events_tail.read_new_lines():
             if event := Event.from_line(line):
                 outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)

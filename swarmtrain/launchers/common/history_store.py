@@ -39,7 +39,7 @@ def resolve_state_directory() -> Path:
     return (Path(state) if state else Path("~/.local/state").expanduser()) / "swarmtrain"
 
 
-def resolve_run_directory(run: str) -> Path:
+def resolve_run_folder(run: str) -> Path:
     """Return the folder of `run`'s events and logs, which need not exist."""
     return resolve_state_directory() / run
 
@@ -51,7 +51,7 @@ def list_recorded_runs() -> list[str]:
 
 def load_events(run: str) -> list[Event]:
     """Return the run's recorded events, oldest first."""
-    files = sorted(resolve_run_directory(run).glob("events*.jsonl"), key=_get_age_sort_key)
+    files = sorted(resolve_run_folder(run).glob("events*.jsonl"), key=_get_age_sort_key)
     return [event for file in files for event in parse_events(_read_file_lines(file))]
 
 
@@ -77,23 +77,23 @@ def select_events_since_teardown(events: Sequence[Event]) -> list[Event]:
     return list(events[teardown_indices[-1] + 1 :] if teardown_indices else events)
 
 
-def merge_events(recorded: Iterable[Event], live: Iterable[Event]) -> list[Event]:
+def merge_events(recorded_events: Iterable[Event], live_events: Iterable[Event]) -> list[Event]:
     """Return the events of both lists, without duplicates, ordered by time."""
-    return sorted({event.to_line(): event for event in (*recorded, *live)}.values(), key=lambda event: event.time)
+    return sorted({event.to_line(): event for event in (*recorded_events, *live_events)}.values(), key=lambda event: event.time)
 
 
 def has_logs(run: str) -> bool:
     """Return whether any output of the run's nodes is recorded on this machine."""
-    return any(resolve_run_directory(run).glob("node*.log"))
+    return any(resolve_run_folder(run).glob("node*.log"))
 
 
 def load_log_lines(run: str, *, node: str | None = None, newest_only: bool = False) -> Iterator[LogLine]:
     """Yield the recorded output of all nodes, or of `node`, ordered by time. Lines without a timestamp come first.
 
-    With `newest_only`, only the last file of each node is read.
+    With `newest_only`, only the newest file of each node is read.
     """
     logs: dict[str, list[Path]] = {}
-    for path in sorted(resolve_run_directory(run).glob("*.log"), key=_get_age_sort_key):
+    for path in sorted(resolve_run_folder(run).glob("*.log"), key=_get_age_sort_key):
         logs.setdefault(path.name.partition(".")[0], []).append(path)
     logs.pop(RENDEZVOUS_SERVICE, None)
     selected = {name: files[-1:] if newest_only else files for name, files in sorted(logs.items()) if node in (None, name)}
@@ -107,7 +107,10 @@ def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
 
 
 def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:
-    """Return a line of a log file as a LogLine, with its leading timestamp, by default `previous_timestamp`."""
+    """Return a line of a log file as a LogLine, with the timestamp at the start of the line.
+
+    Without a timestamp in the line, `previous_timestamp` (seconds since the epoch) is used.
+    """
     match = _TIME_PATTERN.match(text)
     return (
         parse_log_line(node, text[match.end() :], datetime.fromisoformat(match[1]).timestamp())
@@ -117,10 +120,10 @@ def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float =
 
 
 def record_operation(run: str, operation: str, **details: object) -> None:
-    """Record in the run's events that an operation was requested on this machine: up, stop, down. An OSError is ignored."""
+    """Record in the run's events that `operation` (up, stop or down) was requested on this machine. An OSError is ignored."""
     with contextlib.suppress(OSError):
-        resolve_run_directory(run).mkdir(parents=True, exist_ok=True)
-        with (resolve_run_directory(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
+        resolve_run_folder(run).mkdir(parents=True, exist_ok=True)
+        with (resolve_run_folder(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
             file.write(Event(EVENT_OPERATION, {"operation": operation, **details}).to_line() + "\n")
 
 
@@ -128,27 +131,27 @@ def save_git_diff(run: str, diff: str) -> None:
     """Save the diff of the user's project against its git commit, replacing the previous diff. An OSError is ignored."""
     with contextlib.suppress(OSError):
         if diff:
-            (resolve_run_directory(run) / DIFF_FILE).write_text(diff, encoding="utf-8")
+            (resolve_run_folder(run) / DIFF_FILE).write_text(diff, encoding="utf-8")
         else:
-            (resolve_run_directory(run) / DIFF_FILE).unlink(missing_ok=True)
+            (resolve_run_folder(run) / DIFF_FILE).unlink(missing_ok=True)
 
 
 class HistoryWriter:
-    """Writer that appends lines to the history files of a run, which are rotated at `limit` bytes.
+    """Writer that appends lines to the history files of a run, which are rotated at `max_file_bytes` bytes.
 
     Each line is written once, and only while no other process records this run. If a file cannot be written, nothing is recorded.
     """
 
-    def __init__(self, run: str, limit: int = MAX_FILE_BYTES) -> None:
-        self._directory, self._limit = resolve_run_directory(run), limit
+    def __init__(self, run: str, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self._directory, self._limit = resolve_run_folder(run), max_file_bytes
         self._files: dict[str, IO[str]] = {}
         self._last_times: dict[str, str] = {}
         self._lock: IO[str] | None = None
         self._lock_tried = False
         self._failed = False
 
-    def append_line(self, node: str, time: str, text: str, *, event: bool = False) -> None:
-        """Append one line to the log of `node`, and with `event` also to the run's events.
+    def append_line(self, node: str, time: str, text: str, *, is_event: bool = False) -> None:
+        """Append one line to the log of `node`, and with `is_event` also to the run's events.
 
         A line that is not newer than the last one is skipped. `time` is a timestamp in Docker's format, whose lexicographic order is
         chronological.
@@ -161,7 +164,7 @@ class HistoryWriter:
             if time > self._last_times[name]:
                 self._last_times[name] = time
                 log_file.write(f"{time} {text}\n")
-                if event:
+                if is_event:
                     self._open_file(EVENTS_FILE).write(f"{text}\n")
         except OSError:
             self._failed = True

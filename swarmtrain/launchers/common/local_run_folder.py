@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from swarmtrain.config import Config
-from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import RunNotFound, StackError, StateDirectoryError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.history_store import resolve_state_directory
@@ -25,7 +25,7 @@ from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
 
 @contextlib.contextmanager
 def translate_os_errors() -> Iterator[None]:
-    """Context manager for code that reads or writes run folders: it converts an OSError into a StateDirectoryError."""
+    """Convert an OSError (except BrokenPipeError) that the body raises to a StateDirectoryError. Used to access run folders."""
     try:
         yield
     except BrokenPipeError:  # stdout was closed
@@ -46,9 +46,9 @@ def list_local_runs() -> list[str]:
         return []
 
 
-def select_dataclass_fields(record_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that are fields of the dataclass `record_type`: other versions of swarmtrain may write further fields."""
-    return {item.name: values[item.name] for item in fields(record_type) if item.name in values}
+def select_dataclass_fields(record_type: type, field_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `field_values` that are fields of `record_type`: other versions of swarmtrain may write further fields."""
+    return {item.name: field_values[item.name] for item in fields(record_type) if item.name in field_values}
 
 
 def build_version_error(run: str, next_step: str) -> StackError:

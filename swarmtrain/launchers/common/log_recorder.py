@@ -26,7 +26,7 @@ class LogRecorder:
         event = line.parse_event()
         # A node's resource usage is of interest only while it is current.
         if line.time and not (event and event.kind == EVENT_USAGE):
-            self._writer.append_line(line.node, line.time, line.text, event=event is not None)
+            self._writer.append_line(line.node, line.time, line.text, is_event=event is not None)
 
     def flush(self) -> None:
         """Flush the recorded files."""
@@ -38,7 +38,7 @@ class LogRecorder:
 
 
 def record_log_lines(run: str, lines: Iterable[ContainerLogLine]) -> None:
-    """Record the lines of `lines` that are not recorded yet."""
+    """Record those of `lines` that are not recorded yet."""
     recorder = LogRecorder(run)
     for line in lines:
         recorder.append_line(line)

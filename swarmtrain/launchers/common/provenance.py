@@ -16,7 +16,7 @@ _SHORT_HASH_LENGTH = 12
 
 @dataclass(frozen=True)
 class GitCheckout:
-    """A git checkout. `changed_files` differ from the commit, or are untracked."""
+    """A git checkout: its commit and branch, its `changed_files` (modified or untracked), and their diff."""
 
     commit: str
     branch: str

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from swarmtrain import process
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import EngineError, ProcessError
 
 _CONNECT_TIMEOUT_SECONDS = 30.0
@@ -25,9 +25,10 @@ _SSH_OPTIONS = ("ExitOnForwardFailure=yes", "ConnectTimeout=15", "ServerAliveInt
 
 
 def open_tunnel(address: str) -> str:
-    """Return the address of a local socket that is forwarded to the engine at `address`, ssh://[USER@]HOST[:PORT][/SOCKET].
+    """Open an SSH tunnel to the engine at `address`, and return the address of the tunnel's local socket.
 
-    The tunnel lasts until this process ends. Raises EngineError with ssh's message.
+    `address` has the form ssh://[USER@]HOST[:PORT][/SOCKET].
+    The tunnel is open until this process exits. Raises EngineError, with ssh's message, if the tunnel cannot be opened.
     """
     place = f"Docker engine at {address}"
     try:
@@ -54,7 +55,7 @@ def open_tunnel(address: str) -> str:
             message = (
                 ssh.communicate()[1].decode(errors="replace").strip()
                 if ssh.poll() is not None
-                else f"no answer within {_CONNECT_TIMEOUT_SECONDS:g} s"
+                else f"no response within {_CONNECT_TIMEOUT_SECONDS:g} s"
             )
             raise EngineError(
                 message or f"ssh exited with code {ssh.returncode}",
@@ -65,9 +66,9 @@ def open_tunnel(address: str) -> str:
     return f"unix://{socket_path}"
 
 
-def _choose_socket_folder(folder: str) -> str:
-    """Return `folder`, or /tmp if the path of a socket below `folder` would exceed the system's limit."""
-    return folder if len(folder) <= _MAX_FOLDER_LENGTH else "/tmp"  # noqa: S108  # mkdtemp makes a private folder there
+def _choose_socket_folder(preferred_folder: str) -> str:
+    """Return `preferred_folder`, or /tmp if the path of a socket below `preferred_folder` would exceed the system's limit."""
+    return preferred_folder if len(preferred_folder) <= _MAX_FOLDER_LENGTH else "/tmp"  # noqa: S108  # mkdtemp makes a private folder there
 
 
 def build_ssh_argv(address: str, socket_path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Run trainer commands in a subprocess, since they need torch or numpy: `python -m swarmtrain.trainer VERB`, on this machine."""
+"""Run trainer commands in a subprocess, since they need torch or numpy: `python -m swarmtrain.trainer COMMAND`, on this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _EXIT_GRACE_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _CPU_ONLY_ENV = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def query_trainer(verb: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON response of the trainer command `verb`.
+def query_trainer(command: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Run the trainer's `command` with `request` as its input, and return its JSON response.
 
     Raises SwarmtrainError if torch is not installed, or if the response contains an error.
     """
-    argv = _build_trainer_command(verb)
+    argv = _build_trainer_command(command)
     response: dict[str, Any] = json.loads(process.run_command(argv, env=_CPU_ONLY_ENV, input=json.dumps(request), timeout=_TIMEOUT_SECONDS))
     if "error" in response:
         raise SwarmtrainError(response["error"]["message"], place=response["error"]["place"], hint=response["error"]["hint"])
@@ -37,24 +37,25 @@ def query_trainer(verb: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def exec_trainer(
-    verb: str, action: str, options: Mapping[str, Any], names: Sequence[str] = (), *, required_package: str = "numpy"
+    command: str, subcommand: str, options: Mapping[str, Any], positional_arguments: Sequence[str] = (), *, required_package: str = "numpy"
 ) -> NoReturn:
-    """Replace this process by the trainer command `verb action`, which inherits the terminal and determines the exit code.
+    """Replace this process by `subcommand` of the trainer's `command`, which inherits the terminal and determines the exit code.
 
     Raises SwarmtrainError if `required_package` is not installed.
     """
     process.exec_command(
-        [*_build_trainer_command(verb, required_package), action, json.dumps(options), *names], env={**os.environ, **_CPU_ONLY_ENV}
+        [*_build_trainer_command(command, required_package), subcommand, json.dumps(options), *positional_arguments],
+        env={**os.environ, **_CPU_ONLY_ENV},
     )
 
 
-def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> int:
-    """Run the trainer command `verb` on `ranks` ranks of this machine. Return the exit code of the first rank that failed, else 0.
+def run_trainer_ranks(command: str, request: Mapping[str, Any], ranks: int = 1) -> int:
+    """Run the trainer's `command` on `ranks` ranks of this machine. Return the exit code of the first rank that failed, else 0.
 
     The ranks use the machine's GPUs, if any. Rank 0 is attached to the terminal; the stderr of another rank is printed only if that
-    rank failed first. Raises SwarmtrainError if torch is not installed.
+    rank failed first. A single rank replaces this process. Raises SwarmtrainError if torch is not installed.
     """
-    argv = _build_trainer_command(verb)
+    argv = _build_trainer_command(command)
     if ranks == 1:
         process.exec_command(argv, env=os.environ, stdin=_write_input_file(request))
     with socket.socket() as probe:
@@ -82,7 +83,7 @@ def run_trainer_ranks(verb: str, request: Mapping[str, Any], ranks: int = 1) -> 
 def _wait_for_first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Wait until all children have exited, and return the index of the first that failed; None if no child failed.
 
-    After a failure, the other children are killed if they do not exit soon.
+    After a failure, the other children are killed if they do not exit within 5 s.
     """
     failed_rank, kill_at = None, math.inf
     while any(child.poll() is None for child in children):
@@ -106,11 +107,11 @@ def _write_input_file(request: Mapping[str, Any]) -> IO[bytes]:
     return file
 
 
-def _build_trainer_command(verb: str, required_package: str = "torch") -> list[str]:
+def _build_trainer_command(command: str, required_package: str = "torch") -> list[str]:
     if importlib.util.find_spec(required_package) is None:
         raise SwarmtrainError(
             f"{sys.executable} cannot find {required_package}, which this command requires",
             place="this machine",
             hint=f"pip install 'swarmtrain[{'train' if required_package == 'torch' else 'data'}]'",
         )
-    return [sys.executable, "-m", "swarmtrain.trainer", verb]
+    return [sys.executable, "-m", "swarmtrain.trainer", command]

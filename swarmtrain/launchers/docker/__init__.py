@@ -19,7 +19,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
-from swarmtrain.images.transfer import pull_image_if_missing
+from swarmtrain.images.transfer_progress import pull_image_if_missing
 from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
@@ -49,7 +49,7 @@ class DockerLauncher:
     capabilities = find_capabilities("docker")
 
     def __init__(self, address: str | None = None) -> None:
-        """Connect to the engine at `address`, by default the one that docker itself would use. Raises EngineError if no engine answers."""
+        """Connect to the engine at `address`, by default the one that the docker CLI would use. Raises EngineError if no engine answers."""
         self._engine = DockerEngine(address)
         self._deployed_at: dict[str, float] = {}
 
@@ -97,7 +97,7 @@ class DockerLauncher:
             elif name not in unchanged:
                 starts.append(Action("replace", name, "has changed, or the coordinator is not running", existing[name].is_alive))
             elif not existing[name].is_alive and not existing[name].has_succeeded:
-                starts.append(Action("start", name, "has ended"))
+                starts.append(Action("start", name, "has exited"))
         return [*removals, *starts]
 
     @translate_os_errors()
@@ -115,19 +115,19 @@ class DockerLauncher:
                     self._remove_run(plan.run, lambda line: None)
                 raise
 
-    def _reconcile_containers(self, desired: Stack, image: str, report_progress: ProgressReporter) -> None:
-        existing = container_state.list_containers(self._engine, desired.name)
-        unchanged = _find_unchanged_containers(desired, existing, image)
+    def _reconcile_containers(self, desired_stack: Stack, image: str, report_progress: ProgressReporter) -> None:
+        existing = container_state.list_containers(self._engine, desired_stack.name)
+        unchanged = _find_unchanged_containers(desired_stack, existing, image)
         stale = [container for name, container in existing.items() if name not in unchanged]
-        self._stop_containers(desired.name, stale)
+        self._stop_containers(desired_stack.name, stale)
         for container in stale:
             self._engine.delete(f"/containers/{container.id}?force=1&v=1")
-            if container.node not in desired.document["services"]:
+            if container.node not in desired_stack.document["services"]:
                 report_progress(f"{container.node} removed")
-        self._ensure_network(desired)
-        for name in _sort_services_coordinator_first(desired):
+        self._ensure_network(desired_stack)
+        for name in _sort_services_coordinator_first(desired_stack):
             if name not in unchanged:
-                container_id = self._create_container(desired, name, image)
+                container_id = self._create_container(desired_stack, name, image)
             elif not unchanged[name].is_alive and not unchanged[name].has_succeeded:
                 container_id = unchanged[name].id
             else:
@@ -135,18 +135,18 @@ class DockerLauncher:
             self._engine.post(f"/containers/{container_id}/start", {})
             report_progress(f"{name} started")
 
-    def _create_container(self, desired: Stack, name: str, image: str) -> str:
-        """Create the container of the service `name` with its files, and return the container id."""
-        container_name = desired.document["services"][name]["container_name"]
+    def _create_container(self, desired_stack: Stack, service_name: str, image: str) -> str:
+        """Create the container of `service_name` with its files, and return the container id."""
+        container_name = desired_stack.document["services"][service_name]["container_name"]
         container_id: str = self._engine.post_with_deferred_signals(
-            "/containers/create", container_specs.build_container_request_body(desired, name, image), {"name": container_name}
+            "/containers/create", container_specs.build_container_request_body(desired_stack, service_name, image), {"name": container_name}
         )["Id"]
-        if files := container_specs.collect_container_files(desired, name):
+        if files := container_specs.collect_container_files(desired_stack, service_name):
             self._engine.put_files(container_id, files)
         return container_id
 
-    def _ensure_network(self, desired: Stack) -> None:
-        body = container_specs.build_network_request_body(desired)
+    def _ensure_network(self, desired_stack: Stack) -> None:
+        body = container_specs.build_network_request_body(desired_stack)
         if body["Name"] not in {item["Name"] for item in self._engine.list_objects("/networks")}:
             self._engine.post_with_deferred_signals("/networks/create", body)
 
@@ -222,7 +222,7 @@ class DockerLauncher:
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
+        """Request that the ranks save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
 
         Raises RunNotFound if the run does not exist.
         """
@@ -249,13 +249,13 @@ class DockerLauncher:
             report_progress(f"{container.node} removed")
         self._engine.delete(f"/networks/{run}_{NETWORK_NAME}")
 
-    def _stop_containers(self, run: str, selected: list[Container]) -> None:
+    def _stop_containers(self, run: str, containers: list[Container]) -> None:
         """Stop containers, each with its own grace period, and record their output.
 
         Nodes are stopped before the coordinator, because ranks that save still need it.
         """
-        nodes = [container for container in selected if container.node != RENDEZVOUS_SERVICE]
-        for group in (nodes, [container for container in selected if container.node == RENDEZVOUS_SERVICE]):
+        nodes = [container for container in containers if container.node != RENDEZVOUS_SERVICE]
+        for group in (nodes, [container for container in containers if container.node == RENDEZVOUS_SERVICE]):
             alive = [container for container in group if container.is_alive]
             with ThreadPoolExecutor(max(1, len(alive))) as pool:
                 list(pool.map(self._stop_container, alive))
@@ -286,11 +286,11 @@ class DockerLauncher:
             raise
 
 
-def _sort_services_coordinator_first(desired: Stack) -> list[str]:
-    return sorted(desired.document["services"], key=lambda name: name != RENDEZVOUS_SERVICE)
+def _sort_services_coordinator_first(desired_stack: Stack) -> list[str]:
+    return sorted(desired_stack.document["services"], key=lambda name: name != RENDEZVOUS_SERVICE)
 
 
-def _find_unchanged_containers(desired: Stack, existing: dict[str, Container], image: str) -> dict[str, Container]:
+def _find_unchanged_containers(desired_stack: Stack, existing: dict[str, Container], image: str) -> dict[str, Container]:
     """Return the existing containers that match the plan.
 
     The result is empty if the coordinator is not running, because the run is then restarted completely.
@@ -298,6 +298,6 @@ def _find_unchanged_containers(desired: Stack, existing: dict[str, Container], i
     coordinator = existing.get(RENDEZVOUS_SERVICE)
     if coordinator is None or not coordinator.is_alive:
         return {}
-    services = desired.document["services"]
+    services = desired_stack.document["services"]
     same_image = {name: container for name, container in existing.items() if name in services and container.image == image}
     return {name: container for name, container in same_image.items() if services[name]["labels"][LABEL_CONTAINER] == container.spec_digest}

@@ -18,9 +18,9 @@ def build_network_request_body(stack: Stack) -> RequestBody:
     return {"Name": network["name"], "Driver": network["driver"], "Internal": network.get("internal", False), "Labels": network["labels"]}
 
 
-def build_container_request_body(stack: Stack, name: str, image: str) -> RequestBody:
-    """Return the request body of the container of the service `name`, with the image id `image`. Raises StackError."""
-    service, network_name = stack.document["services"][name], build_network_request_body(stack)["Name"]
+def build_container_request_body(stack: Stack, service_name: str, image: str) -> RequestBody:
+    """Return the request body of the container of `service_name`, with the image id `image`. Raises StackError."""
+    service, network_name = stack.document["services"][service_name], build_network_request_body(stack)["Name"]
     host_config = {
         "Init": service["init"],
         "RestartPolicy": {"Name": service["restart"]},
@@ -42,13 +42,13 @@ def build_container_request_body(stack: Stack, name: str, image: str) -> Request
         "User": service.get("user", ""),
         "StopTimeout": parse_duration_ns(service["stop_grace_period"]) // 10**9,
         "HostConfig": host_config,
-        "NetworkingConfig": {"EndpointsConfig": {network_name: {"Aliases": [name]}}},
+        "NetworkingConfig": {"EndpointsConfig": {network_name: {"Aliases": [service_name]}}},
     }
 
 
-def collect_container_files(stack: Stack, name: str) -> dict[str, bytes]:
-    """Return the content of the files in the container of the service `name`, by path."""
-    service, document = stack.document["services"][name], stack.document
+def collect_container_files(stack: Stack, service_name: str) -> dict[str, bytes]:
+    """Return the content of the files in the container of `service_name`, by path."""
+    service, document = stack.document["services"][service_name], stack.document
     objects = {item["target"]: document["configs"][item["source"]] for item in service.get("configs", [])}
     objects |= {f"{_SECRETS_FOLDER}/{item['target']}": document["secrets"][item["source"]] for item in service.get("secrets", [])}
     return {path: stack.files[item["file"]] for path, item in objects.items()}

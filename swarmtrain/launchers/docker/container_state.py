@@ -55,10 +55,10 @@ class Container:
         return TaskState(self.node, host, {"created": "new"}.get(status, status))
 
 
-def _describe_exit(state: dict[str, Any]) -> str:
-    if state["OOMKilled"]:
+def _describe_exit(container_state: dict[str, Any]) -> str:
+    if container_state["OOMKilled"]:
         return "killed by the kernel's OOM killer"
-    return str(state["Error"] or f"exit code {state['ExitCode']}")
+    return str(container_state["Error"] or f"exit code {container_state['ExitCode']}")
 
 
 def list_runs(engine: DockerEngine) -> list[str]:

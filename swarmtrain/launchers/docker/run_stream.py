@@ -26,8 +26,8 @@ _FINAL_STATES = ("complete", "shutdown")
 def watch_run(engine: DockerEngine, run: str, list_containers: ListContainers, since: float) -> Iterator[RunUpdate]:
     """Yield all events of the run, its output from `since` on, and its task states.
 
-    Ends after the outcome and the last lines of output, or at the run's removal. Raises EngineError if the engine does not answer for two
-    minutes.
+    Ends after the outcome and the last lines of output, or at the run's removal. Raises EngineError if the engine does not answer for
+    120 s.
     """
     with _ContainerStream(engine, run, list_containers, since) as stream:
         states: dict[str, TaskState] = {}
@@ -111,7 +111,7 @@ class _ContainerStream:
         return self._containers
 
     def report_engine_unreachable(self, error: EngineError) -> Iterator[Event]:
-        """Yield one event when the engine stops answering. Raises `error` if it does not answer for too long."""
+        """Yield one event when the engine stops answering. Raises `error` if it does not answer for 120 s."""
         unanswered_seconds = time.monotonic() - self._answered_at
         if unanswered_seconds > _ENGINE_TIMEOUT_SECONDS:
             raise error

@@ -80,28 +80,28 @@ class LocalLauncher:
         existing = folder.list_process_names() if folder.exists else []
         # Read before the processes are compared: a process that another command starts meanwhile then counts as missing, not as different.
         running = {name for name in existing if folder.is_process_alive(name)}
-        _, desired, unchanged = _compare_with_plan(folder, plan)
+        _, desired, unchanged = _compare_processes_with_plan(folder, plan)
         removals = [Action("end", name, "is not in the plan") for name in existing if name not in desired]
         missing = [name for name in desired if name not in unchanged or _needs_start(folder, name)]
-        causes = {name: "has changed, or has ended" if name in existing else "does not exist" for name in missing}
+        causes = {name: "has changed, or has exited" if name in existing else "does not exist" for name in missing}
         return [*removals, *(Action("start", name, cause, name in running) for name, cause in causes.items())]
 
-    def _reconcile_processes(self, folder: LocalRunFolder, plan: Plan, report_progress: ProgressReporter) -> None:
-        record, desired, unchanged = _compare_with_plan(folder, plan)
-        stale = [name for name in folder.list_process_names() if name not in unchanged]
-        folder.save_deployment(plan, record)
+    def _reconcile_processes(self, run_folder: LocalRunFolder, plan: Plan, report_progress: ProgressReporter) -> None:
+        record, desired, unchanged = _compare_processes_with_plan(run_folder, plan)
+        stale = [name for name in run_folder.list_process_names() if name not in unchanged]
+        run_folder.save_deployment(plan, record)
         if stale:
-            folder.stop_processes(stale, record.stop_grace)
+            run_folder.stop_processes(stale, record.stop_grace)
         for name in stale:
             if name not in desired:
                 report_progress(f"{name} removed")
-                folder.delete_process_files(name)
+                run_folder.delete_process_files(name)
         if RENDEZVOUS_SERVICE not in unchanged:
-            folder.rotate_events()
+            run_folder.rotate_events()
         for name in sorted(desired, key=lambda name: name != RENDEZVOUS_SERVICE):
-            if name not in unchanged or _needs_start(folder, name):
-                folder.start_process_keeper(desired[name])
-                report_progress(f"{name} started, log in {folder.get_log_path(name)}")
+            if name not in unchanged or _needs_start(run_folder, name):
+                run_folder.start_process_keeper(desired[name])
+                report_progress(f"{name} started, log in {run_folder.get_log_path(name)}")
 
     @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
@@ -163,7 +163,7 @@ class LocalLauncher:
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Request the ranks to save and exit. The coordinator keeps running, and a deploy resumes the run.
+        """Request that the ranks save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
 
         Raises RunNotFound if the run does not exist.
         """
@@ -183,9 +183,11 @@ class LocalLauncher:
         report_progress(f"{run} removed; its events and logs are in {folder.path}")
 
 
-def _stop_nodes(folder: LocalRunFolder) -> None:
+def _stop_nodes(run_folder: LocalRunFolder) -> None:
     """Stop the nodes, but not the coordinator: ranks that save before they exit still need it."""
-    folder.stop_processes([name for name in folder.list_process_names() if name != RENDEZVOUS_SERVICE], folder.read_record().stop_grace)
+    run_folder.stop_processes(
+        [name for name in run_folder.list_process_names() if name != RENDEZVOUS_SERVICE], run_folder.read_record().stop_grace
+    )
 
 
 def _open_existing_run_folder(run: str) -> LocalRunFolder:
@@ -194,32 +196,32 @@ def _open_existing_run_folder(run: str) -> LocalRunFolder:
     return folder
 
 
-def _needs_start(folder: LocalRunFolder, name: str) -> bool:
-    """Return whether the process `name` must be started: it was stopped or its process keeper is gone, and it has not completed."""
-    state = folder.load_process_state(name)
-    return not folder.is_process_alive(name) and (state is None or state.state != "complete")
+def _needs_start(run_folder: LocalRunFolder, process_name: str) -> bool:
+    """Return whether `process_name` must be started: it was stopped or its process keeper is gone, and it has not completed."""
+    state = run_folder.load_process_state(process_name)
+    return not run_folder.is_process_alive(process_name) and (state is None or state.state != "complete")
 
 
-def _compare_with_plan(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
+def _compare_processes_with_plan(run_folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
     """Return the run's record, the planned processes by name, and the names of those that already match the plan."""
-    coordinator_running = folder.is_process_alive(RENDEZVOUS_SERVICE)
-    record = _build_run_record(plan, folder.read_compatible_record() if coordinator_running else None)
-    desired = {spec.name: spec for spec in _build_process_specs(folder, plan, record)}
+    coordinator_running = run_folder.is_process_alive(RENDEZVOUS_SERVICE)
+    record = _build_run_record(plan, run_folder.read_compatible_record() if coordinator_running else None)
+    desired = {spec.name: spec for spec in _build_process_specs(run_folder, plan, record)}
     unchanged = {
         name
         for name, spec in desired.items()
-        if coordinator_running and folder.load_process_spec(name) == spec and folder.load_process_state(name) is not None
+        if coordinator_running and run_folder.load_process_spec(name) == spec and run_folder.load_process_state(name) is not None
     }
     return record, desired, unchanged
 
 
-def _build_run_record(plan: Plan, previous: LocalRunRecord | None) -> LocalRunRecord:
-    store_port, coordinator_port = (previous.store_port, previous.coordinator_port) if previous else _find_free_ports()
+def _build_run_record(plan: Plan, previous_record: LocalRunRecord | None) -> LocalRunRecord:
+    store_port, coordinator_port = (previous_record.store_port, previous_record.coordinator_port) if previous_record else _find_free_ports()
     return LocalRunRecord(
         protocol=PROTOCOL_VERSION,
         store_port=store_port,
         coordinator_port=coordinator_port,
-        cwd=previous.cwd if previous else str(Path.cwd()),
+        cwd=previous_record.cwd if previous_record else str(Path.cwd()),
         stop_grace=plan.config.runner.stop_grace,
         hosts={node.name: node.host for node in plan.nodes},
         code=[item.name for item in plan.cargo.code],
@@ -227,31 +229,37 @@ def _build_run_record(plan: Plan, previous: LocalRunRecord | None) -> LocalRunRe
     )
 
 
-def _build_process_specs(folder: LocalRunFolder, plan: Plan, record: LocalRunRecord) -> Iterator[ProcessSpec]:
+def _build_process_specs(run_folder: LocalRunFolder, plan: Plan, record: LocalRunRecord) -> Iterator[ProcessSpec]:
     layout = NodeLayout(
         coordinator_host=_LOOPBACK,
         bind_address=_LOOPBACK,
-        config_path=str(folder.path / "config.json"),
-        code_dir=folder.path / "code",
-        secrets_dir=folder.path / "secrets",
-        log_dir=str(folder.path / "logs"),
+        config_path=str(run_folder.path / "config.json"),
+        code_dir=run_folder.path / "code",
+        secrets_dir=run_folder.path / "secrets",
+        log_dir=str(run_folder.path / "logs"),
         store_port=record.store_port,
         coordinator_port=record.coordinator_port,
     )
     content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
     argv = [sys.executable, "-m", ENTRYPOINT_MODULE]
-    error_log = str(folder.get_log_path(RENDEZVOUS_SERVICE))
+    error_log = str(run_folder.get_log_path(RENDEZVOUS_SERVICE))
     yield ProcessSpec(
-        RENDEZVOUS_SERVICE, [*argv, "rendezvous"], build_coordinator_env(plan, layout), record.cwd, str(folder.events_path), error_log, ""
+        RENDEZVOUS_SERVICE,
+        [*argv, "rendezvous"],
+        build_coordinator_env(plan, layout),
+        record.cwd,
+        str(run_folder.events_path),
+        error_log,
+        "",
     )
     for index, node in enumerate(plan.nodes):
-        log = str(folder.get_log_path(node.name))
+        log = str(run_folder.get_log_path(node.name))
         env = {**_build_resource_env(plan, index), **build_node_env(plan, node, layout)}
         yield ProcessSpec(node.name, [*argv, "node"], env, record.cwd, log, log, content_digest)
 
 
-def _build_resource_env(plan: Plan, index: int) -> dict[str, str]:
-    """Return the environment variables that limit node `index` to its share of this machine's cores, and of its GPUs if there are enough.
+def _build_resource_env(plan: Plan, node_index: int) -> dict[str, str]:
+    """Return the environment variables that limit a node to its share of this machine's cores, and of its GPUs if there are enough.
 
     The cores and GPUs are divided by max_nodes, so that scaling does not change the share of the other nodes.
     """
@@ -260,10 +268,10 @@ def _build_resource_env(plan: Plan, index: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" in os.environ:
         env = {}
     gpus = _list_visible_gpus()
-    if plan.nodes[index].gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(plan.nodes[index].gpus)
+    if plan.nodes[node_index].gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(plan.nodes[node_index].gpus)
     elif len(gpus) >= slots * plan.max_nodes:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slots * index : slots * (index + 1)])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slots * node_index : slots * (node_index + 1)])
     return env
 
 

@@ -107,7 +107,10 @@ class SlurmLauncher:
 
     @translate_os_errors()
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Submit the job. If a job of the run exists and differs, it first saves and exits. Raises SwarmtrainError if that fails."""
+        """Submit the job. If a job of the run exists and differs, its ranks first save a checkpoint and exit.
+
+        Raises SwarmtrainError if that fails.
+        """
         folder = SlurmRunFolder(plan.run)
         with folder.hold_lock(report_progress):
             previous = folder.find_record()
@@ -126,23 +129,23 @@ class SlurmLauncher:
                 raise
 
     def _submit_job(
-        self, folder: SlurmRunFolder, plan: Plan, record: SlurmRunRecord, report_progress: ProgressReporter, *, resumes: bool
+        self, run_folder: SlurmRunFolder, plan: Plan, record: SlurmRunRecord, report_progress: ProgressReporter, *, resumes: bool
     ) -> None:
-        script_path = folder.write_job_files(plan, record, render_sbatch_script(plan, _build_job_layout(folder, record)))
-        if not resumes or any(event.kind == EVENT_OUTCOME for event in file_tail.read_events(folder)):
-            folder.rotate_events()
-        for state_file in folder.path.glob("*.state"):
+        script_path = run_folder.write_job_files(plan, record, render_sbatch_script(plan, _build_job_layout(run_folder, record)))
+        if not resumes or any(event.kind == EVENT_OUTCOME for event in file_tail.read_events(run_folder)):
+            run_folder.rotate_events()
+        for state_file in run_folder.path.glob("*.state"):
             state_file.unlink(missing_ok=True)
         if allocation_id := slurm_cli.find_allocation_id():
-            folder.write_record(replace(record, job=allocation_id, allocation=True))
-            slurm_cli.start_script_in_allocation(script_path, folder.path / "slurm.out")
-            _wait_for_job_step(allocation_id, plan.run, folder)
+            run_folder.write_record(replace(record, job=allocation_id, allocation=True))
+            slurm_cli.start_script_in_allocation(script_path, run_folder.path / "slurm.out")
+            _wait_for_job_step(allocation_id, plan.run, run_folder)
             report_progress(f"started as a step of job {allocation_id}, the current allocation")
         else:
             job_id = slurm_cli.submit_job(script_path)
-            folder.write_record(replace(record, job=job_id))
-            report_progress(f"job {job_id} submitted; Slurm's output is in {folder.path / 'slurm.out'}")
-        folder.remove_job_files(keep=record.files)
+            run_folder.write_record(replace(record, job=job_id))
+            report_progress(f"job {job_id} submitted; Slurm's output is in {run_folder.path / 'slurm.out'}")
+        run_folder.remove_job_files(kept_folder=record.files)
 
     @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
@@ -180,21 +183,23 @@ class SlurmLauncher:
         folder = _open_existing_run_folder(run)
         return self._stream_run_updates(folder)
 
-    def _stream_run_updates(self, folder: SlurmRunFolder) -> Iterator[RunUpdate]:
-        events_tail = file_tail.FileTail(folder.events_path)
-        readers = {name: file_tail.NodeLogTail(name, folder.get_log_path(name), from_end=True) for name in folder.list_process_names()}
+    def _stream_run_updates(self, run_folder: SlurmRunFolder) -> Iterator[RunUpdate]:
+        events_tail = file_tail.FileTail(run_folder.events_path)
+        readers = {
+            name: file_tail.NodeLogTail(name, run_folder.get_log_path(name), from_end=True) for name in run_folder.list_process_names()
+        }
         states: dict[str, TaskState] = {}
         outcome_at, polled_at = None, float("-inf")
         while True:
-            exists, ended = folder.exists, not folder.is_process_alive("")
+            exists, ended = run_folder.exists, not run_folder.is_process_alive("")
             if exists and time.monotonic() > polled_at + _TASK_POLL_SECONDS:
                 polled_at = time.monotonic()
-                for state in self._list_tasks_if_available(folder.run):
+                for state in self._list_tasks_if_available(run_folder.run):
                     if states.get(state.node) != state:
                         states[state.node] = state
                         yield state
-            for name in folder.list_process_names():
-                yield from readers.setdefault(name, file_tail.NodeLogTail(name, folder.get_log_path(name))).read_new_log_lines()
+            for name in run_folder.list_process_names():
+                yield from readers.setdefault(name, file_tail.NodeLogTail(name, run_folder.get_log_path(name))).read_new_log_lines()
             for line in events_tail.read_new_lines():
                 if event := Event.from_line(line):
                     outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)
@@ -202,7 +207,7 @@ class SlurmLauncher:
             if outcome_at is not None and (ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS):
                 return
             if not exists or (ended and outcome_at is None):
-                yield from _read_last_output_lines(folder)
+                yield from _read_last_output_lines(run_folder)
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -227,7 +232,7 @@ class SlurmLauncher:
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Request the ranks to save and exit, and end the job. A deploy submits a new job that resumes the run.
+        """Request that the ranks save a checkpoint and exit, and end the job. A deploy submits a new job that resumes the run.
 
         Raises RunNotFound if the run does not exist.
         """
@@ -246,25 +251,25 @@ class SlurmLauncher:
         report_progress(f"{run} removed; its events and logs are in {folder.path}")
 
 
-def _build_job_layout(folder: SlurmRunFolder, record: SlurmRunRecord) -> JobLayout:
-    return JobLayout(folder.path.absolute(), record.cwd, sys.executable, os.environ.get("PYTHONPATH", ""))
+def _build_job_layout(run_folder: SlurmRunFolder, record: SlurmRunRecord) -> JobLayout:
+    return JobLayout(run_folder.path.absolute(), record.cwd, sys.executable, os.environ.get("PYTHONPATH", ""))
 
 
-def _build_run_record(plan: Plan, folder: SlurmRunFolder, previous: SlurmRunRecord | None) -> SlurmRunRecord:
+def _build_run_record(plan: Plan, run_folder: SlurmRunFolder, previous_record: SlurmRunRecord | None) -> SlurmRunRecord:
     return SlurmRunRecord(
-        files=get_job_files_folder(JobLayout(PurePath(folder.path), "", ""), plan).name,
+        files=get_job_files_folder(JobLayout(PurePath(run_folder.path), "", ""), plan).name,
         code=tuple(item.name for item in plan.cargo.code),
         secrets=tuple(item.name for item in plan.cargo.secrets),
         nodes=len(plan.nodes),
         stop_grace=plan.config.runner.stop_grace,
-        cwd=previous.cwd if previous else str(Path.cwd()),
+        cwd=previous_record.cwd if previous_record else str(Path.cwd()),
     )
 
 
-def _is_job_unchanged(folder: SlurmRunFolder, plan: Plan, previous: SlurmRunRecord) -> bool:
+def _is_job_unchanged(run_folder: SlurmRunFolder, plan: Plan, previous_record: SlurmRunRecord) -> bool:
     """Return whether the run's existing job was submitted with the sbatch script that `plan` renders to."""
-    submitted_script = folder.path / previous.files / SCRIPT_FILE
-    desired_script = render_sbatch_script(plan, _build_job_layout(folder, _build_run_record(plan, folder, previous)))
+    submitted_script = run_folder.path / previous_record.files / SCRIPT_FILE
+    desired_script = render_sbatch_script(plan, _build_job_layout(run_folder, _build_run_record(plan, run_folder, previous_record)))
     return submitted_script.exists() and submitted_script.read_text(encoding="utf-8") == desired_script
 
 
@@ -275,30 +280,33 @@ def _open_existing_run_folder(run: str) -> SlurmRunFolder:
 
 
 def _build_task_state(
-    folder: SlurmRunFolder, record: SlurmRunRecord, name: str, job_state: slurm_cli.JobState, is_active: bool
+    run_folder: SlurmRunFolder, record: SlurmRunRecord, process_name: str, job_state: slurm_cli.JobState, is_active: bool
 ) -> TaskState:
-    node_state = read_node_state(folder.path, name)
+    node_state = read_node_state(run_folder.path, process_name)
     if is_active and not record.allocation and not job_state.is_running:
-        return TaskState(name, "", "pending", f"job {record.job}: {job_state.reason}" if job_state.reason else f"job {record.job}")
+        return TaskState(process_name, "", "pending", f"job {record.job}: {job_state.reason}" if job_state.reason else f"job {record.job}")
     if node_state is None or node_state.attempt.job != record.job:
-        return TaskState(name, "", "starting" if is_active else "shutdown", "" if is_active else job_state.state.lower())
+        return TaskState(process_name, "", "starting" if is_active else "shutdown", "" if is_active else job_state.state.lower())
     if not is_active and node_state.state in ("running", "failed"):
         return TaskState(
-            name, node_state.host, "shutdown", f"job {record.job}: {job_state.state.lower() or 'has ended'}", node_state.exit_code
+            process_name, node_state.host, "shutdown", f"job {record.job}: {job_state.state.lower() or 'has ended'}", node_state.exit_code
         )
     reason = f"exit code {node_state.exit_code}" if node_state.exit_code else ""
-    return TaskState(name, node_state.host, node_state.state, reason, node_state.exit_code)
+    return TaskState(process_name, node_state.host, node_state.state, reason, node_state.exit_code)
 
 
 def _stop_job(record: SlurmRunRecord, run: str) -> None:
-    """Request the ranks to save and exit, and wait until the job (or job step) is gone. Raises StackError if it does not end."""
+    """Request that the ranks save a checkpoint and exit, and wait until the job (or job step) has ended.
+
+    Raises StackError if it does not end.
+    """
     if not record.job:
         return
     if record.allocation:
         for signal, timeout in ((GRACEFUL_EXIT_SIGNAL, record.stop_grace), ("KILL", _CLEANUP_SECONDS)):
             for step in slurm_cli.list_job_steps(record.job, run):
                 slurm_cli.signal_or_cancel_job(step, signal)
-            if slurm_cli.wait_until_job_gone(record.job, timeout, step=run):
+            if slurm_cli.wait_until_job_gone(record.job, timeout, step_name=run):
                 return
     else:
         if slurm_cli.read_job_state(record.job).is_running:
@@ -315,18 +323,18 @@ def _stop_job(record: SlurmRunRecord, run: str) -> None:
     )
 
 
-def _wait_for_job_step(job_id: str, run: str, folder: SlurmRunFolder) -> None:
+def _wait_for_job_step(job_id: str, run: str, run_folder: SlurmRunFolder) -> None:
     deadline = time.monotonic() + _CLEANUP_SECONDS
-    while not slurm_cli.list_job_steps(job_id, run) and not (folder.path / "node0.state").exists():
+    while not slurm_cli.list_job_steps(job_id, run) and not (run_folder.path / "node0.state").exists():
         if time.monotonic() > deadline:
-            raise StackError("srun has not started", place=f"allocation {job_id}", hint=f"cat {folder.path / 'slurm.out'}")
+            raise StackError("srun has not started", place=f"allocation {job_id}", hint=f"cat {run_folder.path / 'slurm.out'}")
         time.sleep(_POLL_SECONDS)
 
 
-def _read_last_output_lines(folder: SlurmRunFolder) -> Iterator[LogLine]:
+def _read_last_output_lines(run_folder: SlurmRunFolder) -> Iterator[LogLine]:
     """Yield the last lines of Slurm's output, which may explain why a job ended without an outcome."""
     try:
-        lines = (folder.path / "slurm.out").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (run_folder.path / "slurm.out").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines[-_FINAL_LINES:]:

@@ -1,4 +1,4 @@
-"""Process keeper of one node of a Slurm job: keeps the node's supervisor running and, on the first node, the coordinator.
+"""Process keeper of one node of a Slurm job: runs and restarts the node's supervisor and, on the first node, the coordinator.
 
 srun starts `python -m swarmtrain.launchers.slurm.node_task FOLDER` as one task per node. The task reads ports and node names, which are
 unknown until the job runs, from Slurm's variables. When a stop is requested (by swarmtrain's SIGURG or Slurm's SIGTERM), it requests the
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.errors import ProcessError
 from swarmtrain.launchers.common.history_store import EVENTS_FILE
@@ -44,7 +44,7 @@ _SCONTROL_TIMEOUT_SECONDS = 5.0
 _IGNORE_SIGTERM_ARGV = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"']
 
 
-def main(folder: Path) -> int:
+def main(run_folder: Path) -> int:
     """Run this node's supervisor (and on the first node the coordinator) until the run is over or a stop is requested.
 
     Return the exit code of the task, as documented in the module's docstring.
@@ -63,18 +63,18 @@ def main(folder: Path) -> int:
         "SWARMTRAIN_COORDINATOR_PORT": str(port + 1),
     }
     host = environ.get("SLURMD_NODENAME", socket.gethostname())
-    node = RestartingProcess(folder, f"node{node_index}", ROLE_NODE, host, attempt)
-    coordinator = RestartingProcess(folder, RENDEZVOUS_SERVICE, ROLE_RENDEZVOUS, host, attempt) if node_index == 0 else None
+    node = RestartingProcess(run_folder, f"node{node_index}", ROLE_NODE, host, attempt)
+    coordinator = RestartingProcess(run_folder, RENDEZVOUS_SERVICE, ROLE_RENDEZVOUS, host, attempt) if node_index == 0 else None
 
     def handle_signal(signal_number: int, frame: FrameType | None) -> None:
         if signal_number == signal.SIGTERM and coordinator is not None:
-            (folder / TERMINATED_FILE).touch()
+            (run_folder / TERMINATED_FILE).touch()
         node.stop()
 
     for signal_number in (signal.SIGURG, signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, handle_signal)
     if coordinator is not None:
-        record_job_id(folder, environ["SWARMTRAIN_FILES"], attempt.job)
+        record_job_id(run_folder, environ["SWARMTRAIN_FILES"], attempt.job)
         coordinator.start()
     node.start()
     if coordinator is None:
@@ -86,16 +86,16 @@ def main(folder: Path) -> int:
         return EXIT_PLANNED if node.exit_code else 0
     node.wait()
     if node.exit_code:
-        _wait_for_other_nodes(folder, len(host_names), attempt)
+        _wait_for_other_nodes(run_folder, len(host_names), attempt)
         coordinator.stop()
     coordinator.wait()
-    return EXIT_PLANNED if node.exit_code else read_outcome_exit_code(folder / EVENTS_FILE, default=0)
+    return EXIT_PLANNED if node.exit_code else read_outcome_exit_code(run_folder / EVENTS_FILE, default=0)
 
 
 def resolve_head_node_address(name: str) -> str:
     """Return the address at which other nodes reach the head node `name`, the first node of the job.
 
-    It is the node's name or, if the name does not resolve or resolves to loopback, the NodeAddr that Slurm reports for the node.
+    The address is the node's name or, if the name does not resolve or resolves to loopback, the NodeAddr that Slurm reports for the node.
     """
     ip = _resolve_ip(name)
     if ip and not ip.startswith("127."):
@@ -109,33 +109,33 @@ def resolve_head_node_address(name: str) -> str:
     return name
 
 
-def _resolve_ip(name: str) -> str:
+def _resolve_ip(host_name: str) -> str:
     try:
-        return socket.gethostbyname(name)
+        return socket.gethostbyname(host_name)
     except OSError:
         return ""
 
 
-def _wait_for_other_nodes(folder: Path, node_count: int, attempt: JobAttempt) -> None:
+def _wait_for_other_nodes(run_folder: Path, node_count: int, attempt: JobAttempt) -> None:
     """Wait for the other nodes to exit, since ranks that save before they exit still need the coordinator.
 
     The wait is limited to the grace period.
     """
     deadline = time.monotonic() + float(os.environ["SWARMTRAIN_STOP_GRACE"])
-    while time.monotonic() < deadline and any(_is_node_running(folder, f"node{index}", attempt) for index in range(node_count)):
+    while time.monotonic() < deadline and any(_is_node_running(run_folder, f"node{index}", attempt) for index in range(node_count)):
         time.sleep(0.1)
 
 
-def _is_node_running(folder: Path, name: str, attempt: JobAttempt) -> bool:
-    state = read_node_state(folder, name)
+def _is_node_running(run_folder: Path, name: str, attempt: JobAttempt) -> bool:
+    state = read_node_state(run_folder, name)
     return state is not None and state.attempt == attempt and state.state in ("running", "failed")
 
 
 class RestartingProcess:
     """A process that is restarted if it fails, as with Swarm's `restart_policy: on-failure`. Exit code 0 is final."""
 
-    def __init__(self, folder: Path, name: str, role: str, host: str, attempt: JobAttempt) -> None:
-        self.folder, self.name, self.role, self.host, self.attempt = folder, name, role, host, attempt
+    def __init__(self, run_folder: Path, name: str, role: str, host: str, attempt: JobAttempt) -> None:
+        self.folder, self.name, self.role, self.host, self.attempt = run_folder, name, role, host, attempt
         self.stopping = False
         self.exit_code = 0
         self.restarts = 0
@@ -188,7 +188,7 @@ class RestartingProcess:
     def _write_node_state(self, state: str, exit_code: int | None = None) -> None:
         node_state = NodeState(self.host, state, self.attempt, exit_code, self.restarts)
         with contextlib.suppress(OSError):
-            write_atomically(self.folder / f"{self.name}.state", json.dumps(asdict(node_state)))
+            write_text_atomically(self.folder / f"{self.name}.state", json.dumps(asdict(node_state)))
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def run_slurm_command(*argv: str, stdin: str | None = None) -> str:
         raise EngineError(reason, place="Slurm", hint=hint) from None
 
 
-def submit_job(script: Path) -> str:
+def submit_job(script_path: Path) -> str:
     """Submit the sbatch script and return the job id. Raises EngineError with Slurm's reason if the script is refused."""
-    return run_slurm_command("sbatch", "--parsable", str(script)).strip().partition(";")[0]
+    return run_slurm_command("sbatch", "--parsable", str(script_path)).strip().partition(";")[0]
 
 
 def check_sbatch_script(script: str) -> None:
@@ -67,17 +67,17 @@ def find_allocation_id() -> str:
     return os.environ.get("SLURM_JOB_ID", "") if step == _INTERACTIVE_STEP_ID else ""
 
 
-def start_script_in_allocation(script: Path, output: Path) -> None:
-    """Start the sbatch script in the background inside an allocation: its srun uses the allocation's nodes."""
-    with output.open("ab") as log_file:
-        process = start_process(["bash", str(script)], stdout=log_file, stderr=log_file, new_session=True)
+def start_script_in_allocation(script_path: Path, output_path: Path) -> None:
+    """Start the sbatch script in the background inside an allocation, whose nodes its srun uses. Append its output to `output_path`."""
+    with output_path.open("ab") as log_file:
+        process = start_process(["bash", str(script_path)], stdout=log_file, stderr=log_file, new_session=True)
     process.returncode = 0  # the script must outlive this process
 
 
-def read_job_state(job: str) -> JobState:
-    """Return the state of the job `job`. Raises EngineError if Slurm does not answer."""
+def read_job_state(job_id: str) -> JobState:
+    """Return the state of the job `job_id`. Raises EngineError if Slurm does not answer."""
     try:
-        line = run_slurm_command("squeue", "--noheader", "--states=all", "--format=%T|%r", f"--jobs={job}").strip()
+        line = run_slurm_command("squeue", "--noheader", "--states=all", "--format=%T|%r", f"--jobs={job_id}").strip()
     except EngineError as error:
         if _NO_SUCH_JOB_MESSAGE in error.message:
             return JobState()
@@ -86,10 +86,10 @@ def read_job_state(job: str) -> JobState:
     return JobState(state_name, "" if reason in ("None", "") else reason)
 
 
-def list_job_steps(job: str, name: str) -> list[str]:
-    """Return the ids (such as 12.0) of the running steps of job `job` named `name`."""
+def list_job_steps(job_id: str, name: str) -> list[str]:
+    """Return the ids (such as 12.0) of the running steps of job `job_id` named `name`."""
     try:
-        lines = run_slurm_command("squeue", "--noheader", "--steps", "--format=%i|%j", f"--jobs={job}").split()
+        lines = run_slurm_command("squeue", "--noheader", "--steps", "--format=%i|%j", f"--jobs={job_id}").split()
     except EngineError as error:
         if _NO_SUCH_JOB_MESSAGE in error.message:
             return []
@@ -97,19 +97,19 @@ def list_job_steps(job: str, name: str) -> list[str]:
     return [step_id for step_id, _, step_name in (line.partition("|") for line in lines) if step_name == name]
 
 
-def signal_or_cancel_job(target: str, signal: str | None = None) -> None:
+def signal_or_cancel_job(job_or_step_id: str, signal: str | None = None) -> None:
     """Send a signal to all tasks of a job or job step, or cancel it. A target that has already ended is not an error."""
     try:
-        run_slurm_command("scancel", *([f"--signal={signal}"] if signal else []), target)
+        run_slurm_command("scancel", *([f"--signal={signal}"] if signal else []), job_or_step_id)
     except EngineError as error:
         if _NO_SUCH_JOB_MESSAGE not in error.message and "already completing" not in error.message:
             raise
 
 
-def wait_until_job_gone(job: str, timeout: float, *, step: str = "") -> bool:
-    """Wait until the job has left the queue, or has no step named `step`. Return False if that takes more than `timeout` seconds."""
+def wait_until_job_gone(job_id: str, timeout: float, *, step_name: str = "") -> bool:
+    """Wait until the job has left the queue, or has no step named `step_name`. Return False if that takes more than `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while list_job_steps(job, step) if step else read_job_state(job).is_active:
+    while list_job_steps(job_id, step_name) if step_name else read_job_state(job_id).is_active:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

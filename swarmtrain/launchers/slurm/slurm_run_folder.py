@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from dataclasses import replace as changed
 from pathlib import Path
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.config import Config
-from swarmtrain.config.files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
+from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, select_dataclass_fields
@@ -55,7 +55,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class SlurmRunRecord:
-    """Record of a run under Slurm: the data that a later process needs."""
+    """Record of a Slurm run: the data that a later process needs."""
 
     files: str
     """Name of the folder with the job's files."""
@@ -90,7 +90,7 @@ def is_job_active(record: SlurmRunRecord, run: str) -> bool:
 
 
 class SlurmRunFolder(LocalRunFolder):
-    """Folder of one run under Slurm."""
+    """Read and write the files in the folder of one Slurm run."""
 
     def __init__(self, run: str, path: Path | None = None) -> None:
         super().__init__(run)
@@ -109,7 +109,7 @@ class SlurmRunFolder(LocalRunFolder):
         return [*(f"node{index}" for index in range(record.nodes)), RENDEZVOUS_SERVICE] if record else []
 
     def is_process_alive(self, name: str) -> bool:
-        """Return whether the run's job is pending or running, for any process `name`. Slurm is queried at most every two seconds."""
+        """Return whether the run's job is pending or running, for any process `name`. Slurm is queried at most every 2 s."""
         if time.monotonic() > self._polled_at + _POLL_SECONDS:
             record, self._polled_at = self.find_record(), time.monotonic()
             with contextlib.suppress(EngineError):  # Slurm may answer at the next query
@@ -143,7 +143,7 @@ class SlurmRunFolder(LocalRunFolder):
 
     def write_record(self, record: SlurmRunRecord) -> None:
         """Write the record, by which later processes find the run. Raises OSError if it cannot be written."""
-        write_atomically(self.path / _RECORD_FILE, record.to_json())
+        write_text_atomically(self.path / _RECORD_FILE, record.to_json())
 
     def load_deployment(self) -> tuple[Config, Cargo]:
         record = self.read_job_record()
@@ -152,10 +152,10 @@ class SlurmRunFolder(LocalRunFolder):
         secrets = tuple(RunFile.from_content(name, (files / "secrets" / name).read_bytes()) for name in record.secrets)
         return Config.from_json((files / "deployed.json").read_text(encoding="utf-8")), Cargo(code, secrets)
 
-    def remove_job_files(self, *, keep: str = "") -> None:
-        """Remove the files that jobs were submitted with, including secrets, except the folder `keep`."""
+    def remove_job_files(self, *, kept_folder: str = "") -> None:
+        """Remove the files that jobs were submitted with, including secrets, except the folder `kept_folder`."""
         for files in self.path.glob("files-*"):
-            if files.name != keep:
+            if files.name != kept_folder:
                 shutil.rmtree(files, ignore_errors=True)
 
     def remove_run(self) -> None:
@@ -177,20 +177,23 @@ def list_slurm_runs() -> list[str]:
         return []
 
 
-def record_job_id(folder: Path, files: str, job_id: str) -> None:
-    """Record `job_id` as the run's job. Needed if the user called sbatch: the record then lacks the job id."""
-    job_folder = SlurmRunFolder(folder.name, folder)
+def record_job_id(run_folder: Path, files_folder: str, job_id: str) -> None:
+    """Record `job_id` as the run's job, with the other fields of the record in `files_folder`.
+
+    Needed if the user called sbatch: the run's record then lacks the job id.
+    """
+    job_folder = SlurmRunFolder(run_folder.name, run_folder)
     record = job_folder.find_record()
     if (record is None or record.job != job_id) and (
-        submitted_record := SlurmRunRecord.load(folder / files / _SUBMITTED_RECORD_FILE)
+        submitted_record := SlurmRunRecord.load(run_folder / files_folder / _SUBMITTED_RECORD_FILE)
     ) is not None:
         job_folder.write_record(changed(submitted_record, job=job_id))
 
 
-def read_node_state(folder: Path, name: str) -> NodeState | None:
+def read_node_state(run_folder: Path, name: str) -> NodeState | None:
     """Return the state that the process `name` last reported; None before its first report."""
     try:
-        data = json.loads((folder / f"{name}.state").read_text(encoding="utf-8"))
+        data = json.loads((run_folder / f"{name}.state").read_text(encoding="utf-8"))
         return NodeState(**{**data, "attempt": JobAttempt(**data["attempt"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -73,7 +73,7 @@ class DesiredState:
         return {host: names for host, names in stale.items() if names}
 
     def is_process_planned(self, host: str, name: str) -> bool:
-        """Return whether the plan has the process `name` on `host`."""
+        """Return whether the plan contains the process `name` on `host`."""
         return any(spec.name == name for spec in self.specs.get(host, []))
 
     def _needs_start(self, host: str, name: str) -> bool:
@@ -112,7 +112,7 @@ class SshLauncher:
     def plan_changes(self, plan: Plan) -> list[Action]:
         """Return the changes that `deploy_run` would make to the processes on the hosts."""
         with self._connect_all_hosts(plan) as host_group:
-            desired = _compare_with_plan(plan, host_group, self._find_run_record(plan.run))
+            desired = _compute_desired_state(plan, host_group, self._find_run_record(plan.run))
         removals = [
             Action("end", f"{name} on {host}", "is not in the plan")
             for host, names in desired.processes_to_stop.items()
@@ -122,7 +122,7 @@ class SshLauncher:
         starts = []
         for host, spec in desired.processes_to_start:
             exists = spec.name in desired.host_states[host]["specs"]
-            cause = "has changed, or has ended" if exists else "does not exist"
+            cause = "has changed, or has exited" if exists else "does not exist"
             starts.append(Action("start", f"{spec.name} on {host}", cause, spec.name in desired.host_states[host]["alive"]))
         return [*removals, *starts]
 
@@ -130,7 +130,7 @@ class SshLauncher:
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         with self._connect_all_hosts(plan) as host_group, _hold_run_lock(host_group, plan.run, report_progress):
-            desired = _compare_with_plan(plan, host_group, self._find_run_record(plan.run))
+            desired = _compute_desired_state(plan, host_group, self._find_run_record(plan.run))
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
             try:
                 if self.capabilities.runs_in_containers:
@@ -144,8 +144,8 @@ class SshLauncher:
     def _reconcile_processes(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
         run, record = plan.run, desired.record
         removed_hosts = [host for host, host_state in desired.host_states.items() if host_state["marker"] and host not in desired.specs]
-        # Until the deploy is complete, the index also lists the hosts that leave the run: if the deploy is interrupted, a later command
-        # finds all processes.
+        # Until the deploy is complete, the index also lists the hosts that the plan removes from the run: if the deploy is interrupted,
+        # a later command finds all processes.
         for host in record.interpreters.keys() - desired.host_states.keys():
             report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
@@ -187,7 +187,7 @@ class SshLauncher:
 
     def _roll_back_first_deploy(self, host_group: HostGroup, run: str) -> None:
         """Remove everything that a first deploy has created. A host that cannot be reached is kept in the index."""
-        _, failed = host_group.try_on_all_hosts(lambda host: _remove_run_from_host(host, run))
+        _, failed = host_group.collect_results_and_errors(lambda host: _remove_run_from_host(host, run))
         if failed:
             with contextlib.suppress(RunNotFound):
                 self._index.write_record(run, self._index.read_record(run).restrict_to_hosts(list(failed)))
@@ -226,7 +226,7 @@ class SshLauncher:
         """Return the state of each process, nodes first, including those on unreachable hosts. Raises RunNotFound."""
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
-            host_states, failed = host_group.try_on_all_hosts(lambda host: host.call_agent("inspect_run", run=run))
+            host_states, failed = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
         states = []
         for name, host in {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}.items():
             if host in failed:
@@ -273,7 +273,7 @@ class SshLauncher:
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group, _hold_run_lock(host_group, run, report_progress):
             if failed := _stop_nodes(host_group, run, record):
-                raise _build_unreachable_error(failed, run, "stop")
+                raise _build_unreachable_hosts_error(failed, run, "stop")
         report_progress(f"{run} stopped")
 
     @translate_os_errors()
@@ -297,9 +297,9 @@ class SshLauncher:
             host_group.run_on_all_hosts(lambda host: host.call_agent("remove_run", run=run), reached)
             if failed:
                 self._index.write_record(run, record.restrict_to_hosts(list(failed)))
-                raise _build_unreachable_error(failed, run, "down")
+                raise _build_unreachable_hosts_error(failed, run, "down")
             self._index.remove_record(run)
-        report_progress(f"{run} removed; its events and logs are in {history_store.resolve_run_directory(run)}")
+        report_progress(f"{run} removed; its events and logs are in {history_store.resolve_run_folder(run)}")
 
     def _find_run_record(self, run: str) -> SshRunRecord | None:
         with contextlib.suppress(RunNotFound):
@@ -311,8 +311,8 @@ class SshLauncher:
         previous = self._find_run_record(plan.run)
         return self._connect_planned_hosts(plan, previous.interpreters if previous else {})
 
-    def _connect_planned_hosts(self, plan: Plan, previous_pythons: dict[str, str] | None = None) -> HostGroup:
-        pythons = {**(previous_pythons or {}), **{node.host: _resolve_interpreter(plan.config.runner) for node in plan.nodes}}
+    def _connect_planned_hosts(self, plan: Plan, previous_interpreters: dict[str, str] | None = None) -> HostGroup:
+        pythons = {**(previous_interpreters or {}), **{node.host: _resolve_interpreter(plan.config.runner) for node in plan.nodes}}
         return self._connections.build_host_group([*dict.fromkeys([*(node.host for node in plan.nodes), *pythons])], pythons)
 
 
@@ -371,12 +371,12 @@ def _lock_first_reachable_host(host_group: HostGroup, run: str, owner: str) -> t
     raise first_error or RunNotFound("has no hosts", place=f"run {run}")
 
 
-def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord | None) -> DesiredState:
+def _compute_desired_state(plan: Plan, host_group: HostGroup, previous_record: SshRunRecord | None) -> DesiredState:
     """Return the processes that the plan requires, and the existing ones on its hosts and on hosts that the plan no longer uses."""
     run, runner = plan.run, plan.config.runner
-    cwd = previous.cwd if previous else str(Path.cwd())
+    cwd = previous_record.cwd if previous_record else str(Path.cwd())
     planned = list(dict.fromkeys(node.host for node in plan.nodes))
-    host_states, unreachable = host_group.try_on_all_hosts(lambda host: host.call_agent("inspect_run", run=run))
+    host_states, unreachable = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
     for host in unreachable.keys() & planned:
         raise unreachable[host]
     host_info = host_group.run_on_all_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
@@ -391,7 +391,7 @@ def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord
     coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
     address = deployed.address if deployed is not None and coordinator_stays else resolve_host_address(runner, planned[0], host_info)
     record = SshRunRecord(
-        # If a host that leaves the run cannot be reached, the next command that changes the run retries.
+        # If a host that the plan removes from the run cannot be reached, the next command that changes the run retries.
         interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable)},
         nodes={node.name: node.host for node in plan.nodes},
         address=address,
@@ -421,17 +421,17 @@ def _compare_with_plan(plan: Plan, host_group: HostGroup, previous: SshRunRecord
     return DesiredState(record, desired_specs, host_states, unchanged)
 
 
-def resolve_host_address(runner: RunnerConfig, target: str, host_info: dict[str, dict[str, Any]]) -> str:
-    """Return the address at which the other hosts reach the host `target`: the configured one, else the one to which SSH connected."""
+def resolve_host_address(runner: RunnerConfig, host_name: str, host_info: dict[str, dict[str, Any]]) -> str:
+    """Return the address at which the other hosts reach the host `host_name`: the configured one, else the one to which SSH connected."""
     addresses = {host.name: host.address for host in runner.host_entries}
-    if configured := runner.master_addr or addresses.get(target):
+    if configured := runner.master_addr or addresses.get(host_name):
         return configured
-    other_addresses = [info["address"] for name, info in host_info.items() if name != target and info["address"]]
-    if target == LOCALHOST and other_addresses:
+    other_addresses = [info["address"] for name, info in host_info.items() if name != host_name and info["address"]]
+    if host_name == LOCALHOST and other_addresses:
         with socket.socket(socket.AF_INET6 if ":" in other_addresses[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((other_addresses[0], 1))
             return str(probe.getsockname()[0])
-    return "127.0.0.1" if target == LOCALHOST else host_info[target]["address"] or target
+    return "127.0.0.1" if host_name == LOCALHOST else host_info[host_name]["address"] or host_name
 
 
 def _build_run_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, int]]:
@@ -459,7 +459,7 @@ def _stop_nodes(host_group: HostGroup, run: str, record: SshRunRecord) -> dict[s
         names = [name for name in host_state["specs"] if name != RENDEZVOUS_SERVICE]
         host.call_agent("stop_processes", timeout=_compute_stop_timeout(record), run=run, names=names, grace=record.stop_grace)
 
-    return host_group.try_on_all_hosts(stop_host_nodes)[1]
+    return host_group.collect_results_and_errors(stop_host_nodes)[1]
 
 
 def _remove_run_from_host(host: Host, run: str) -> None:
@@ -467,17 +467,17 @@ def _remove_run_from_host(host: Host, run: str) -> None:
     host.call_agent("remove_run", run=run)
 
 
-def _build_unreachable_error(errors_by_host: dict[str, HostError], run: str, verb: str) -> StackError:
+def _build_unreachable_hosts_error(errors_by_host: dict[str, HostError], run: str, command_name: str) -> StackError:
     reasons = "; ".join(f"{name}: {error.message}" for name, error in errors_by_host.items())
     return StackError(
         f"processes on unreachable hosts keep running: {reasons}",
         place=f"run {run}",
-        hint=f"swarmtrain {verb} {run} again when the hosts are reachable",
+        hint=f"swarmtrain {command_name} {run} again when the hosts are reachable",
     )
 
 
 def _wait_for_coordinator(host: Host, run: str) -> None:
-    """Wait until the run's coordinator has published an event, for at most a minute.
+    """Wait until the run's coordinator has published an event, for at most 1 min.
 
     Raises StackError if the coordinator keeps failing: without a coordinator, no restart budget ends the run.
     """
@@ -500,15 +500,15 @@ def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> 
     histories = host_group.run_on_all_hosts(
         lambda host: (run_stream.read_log_lines(host, run), run_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
     )
-    history_store.resolve_run_directory(run).mkdir(parents=True, exist_ok=True)
+    history_store.resolve_run_folder(run).mkdir(parents=True, exist_ok=True)
     for lines, events in histories.values():
         for node in {line.node for line in lines}:
-            with (history_store.resolve_run_directory(run) / f"{node}.log").open("a", encoding="utf-8") as file:
+            with (history_store.resolve_run_folder(run) / f"{node}.log").open("a", encoding="utf-8") as file:
                 file.writelines(
                     f"{format_timestamp_prefix(line.time)}{f'[rank {line.rank}] ' if line.rank is not None else ''}{line.text}\n"
                     for line in lines
                     if line.node == node
                 )
         if events:
-            with (history_store.resolve_run_directory(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
+            with (history_store.resolve_run_folder(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in events)

@@ -58,7 +58,7 @@ remote_agent.serve_requests(remote_agent.get_runs_folder(header["host"]))
 
 
 def list_hosts(runner: RunnerConfig) -> tuple[HostEntry, ...]:
-    """Return the hosts in the config; if it has none, this machine."""
+    """Return the hosts in the config; this machine if the config lists none."""
     return runner.host_entries or (HostEntry.parse(LOCALHOST),)
 
 
@@ -103,8 +103,8 @@ class LocalHost:
 class RemoteHost:
     """Host reached by `ssh NAME`, with the settings that the user's ~/.ssh/config has for this name."""
 
-    def __init__(self, name: str, python: str) -> None:
-        self.name, self.python = name, python
+    def __init__(self, name: str, interpreter: str) -> None:
+        self.name, self.python = name, interpreter
         self._connection: _SshConnection | None = None
         self._call_lock = threading.Lock()
 
@@ -152,9 +152,9 @@ class RemoteHost:
 class _SshConnection:
     """One `ssh` process and its pipes."""
 
-    def __init__(self, name: str, python: str) -> None:
-        self.name, self.python = name, python
-        argv = [*_SSH_ARGV, name, shlex.join([python, "-c", f"exec({_AGENT_BOOTSTRAP!r})"])]
+    def __init__(self, host_name: str, interpreter: str) -> None:
+        self.name, self.python = host_name, interpreter
+        argv = [*_SSH_ARGV, host_name, shlex.join([interpreter, "-c", f"exec({_AGENT_BOOTSTRAP!r})"])]
         # Start ssh in its own session: otherwise Ctrl-C would end it before the interrupted command is rolled back.
         pipe = subprocess.PIPE
         self.ssh = process.start_process(argv, stdin=pipe, stdout=pipe, stderr=pipe, new_session=True)
@@ -235,15 +235,15 @@ class ConnectionPool:
     def __init__(self) -> None:
         self._idle: dict[tuple[str, str], RemoteHost] = {}
 
-    def build_host_group(self, names: Sequence[str], pythons: Mapping[str, str]) -> HostGroup:
+    def build_host_group(self, names: Sequence[str], interpreters: Mapping[str, str]) -> HostGroup:
         """Return the group of the hosts `names`, each with its Python interpreter. Connections are opened on the first request."""
-        return HostGroup([self._take_host(name, pythons) for name in names], pythons, self._return_host)
+        return HostGroup([self._take_host(name, interpreters) for name in names], interpreters, self._return_host)
 
-    def _take_host(self, name: str, pythons: Mapping[str, str]) -> Host:
+    def _take_host(self, name: str, interpreters: Mapping[str, str]) -> Host:
         if name == LOCALHOST:
             return LocalHost()
-        host = self._idle.pop((name, pythons[name]), None)
-        return host if host and host.is_idle else RemoteHost(name, pythons[name])
+        host = self._idle.pop((name, interpreters[name]), None)
+        return host if host and host.is_idle else RemoteHost(name, interpreters[name])
 
     def _return_host(self, host: Host) -> None:
         if isinstance(host, RemoteHost) and host.is_idle and (host.name, host.python) not in self._idle:
@@ -256,10 +256,10 @@ class HostGroup:
     """Group of hosts that are called in parallel."""
 
     def __init__(
-        self, hosts: Sequence[Host], pythons: Mapping[str, str], release: Callable[[Host], None] = lambda host: host.close()
+        self, hosts: Sequence[Host], interpreters: Mapping[str, str], release: Callable[[Host], None] = lambda host: host.close()
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
-        self._pythons, self._release = pythons, release
+        self._pythons, self._release = interpreters, release
 
     def __enter__(self) -> HostGroup:
         return self
@@ -267,25 +267,25 @@ class HostGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def get_interpreter(self, name: str) -> str:
-        """Return the path of the Python interpreter used on the host `name`."""
-        return self._pythons[name]
+    def get_interpreter(self, host_name: str) -> str:
+        """Return the path of the Python interpreter used on the host `host_name`."""
+        return self._pythons[host_name]
 
-    def run_on_all_hosts(self, work: Callable[[Host], T], subset: Collection[str] | None = None) -> dict[str, T]:
-        """Call `work` for each host, or each in `subset`, in parallel, and return the results by host.
+    def run_on_all_hosts(self, work: Callable[[Host], T], host_names: Collection[str] | None = None) -> dict[str, T]:
+        """Call `work` for each host, or each in `host_names`, in parallel, and return the results by host.
 
         Raises the first HostError, after all calls have ended.
         """
-        results, failed = self.try_on_all_hosts(work, subset)
+        results, failed = self.collect_results_and_errors(work, host_names)
         for error in failed.values():
             raise error
         return results
 
-    def try_on_all_hosts(
-        self, work: Callable[[Host], T], subset: Collection[str] | None = None
+    def collect_results_and_errors(
+        self, work: Callable[[Host], T], host_names: Collection[str] | None = None
     ) -> tuple[dict[str, T], dict[str, HostError]]:
-        """Call `work` for each host, or each in `subset`, in parallel. Return the results by host, and the HostErrors by host."""
-        names = [name for name in self.hosts if subset is None or name in subset]
+        """Call `work` for each host, or each in `host_names`, in parallel. Return the results by host, and the HostErrors by host."""
+        names = [name for name in self.hosts if host_names is None or name in host_names]
         results: dict[str, T] = {}
         failed: dict[str, HostError] = {}
         if not names:
@@ -305,9 +305,9 @@ class HostGroup:
             self.run_on_all_hosts(self._release)
 
 
-def connect_hosts(names: Sequence[str], pythons: Mapping[str, str]) -> HostGroup:
+def connect_hosts(names: Sequence[str], interpreters: Mapping[str, str]) -> HostGroup:
     """Return the group of the hosts `names`, each with its Python interpreter. Connections are opened on the first request."""
-    return HostGroup([LocalHost() if name == LOCALHOST else RemoteHost(name, pythons[name]) for name in names], pythons)
+    return HostGroup([LocalHost() if name == LOCALHOST else RemoteHost(name, interpreters[name]) for name in names], interpreters)
 
 
 def _build_agent_archive() -> bytes:
@@ -328,11 +328,11 @@ def _collect_stderr_lines(stream: IO[bytes], lines: deque[str]) -> None:
         lines.extend(line.decode(errors="replace").rstrip() for line in stream if line.strip())
 
 
-def _suggest_connection_fix(name: str, text: str, python: str, exit_code: int | None) -> str:
-    if "Permission denied" in text:
-        return f"ssh-copy-id {name} enables login without a password; test it with: ssh {name} true"
-    if "Host key verification failed" in text:
-        return f"run ssh {name} once, and accept its host key"
+def _suggest_connection_fix(host_name: str, error_message: str, interpreter: str, exit_code: int | None) -> str:
+    if "Permission denied" in error_message:
+        return f"ssh-copy-id {host_name} enables login without a password; test it with: ssh {host_name} true"
+    if "Host key verification failed" in error_message:
+        return f"run ssh {host_name} once, and accept its host key"
     if exit_code in (126, 127):
-        return f"set runner.python to an interpreter that exists on the hosts; {python} is not on {name}"
-    return f"to see the complete error, run: ssh {name} true"
+        return f"set runner.python to an interpreter that exists on the hosts; {interpreter} is not on {host_name}"
+    return f"to see the complete error, run: ssh {host_name} true"

@@ -1,4 +1,4 @@
-"""Pulls the image on the hosts of a run before any container starts, with the registry login of the user who deploys."""
+"""Pull the image on the hosts of a run before any container starts, with the registry login of the user who deploys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DOCKER_HUB_REGISTRY = "https://index.docker.io/v1/"
 
 
 def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progress: ProgressReporter) -> None:
-    """Pull the image on all `hosts` in parallel. If its pull fails, a host uses its local copy of the image.
+    """Pull the image on all `hosts` in parallel. A host on which the pull fails uses its local copy of the image.
 
     Raises ImageError if the pull fails on a host without a local copy.
     """
@@ -47,7 +47,7 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
             raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)
 
 
-def _pull_image_with_login(host: Host, run: str, docker: list[str], image: str, login: str) -> dict[str, object]:
+def _pull_image_with_login(host: Host, run: str, docker_argv: list[str], image: str, login: str) -> dict[str, object]:
     """Pull the image on `host`, and return the exit code and output of the pull.
 
     The registry login is `login`, which is stored on the host only during the pull; if `login` is empty, the host's own login is used.
@@ -55,20 +55,20 @@ def _pull_image_with_login(host: Host, run: str, docker: list[str], image: str, 
     if not login:
         return dict(
             host.call_agent(
-                "run_command", argv=[*docker, "pull", "--quiet", image], seconds=_PULL_TIMEOUT_SECONDS, timeout=_PULL_TIMEOUT_SECONDS
+                "run_command", argv=[*docker_argv, "pull", "--quiet", image], seconds=_PULL_TIMEOUT_SECONDS, timeout=_PULL_TIMEOUT_SECONDS
             )
         )
     host.call_agent("write_files", run=run, files={_LOGIN_FILE: (login, SECRET_FILE_MODE)})
     try:
         folder = str(Path(host.call_agent("inspect_run", run=run)["path"]) / _LOGIN_FILE).removesuffix("/config.json")
-        argv = [*docker, "--config", folder, "pull", "--quiet", image]
+        argv = [*docker_argv, "--config", folder, "pull", "--quiet", image]
         return dict(host.call_agent("run_command", argv=argv, seconds=_PULL_TIMEOUT_SECONDS, timeout=_PULL_TIMEOUT_SECONDS))
     finally:
         host.call_agent("delete_files", run=run, names=[_LOGIN_FILE])
 
 
 def _build_registry_login(image: str) -> str:
-    """Return a docker config in base64 with only this machine's login for the image's registry; empty if there is no such login.
+    """Return a base64-encoded Docker config.json with only this machine's login for the image's registry; empty if there is none.
 
     Logins that a credential helper stores are not used.
     """

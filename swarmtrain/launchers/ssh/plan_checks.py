@@ -1,4 +1,4 @@
-"""Checks of the hosts of a run over SSH, before the run starts."""
+"""Check the hosts of a run over SSH before the run starts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def collect_findings(plan: Plan, host_group: HostGroup, *, ports: tuple[int, ...
         host_info = host.call_agent("describe_host", cwd=str(Path.cwd()), ports=ports if host.name == coordinator_host else ())
         findings = _check_machine(host.name, host_info, (started_at + time.time()) / 2)
         return findings + (
-            _check_docker(host, plan) if uses_docker else _check_python(host, host_group.get_interpreter(host.name), plan.config.runner.env)
+            _check_docker(host, plan)
+            if uses_docker
+            else _check_interpreter(host, host_group.get_interpreter(host.name), plan.config.runner.env)
         )
 
-    results, failed = host_group.try_on_all_hosts(check_host)
+    results, failed = host_group.collect_results_and_errors(check_host)
     findings = [Finding(str(error.place), error.message, error.hint) for error in failed.values()]
     findings += [finding for host_findings in results.values() for finding in host_findings]
     return [*findings, *([] if failed or uses_docker else _check_shared_save_dir(plan, host_group))]
@@ -53,33 +55,39 @@ def _check_machine(name: str, host_info: dict[str, Any], expected_time: float) -
         findings.append(
             Finding(
                 place,
-                f"its clock is {host_info['time'] - expected_time:+.0f} s off this machine's clock: logs will be out of order",
+                f"its clock differs from this machine's clock by {host_info['time'] - expected_time:+.0f} s: logs will be out of order",
                 hint,
                 fatal=False,
             )
         )
     if not host_info["cwd"]:
-        message = f"has no folder {Path.cwd()}: relative paths there start at the user's home folder"
-        findings.append(Finding(place, message, "use absolute paths, which mean the same on every host", fatal=False))
+        message = f"the folder {Path.cwd()} does not exist: relative paths are resolved against the user's home folder"
+        findings.append(Finding(place, message, "use absolute paths, which refer to the same folder on every host", fatal=False))
     return findings
 
 
-def _check_python(host: Host, python: str, env: dict[str, str]) -> list[Finding]:
+def _check_interpreter(host: Host, interpreter: str, env: dict[str, str]) -> list[Finding]:
     place = f"host {host.name}"
-    result = host.call_agent("check_interpreter", argv=[python], env=env)
+    result = host.call_agent("check_interpreter", argv=[interpreter], env=env)
     if "error" in result:
         return [
             Finding(
-                place, f"{python} cannot import swarmtrain: {result['error']}", f"{python} -m pip install 'swarmtrain[train]' on that host"
+                place,
+                f"{interpreter} cannot import swarmtrain: {result['error']}",
+                f"{interpreter} -m pip install 'swarmtrain[train]' on that host",
             )
         ]
     findings = []
     if result["swarmtrain"] != __version__:
         message = f"has swarmtrain {result['swarmtrain']}, but this machine has {__version__}"
-        findings.append(Finding(place, message, "install the same version everywhere, or select another interpreter with runner.python"))
+        findings.append(Finding(place, message, "install the same version on all hosts, or select another interpreter with runner.python"))
     if not result["torch"]:
         findings.append(
-            Finding(place, f"{python} cannot find torch, which the ranks need", f"{python} -m pip install 'swarmtrain[train]' on that host")
+            Finding(
+                place,
+                f"{interpreter} cannot find torch, which the ranks need",
+                f"{interpreter} -m pip install 'swarmtrain[train]' on that host",
+            )
         )
     return findings
 
@@ -94,11 +102,11 @@ def _check_docker(host: Host, plan: Plan) -> list[Finding]:
         f"add the SSH user to the group docker, or allow passwordless sudo and set runner.docker_config.docker_sudo; to see the error, run "
         f"{' '.join(argv)}"
     )
-    return [Finding(f"host {host.name}", output_lines[-1] if output_lines else "docker does not answer", hint)]
+    return [Finding(f"host {host.name}", output_lines[-1] if output_lines else "cannot connect to the Docker daemon", hint)]
 
 
 def _check_shared_save_dir(plan: Plan, host_group: HostGroup) -> list[Finding]:
-    """Return a finding if save_dir is not shared: each host then has only a part of the checkpoints."""
+    """Return a finding if save_dir is not shared: each host would then store only the checkpoint files of its own ranks."""
     folder = plan.config.trainer.save_dir
     hosts = list(host_group.hosts)
     if folder is None or len(hosts) == 1:

@@ -45,14 +45,14 @@ class ProcessCommands:
     cleanup_command: list[str] = field(default_factory=list)
 
 
-def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
+def build_process_specs(plan: Plan, record: SshRunRecord, host_contexts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
     """Return the specs of the processes of each host, by host, the coordinator first."""
     uses_docker = plan.config.runner.capabilities.runs_in_containers
     content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
     specs_by_host: dict[str, list[ProcessSpec]] = {node.host: [] for node in plan.nodes}
     for name, node in [(RENDEZVOUS_SERVICE, None), *((node.name, node) for node in plan.nodes)]:
         host = node.host if node else record.coordinator_host
-        host_context = hosts[host]
+        host_context = host_contexts[host]
         layout = _build_node_layout(plan, record, host_context, uses_docker=uses_docker)
         env = (
             build_node_env(plan, node, layout) | _build_gpu_env(node, uses_docker=uses_docker)
@@ -78,7 +78,7 @@ def build_process_specs(plan: Plan, record: SshRunRecord, hosts: Mapping[str, Ho
 
 
 def _build_gpu_env(node: PlannedNode, *, uses_docker: bool) -> dict[str, str]:
-    """Return the environment variables that restrict a node to the GPUs named in `hosts`.
+    """Return the environment variables that restrict a node to its GPUs in the config's `hosts`: CUDA_VISIBLE_DEVICES.
 
     Empty for a container, which is restricted by docker's option --gpus instead.
     """
@@ -100,17 +100,17 @@ def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostConte
     )
 
 
-def _build_container_env(docker: DockerConfig) -> dict[str, str]:
-    """Return the environment variables of the container, including HOME, which would be / for a user that the image does not know."""
-    return {**docker.cache_variables, "HOME": docker.cache_dir or "/tmp"}  # noqa: S108  # in the container
+def _build_container_env(docker_config: DockerConfig) -> dict[str, str]:
+    """Return the container's environment variables, including HOME, which would be / for a user that the image's /etc/passwd lacks."""
+    return {**docker_config.cache_variables, "HOME": docker_config.cache_dir or "/tmp"}  # noqa: S108  # in the container
 
 
-def _format_mount_option(docker: DockerConfig, source: str, target: str) -> list[str]:
+def _format_mount_option(docker_config: DockerConfig, source: str, target: str) -> list[str]:
     """Return the docker option that mounts `source`, a path or a volume, at `target`. Docker creates a missing volume with its options."""
-    if source not in docker.volumes:
+    if source not in docker_config.volumes:
         return ["--volume", f"{source}:{target}"]
     line = io.StringIO()
-    volume_options = [f"volume-opt={key}={value}" for key, value in docker.volumes[source].items()]
+    volume_options = [f"volume-opt={key}={value}" for key, value in docker_config.volumes[source].items()]
     csv.writer(line, lineterminator="").writerow(["type=volume", f"source={source}", f"target={target}", *volume_options])
     return ["--mount", line.getvalue()]
 
@@ -118,11 +118,11 @@ def _format_mount_option(docker: DockerConfig, source: str, target: str) -> list
 def wrap_command_in_container(
     plan: Plan, node: PlannedNode | None, host_context: HostContext, argv: list[str], env: dict[str, str]
 ) -> ProcessCommands:
-    """Return the commands that run `argv` with the variables `env` in a container.
+    """Return the commands that run `argv` with the environment variables `env` in a container.
 
     The commands contain only the names of the variables: docker takes the values from its own environment. The container is created and
     started by separate commands, because a `docker run` that is killed while it waits for the engine leaves an unknown container behind.
-    SIGTERM is sent to the container, not to the `docker start` process: docker 28 would exit with 0 at SIGTERM.
+    SIGTERM is sent to the container, not to the `docker start` process: the `docker start` of docker 28 exits with code 0 on SIGTERM.
     """
     docker, cargo = plan.config.runner.docker_config, plan.cargo
     docker_argv = build_docker_argv(plan, preserved_variables=",".join(env))

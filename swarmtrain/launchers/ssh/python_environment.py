@@ -107,8 +107,8 @@ class EnvironmentReport:
         return "not verified" if self.verified[backend] else "ok"
 
 
-def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check_only: bool) -> str:
-    """Return the path of the environment's interpreter: in the folder `path`; without `path`, runner.python; if that is not set, a default.
+def resolve_interpreter(runner: RunnerConfig, environment_path: str | None, *, check_only: bool) -> str:
+    """Return the path of the environment's interpreter: in `environment_path`, if set; else runner.python, if set; else a default.
 
     The default is ~/.local/share/swarmtrain/env/bin/python3; with `check_only`, it is the running interpreter. Raises ConfigError if the
     runner type does not support environments or, without `check_only`, if runner.python does not end with bin/python3.
@@ -124,8 +124,8 @@ def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check_only: b
                 ),
             )
         )
-    if path:
-        return str(PurePosixPath(path) / "bin" / "python3")
+    if environment_path:
+        return str(PurePosixPath(environment_path) / "bin" / "python3")
     if check_only or not runner.python:
         return runner.python or (sys.executable if check_only else str(_DEFAULT_ENVIRONMENT_FOLDER.expanduser() / "bin" / "python3"))
     if PurePosixPath(runner.python).parts[-2:] != ("bin", "python3"):
@@ -142,42 +142,50 @@ def resolve_interpreter(runner: RunnerConfig, path: str | None, *, check_only: b
 
 
 def build_environment(
-    runner: RunnerConfig, target: str, requirements: Path | None, wheels: Path | None, *, python: str, report_progress: ProgressReporter
+    runner: RunnerConfig,
+    environment_interpreter: str,
+    requirements: Path | None,
+    wheels_folder: Path | None,
+    *,
+    host_interpreter: str,
+    report_progress: ProgressReporter,
 ) -> EnvironmentReport:
-    """Build a virtual environment on each host with the host's interpreter `python`, verify it, and return the report.
+    """Build a virtual environment on each host with `host_interpreter`, verify it, and return the report.
 
-    `target` is the path of the environment's own interpreter. The environment contains the pinned packages in the file `requirements`; by
-    default, the packages of the running interpreter. A failure on a host is a finding in the report. Raises SwarmtrainError if the pins
-    are invalid.
+    `environment_interpreter` is the path of the interpreter in the environment. The environment contains the pinned packages in
+    `requirements`; by default, the packages of the running interpreter. A failure on a host is a finding in the report. Raises
+    SwarmtrainError if the pins are invalid.
     """
     names = [host.name for host in list_hosts(runner)]
     lines = read_requirements(requirements) if requirements else freeze_installed_packages()
-    with tempfile.TemporaryDirectory() as folder, connect_hosts(names, dict.fromkeys(names, python)) as host_group:
+    with tempfile.TemporaryDirectory() as folder, connect_hosts(names, dict.fromkeys(names, host_interpreter)) as host_group:
         failed = _build_environment_on_hosts(
             host_group,
-            str(PurePosixPath(target).parents[1]),
-            pin_requirements(lines, wheels, Path(folder) / "wheel", report_progress),
-            python,
+            str(PurePosixPath(environment_interpreter).parents[1]),
+            pin_requirements(lines, wheels_folder, Path(folder) / "wheel", report_progress),
+            host_interpreter,
             report_progress,
         )
-        return verify_environment(runner, target, host_group, report_progress, failed)
+        return verify_environment(runner, environment_interpreter, host_group, report_progress, failed)
 
 
-def check_environment(runner: RunnerConfig, python: str, report_progress: ProgressReporter) -> EnvironmentReport:
-    """Verify the interpreter `python` on all hosts, without changing the hosts, and return the report."""
+def check_environment(runner: RunnerConfig, interpreter: str, report_progress: ProgressReporter) -> EnvironmentReport:
+    """Verify `interpreter` on all hosts, without changing the hosts, and return the report."""
     names = [host.name for host in list_hosts(runner)]
-    with connect_hosts(names, dict.fromkeys(names, python)) as host_group:
-        return verify_environment(runner, python, host_group, report_progress, {})
+    with connect_hosts(names, dict.fromkeys(names, interpreter)) as host_group:
+        return verify_environment(runner, interpreter, host_group, report_progress, {})
 
 
 def verify_environment(
-    runner: RunnerConfig, python: str, host_group: HostGroup, report_progress: ProgressReporter, errors_by_host: dict[str, HostError]
+    runner: RunnerConfig, interpreter: str, host_group: HostGroup, report_progress: ProgressReporter, errors_by_host: dict[str, HostError]
 ) -> EnvironmentReport:
-    """Return the report on `python`: the probe result of each host that is not in `errors_by_host`, and which backends work between all
-    hosts."""
-    report = EnvironmentReport(python, configured=runner.python == python)
-    results, unreachable = host_group.try_on_all_hosts(
-        lambda host: _run_backend_probe(host, python, runner, {}), host_group.hosts.keys() - errors_by_host
+    """Probe `interpreter` and test the collective backends on all hosts, and return the report.
+
+    Hosts in `errors_by_host` are not probed; their errors become findings in the report.
+    """
+    report = EnvironmentReport(interpreter, configured=runner.python == interpreter)
+    results, unreachable = host_group.collect_results_and_errors(
+        lambda host: _run_backend_probe(host, interpreter, runner, {}), host_group.hosts.keys() - errors_by_host
     )
     report.hosts = {name: {} if "error" in results.get(name, {"error": ""}) else results[name] for name in host_group.hosts}
     for name, error in (errors_by_host | unreachable).items():
@@ -185,13 +193,13 @@ def verify_environment(
     for name, host_info in results.items():
         for problem in [host_info["error"]] if "error" in host_info else host_info["problems"]:
             hint = "add the package to --requirements FILE, and build the environment with swarmtrain env, without --check"
-            report.findings.append(Finding(f"host {name}", f"{python}: {problem}", hint))
+            report.findings.append(Finding(f"host {name}", f"{interpreter}: {problem}", hint))
     report.findings += _find_version_differences(report.hosts)
     for backend in BACKENDS:
         why = _find_backend_incompatibility(backend, report.hosts)
         if not why:
             report_progress(f"testing all-reduce with {backend} over {', '.join(host_group.hosts)}")
-            why = _verify_backend(backend, runner, python, host_group)
+            why = _verify_backend(backend, runner, interpreter, host_group)
             report.findings += [
                 Finding(f"backend {backend}", why, "measure the links between hosts with: swarmtrain doctor CONFIG")
             ] * bool(why)
@@ -231,44 +239,60 @@ def freeze_installed_packages() -> tuple[str, ...]:
     return tuple(sorted({**pins, "swarmtrain": f"swarmtrain=={__version__}"}.values()))
 
 
-def pin_requirements(lines: Sequence[str], wheels: Path | None, folder: Path, report_progress: ProgressReporter) -> PinnedRequirements:
-    """Return the pinned requirements to install. The running version of swarmtrain is built as a wheel into `folder`.
+def pin_requirements(
+    requirements: Sequence[str], wheels_folder: Path | None, output_folder: Path, report_progress: ProgressReporter
+) -> PinnedRequirements:
+    """Return the pinned requirements to install. The running version of swarmtrain is built as a wheel into `output_folder`.
 
-    The wheels in the folder `wheels`, if given, replace the package index. Raises SwarmtrainError if the folder has no wheels.
+    The wheels in `wheels_folder`, if set, replace the package index. Raises SwarmtrainError if the folder contains no wheels.
     """
-    wheel_files = sorted(wheels.glob("*.whl")) if wheels else []
-    if wheels and not wheel_files:
-        raise SwarmtrainError("has no wheels", place=str(wheels), hint=f"pip download --no-deps -r LIST -d {wheels}")
-    if (own_requirement := f"swarmtrain=={__version__}") in lines:
-        build_swarmtrain_wheel(folder, report_progress=report_progress)
-        wheel = next(folder.glob("*.whl"))
+    wheel_files = sorted(wheels_folder.glob("*.whl")) if wheels_folder else []
+    if wheels_folder and not wheel_files:
+        raise SwarmtrainError(
+            "contains no wheels (*.whl)", place=str(wheels_folder), hint=f"pip download --no-deps -r LIST -d {wheels_folder}"
+        )
+    if (own_requirement := f"swarmtrain=={__version__}") in requirements:
+        build_swarmtrain_wheel(output_folder, report_progress=report_progress)
+        wheel = next(output_folder.glob("*.whl"))
         wheel_files = [*(path for path in wheel_files if path.name != wheel.name), wheel]
-        lines = [f"./{wheel.name}" if line == own_requirement else line for line in lines]
-    return PinnedRequirements(tuple(lines), tuple(wheel_files), use_index=wheels is None)
+        requirements = [f"./{wheel.name}" if line == own_requirement else line for line in requirements]
+    return PinnedRequirements(tuple(requirements), tuple(wheel_files), use_index=wheels_folder is None)
 
 
 def _build_environment_on_hosts(
-    host_group: HostGroup, path: str, pins: PinnedRequirements, python: str, report_progress: ProgressReporter
+    host_group: HostGroup,
+    environment_path: str,
+    pinned_requirements: PinnedRequirements,
+    host_interpreter: str,
+    report_progress: ProgressReporter,
 ) -> dict[str, HostError]:
     """Build the environment on each host that lacks it. Return the errors of hosts on which it could not be built."""
-    owner, digest = f"process {os.getpid()} on {socket.gethostname()}", pins.digest
+    owner, digest = f"process {os.getpid()} on {socket.gethostname()}", pinned_requirements.digest
     failed: dict[str, HostError] = {}
     known_holders: dict[str, str] = {}
 
     def build_environment_on_host(host: Host) -> str:
         started_at = time.monotonic()
-        status = host.call_agent("claim_venv", path=path, python=python, digest=digest, owner=owner)
+        status = host.call_agent("claim_venv", path=environment_path, python=host_interpreter, digest=digest, owner=owner)
         if status["holder"]:
             return str(status["holder"])
         if status["current"]:
             report_progress(f"{host.name} already has the environment")
             return ""
-        for wheel in pins.wheels:
+        for wheel in pinned_requirements.wheels:
             with wheel.open("rb") as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     content = base64.b64encode(chunk).decode()
-                    host.call_agent("write_wheel_chunk", path=path, name=wheel.name, offset=file.tell() - len(chunk), content=content)
-        arguments = {"path": path, "python": python, "key": status["key"], "requirements": pins.lines, "use_index": pins.use_index}
+                    host.call_agent(
+                        "write_wheel_chunk", path=environment_path, name=wheel.name, offset=file.tell() - len(chunk), content=content
+                    )
+        arguments = {
+            "path": environment_path,
+            "python": host_interpreter,
+            "key": status["key"],
+            "requirements": pinned_requirements.lines,
+            "use_index": pinned_requirements.use_index,
+        }
         if failure := host.call_agent("build_venv", timeout=_BUILD_TIMEOUT_SECONDS, **arguments):
             raise HostError(
                 "\n  ".join([failure["error"], *failure["output"].splitlines()]),
@@ -280,7 +304,7 @@ def _build_environment_on_hosts(
 
     waiting = list(host_group.hosts)
     while waiting:
-        holder_by_host, errors = host_group.try_on_all_hosts(build_environment_on_host, waiting)
+        holder_by_host, errors = host_group.collect_results_and_errors(build_environment_on_host, waiting)
         for name, error in errors.items():
             report_progress(f"{name} does not have the environment: {error.message.splitlines()[0]}")
         for name in holder_by_host.keys() - known_holders.keys():
@@ -305,11 +329,11 @@ def _suggest_build_fix(output: str) -> str:
 
 
 def _run_backend_probe(
-    host: Host, python: str, runner: RunnerConfig, request: dict[str, Any], launch_prefix: Sequence[str] = ()
+    host: Host, interpreter: str, runner: RunnerConfig, request: dict[str, Any], launch_prefix: Sequence[str] = ()
 ) -> dict[str, Any]:
     gpus = next((entry.gpus for entry in runner.host_entries if entry.name == host.name), ())
     env = {**runner.env, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
-    argv = [*launch_prefix, python, "-c", _BACKEND_PROBE_SCRIPT.read_text(encoding="utf-8"), json.dumps(request)]
+    argv = [*launch_prefix, interpreter, "-c", _BACKEND_PROBE_SCRIPT.read_text(encoding="utf-8"), json.dumps(request)]
     result = host.call_agent("run_command", timeout=2 * _VERIFY_TIMEOUT_SECONDS, argv=argv, seconds=_VERIFY_TIMEOUT_SECONDS, env=env)
     lines = [line for line in result["output"].splitlines() if line.strip()]
     for line in reversed(lines):
@@ -345,7 +369,7 @@ def _find_backend_incompatibility(backend: str, hosts: dict[str, dict[str, Any]]
     return next((f"{obstacle} on {', '.join(names)}" for obstacle, names in hosts_by_obstacle.items() if names), "")
 
 
-def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group: HostGroup) -> str:
+def _verify_backend(backend: str, runner: RunnerConfig, interpreter: str, host_group: HostGroup) -> str:
     """Run an all-reduce with one process on each host. Return the reason if it fails; empty if the result is correct."""
     names, world_size = list(host_group.hosts), len(host_group.hosts)
     expected_sum = world_size * (world_size + 1) / 2
@@ -359,10 +383,10 @@ def _verify_backend(backend: str, runner: RunnerConfig, python: str, host_group:
         question = {"backend": backend, "size": world_size, "store": store, "interface": runner.interface or ""}
         if backend == "mpi":
             launch = ["mpirun", "-n", str(world_size), *(["-host", ",".join(names)] if names != [LOCALHOST] else [])]
-            results = {names[0]: _run_backend_probe(host_group.hosts[names[0]], python, runner, {**question, "rank": 0}, launch)}
+            results = {names[0]: _run_backend_probe(host_group.hosts[names[0]], interpreter, runner, {**question, "rank": 0}, launch)}
         else:
             results = host_group.run_on_all_hosts(
-                lambda host: _run_backend_probe(host, python, runner, {**question, "rank": names.index(host.name)})
+                lambda host: _run_backend_probe(host, interpreter, runner, {**question, "rank": names.index(host.name)})
             )
     except HostError as error:
         return str(error)

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers.common.history_store import resolve_run_directory, resolve_state_directory
+from swarmtrain.launchers.common.history_store import resolve_run_folder, resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import select_dataclass_fields
 from swarmtrain.launchers.ssh.host_connections import ConnectionPool, HostGroup
 
@@ -57,7 +57,7 @@ class SshRunRecord:
 
 
 class RunIndex:
-    """The runs of one runner type that were deployed from this machine."""
+    """Read and write the index of the runs of one runner type that were deployed from this machine."""
 
     def __init__(self, runner_type: str, connections: ConnectionPool) -> None:
         self._file_name, self._connections = f"{runner_type}.json", connections
@@ -72,7 +72,7 @@ class RunIndex:
         return names
 
     def read_record(self, run: str) -> SshRunRecord:
-        """Return the record of run `run`. Raises RunNotFound if the index does not contain the run."""
+        """Return the record of `run`. Raises RunNotFound if the index does not contain the run."""
         try:
             return SshRunRecord.from_dict(json.loads(self._build_record_path(run).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -83,15 +83,15 @@ class RunIndex:
             ) from None
 
     def write_record(self, run: str, record: SshRunRecord) -> None:
-        """Write the record of run `run` to the index. Raises OSError if it cannot be written."""
+        """Write the record of `run` to the index. Raises OSError if it cannot be written."""
         self._build_record_path(run).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._build_record_path(run), record.to_json(), mode=0o600)
+        write_text_atomically(self._build_record_path(run), record.to_json(), mode=0o600)
 
     def remove_record(self, run: str) -> None:
-        """Remove the record of run `run` from the index, and the run's folder if it is then empty."""
+        """Remove the record of `run` from the index, and the run's folder if it is then empty."""
         self._build_record_path(run).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            resolve_run_directory(run).rmdir()
+            resolve_run_folder(run).rmdir()
 
     def read_record_and_hosts(self, run: str) -> tuple[SshRunRecord, HostGroup]:
         """Return the record of `run`, and the group of its hosts. Raises RunNotFound if the run does not exist."""
@@ -99,4 +99,4 @@ class RunIndex:
         return record, self._connections.build_host_group(list(record.interpreters), record.interpreters)
 
     def _build_record_path(self, run: str) -> Path:
-        return resolve_run_directory(run) / self._file_name
+        return resolve_run_folder(run) / self._file_name

@@ -23,12 +23,12 @@ _TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may st
 _FINAL_STATES = ("complete", "shutdown")
 
 
-def build_task_state(node: str, host: str, state: dict[str, Any] | None) -> TaskState:
+def build_task_state(node: str, host: str, process_state: dict[str, Any] | None) -> TaskState:
     """Return the TaskState of a process from the state that its process keeper recorded."""
-    if state is None:
+    if process_state is None:
         return TaskState(node, host, "starting")
-    code = state["exit_code"]
-    return TaskState(node, host, state["state"], f"exit code {code}" if code else "", code)
+    code = process_state["exit_code"]
+    return TaskState(node, host, process_state["state"], f"exit code {code}" if code else "", code)
 
 
 def build_unreachable_task_state(node: str, host: str, error: HostError) -> TaskState:
@@ -42,34 +42,34 @@ def read_events(host: Host, run: str) -> list[Event]:
 
 
 def read_log_lines(host: Host, run: str, tail: int | None = None) -> list[LogLine]:
-    """Return the output of a host's processes, ordered by time. Raises HostError."""
+    """Return the output of a host's processes, ordered by time; with `tail`, the last `tail` lines of each. Raises HostError."""
     return _parse_log_lines(_read_files(host, run, None, tail), {})
 
 
-def read_file_lines(host: Host, run: str, file: str) -> list[str]:
+def read_file_lines(host: Host, run: str, file_name: str) -> list[str]:
     """Return the lines of one file in the run's folder. Raises HostError."""
-    return [line for _, line in _read_files(host, run, [file], None)]
+    return [line for _, line in _read_files(host, run, [file_name], None)]
 
 
-def _read_files(host: Host, run: str, only_files: list[str] | None, tail: int | None) -> list[tuple[str, str]]:
+def _read_files(host: Host, run: str, file_names: list[str] | None, tail: int | None) -> list[tuple[str, str]]:
     """Return (file name, line) for each line in the run's files on a host."""
     offsets: dict[str, int] = {}
     file_lines: list[tuple[str, str]] = []
     while True:
-        update = host.call_agent("poll_changes", run=run, offsets=offsets, file_names=only_files, tail=tail)
+        update = host.call_agent("poll_changes", run=run, offsets=offsets, file_names=file_names, tail=tail)
         file_lines += [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
         offsets |= update["offsets"]
         if not update["has_more"]:
             return file_lines
 
 
-def _parse_log_lines(file_lines: list[tuple[str, str]], times: dict[str, float]) -> list[LogLine]:
+def _parse_log_lines(file_lines: list[tuple[str, str]], last_timestamp_by_node: dict[str, float]) -> list[LogLine]:
     lines = []
     for name, text in file_lines:
         if name != EVENTS_FILE:
             node = name.removesuffix(".log")
-            lines.append(parse_timestamped_log_line(node, text, times.get(node, 0.0)))
-            times[node] = lines[-1].time
+            lines.append(parse_timestamped_log_line(node, text, last_timestamp_by_node.get(node, 0.0)))
+            last_timestamp_by_node[node] = lines[-1].time
     return sorted(lines, key=lambda line: line.time)
 
 
@@ -101,7 +101,7 @@ class HostPoller(threading.Thread):
 
 
 class HostUpdateStream:
-    """The pollers of all hosts of a run. Iterating yields (host, update or error), or None if there was no update for 0.2 s."""
+    """Poll all hosts of a run, and merge their updates. Iterating yields (host, update or error), or None after 0.2 s without an update."""
 
     def __init__(self, host_group: HostGroup, run: str, tail: int | None) -> None:
         self._output_queue: queue.Queue[tuple[str, dict[str, Any] | HostError]] = queue.Queue()
@@ -161,9 +161,9 @@ def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator
                     return
 
 
-def _build_task_states(host: str, update: dict[str, Any] | HostError, nodes: dict[str, str]) -> list[TaskState]:
+def _build_task_states(host: str, update: dict[str, Any] | HostError, host_by_node: dict[str, str]) -> list[TaskState]:
     if isinstance(update, HostError):
-        return [build_unreachable_task_state(node, host, update) for node, node_host in nodes.items() if node_host == host]
+        return [build_unreachable_task_state(node, host, update) for node, node_host in host_by_node.items() if node_host == host]
     return [build_task_state(node, host, state) for node, state in update["states"].items()]
 
 
@@ -181,7 +181,7 @@ def stream_logs(
     """Yield the output of all nodes, or of `node`; with `follow`, until the run ends."""
     with host_group:
         if not follow:
-            lines_by_host, failed = host_group.try_on_all_hosts(lambda host: read_log_lines(host, run, tail))
+            lines_by_host, failed = host_group.collect_results_and_errors(lambda host: read_log_lines(host, run, tail))
             for error in failed.values():
                 if report_progress:
                     report_progress(f"{error}; its output is missing")
@@ -207,10 +207,10 @@ def _follow_logs(
             if isinstance(update, HostError):
                 alive[host], lines = False, []
                 if report_progress and reachable.get(host, True):
-                    report_progress(f"{update}; its output follows when the host responds again")
+                    report_progress(f"{update}; its output follows when the host is reachable again")
             else:
                 if report_progress and not reachable.get(host, True):
-                    report_progress(f"host {host} answers again")
+                    report_progress(f"host {host} is reachable again")
                 alive[host] = bool(update["alive"]) or update["has_more"]
                 file_lines = [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
                 lines = [line for line in _parse_log_lines(file_lines, times) if _is_line_selected(line, node, since)]

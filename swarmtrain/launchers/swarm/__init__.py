@@ -47,7 +47,7 @@ class SwarmLauncher:
     write_deployment_file = staticmethod(write_stack_file)
 
     def __init__(self, address: str | None = None, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> None:
-        """Connect to the engine at `address`, by default the one that docker itself would use. Raises EngineError if no engine answers."""
+        """Connect to the engine at `address`, by default the one that the docker CLI uses. Raises EngineError if no engine answers."""
         self._engine, self._timeouts = DockerEngine(address), timeouts
         self._deployed_at: dict[str, float] = {}
 
@@ -226,8 +226,8 @@ class SwarmLauncher:
             ):
                 report_progress(f"{update.data['node']} {update.data['message']}")
 
-    def _read_config_content(self, config: str) -> bytes:
-        return base64.b64decode(self._engine.get(f"/configs/{config}")["Spec"]["Data"])
+    def _read_config_content(self, config_id: str) -> bytes:
+        return base64.b64decode(self._engine.get(f"/configs/{config_id}")["Spec"]["Data"])
 
 
 def _build_resource_request(plan: Plan) -> ResourceRequest:
@@ -239,5 +239,5 @@ def _build_resource_request(plan: Plan) -> ResourceRequest:
     )
 
 
-def _parse_digest(name: str) -> str:
-    return name.rpartition("-")[2]
+def _parse_digest(object_name: str) -> str:
+    return object_name.rpartition("-")[2]

@@ -29,7 +29,7 @@ FINAL_STATES = frozenset({"complete", "shutdown", "failed", "rejected", "remove"
 
 @dataclass(frozen=True)
 class Service:
-    """A service of the swarm. An update must send `version`, by which the manager detects a concurrent update."""
+    """A Swarm service. An update must send `version`, by which the manager detects a concurrent update."""
 
     id: str
     version: int
@@ -65,7 +65,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a service: one start of its container."""
+    """A Swarm task: one container of a service. To restart a container, Swarm creates a new task."""
 
     id: str
     service_id: str
@@ -107,7 +107,7 @@ class StackState:
 
 
 def read_stack_state(engine: DockerEngine, stack: str) -> StackState:
-    """Return the state of the stack `stack`. Raises EngineError if the manager does not answer."""
+    """Return the state of `stack`. Raises EngineError if the manager does not answer."""
     label = f"{LABEL_STACK}={stack}"
     networks = engine.list_objects("/networks")
     services = list_services(engine, stack)
@@ -132,9 +132,9 @@ def _resolve_unlisted_networks(engine: DockerEngine, services: list[Service], ne
     return names
 
 
-def read_network_name(engine: DockerEngine, target: str) -> str:
+def read_network_name(engine: DockerEngine, network_id_or_name: str) -> str:
     """Return the name of the network that a service's spec refers to by id or by name. Raises EngineError."""
-    return str(engine.get(f"/networks/{target}")["Name"])
+    return str(engine.get(f"/networks/{network_id_or_name}")["Name"])
 
 
 def list_services(engine: DockerEngine, stack: str) -> list[Service]:
@@ -143,7 +143,7 @@ def list_services(engine: DockerEngine, stack: str) -> list[Service]:
         Service(item["ID"], item["Version"]["Index"], item["Spec"], "PreviousSpec" in item)
         for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")
     ]
-    return sorted(services, key=lambda service: (not service.is_node, natural_sort_key(service.name)))
+    return sorted(services, key=lambda service: (not service.is_node, build_natural_sort_key(service.name)))
 
 
 def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
@@ -176,7 +176,7 @@ def list_runs(engine: DockerEngine) -> list[str]:
 
 
 def list_terminating_runs(engine: DockerEngine) -> list[str]:
-    """Return the names of runs whose services are removed but of which other objects or stopping tasks still exist, sorted.
+    """Return the sorted names of runs whose services are removed but whose other objects or stopping tasks still exist.
 
     Raises EngineError.
     """
@@ -195,45 +195,47 @@ def list_terminating_runs(engine: DockerEngine) -> list[str]:
     return sorted(terminating - {_get_stack_label(item) for item in engine.list_objects("/services")})
 
 
-def is_marker_config(stack: str, config: str) -> bool:
-    """Return whether `config` is the marker of the stack: the config object by which a run is found after its services are removed."""
-    return bool(_MARKER_CONFIG_PATTERN.fullmatch(config.removeprefix(f"{stack}_")))
+def is_marker_config(stack: str, config_name: str) -> bool:
+    """Return whether `config_name` is the marker of the stack: the config object by which a run is found after its services are removed."""
+    return bool(_MARKER_CONFIG_PATTERN.fullmatch(config_name.removeprefix(f"{stack}_")))
 
 
-def _get_stack_label(item: dict[str, Any]) -> str:
-    return str((item["Spec"].get("Labels") or {}).get(LABEL_STACK, ""))
+def _get_stack_label(api_object: dict[str, Any]) -> str:
+    return str((api_object["Spec"].get("Labels") or {}).get(LABEL_STACK, ""))
 
 
 def list_tasks(engine: DockerEngine, stack: str) -> list[Task]:
-    """Return all tasks of `stack` that the swarm still knows, oldest first, including those of removed services. Raises EngineError."""
+    """Return all tasks of `stack` in Swarm's task history, oldest first, including those of removed services. Raises EngineError."""
     tasks = [_parse_task(item) for item in engine.list_objects("/tasks", label=f"{LABEL_STACK}={stack}")]
     return sorted(tasks, key=lambda task: task.created_at)
 
 
-def _parse_task(item: dict[str, Any]) -> Task:
-    status = item.get("Status", {})
+def _parse_task(api_object: dict[str, Any]) -> Task:
+    status = api_object.get("Status", {})
     container = status.get("ContainerStatus") or {}
-    spec = item["Spec"].get("ContainerSpec", {})
+    spec = api_object["Spec"].get("ContainerSpec", {})
     return Task(
-        id=item["ID"],
-        service_id=item.get("ServiceID", ""),
-        node_id=item.get("NodeID", ""),
+        id=api_object["ID"],
+        service_id=api_object.get("ServiceID", ""),
+        node_id=api_object.get("NodeID", ""),
         state=status.get("State", "new"),
-        desired_state=item.get("DesiredState", ""),
+        desired_state=api_object.get("DesiredState", ""),
         reason=status.get("Err", ""),
         exit_code=container.get("ExitCode") if status.get("State") in ("failed", "complete") else None,
-        created_at=item["CreatedAt"],
+        created_at=api_object["CreatedAt"],
         node_name=next(
             (setting.removeprefix(_NODE_PREFIX) for setting in spec.get("Env") or [] if setting.startswith(_NODE_PREFIX)),
             RENDEZVOUS_SERVICE,
         ),
         stop_grace=float(spec.get("StopGracePeriod", 10 * 10**9)) / 1e9,
-        gpus=describe_resources(get_assigned_resources(item)) if item.get("NodeID") and status.get("State") not in FINAL_STATES else (),
+        gpus=describe_resources(get_assigned_resources(api_object))
+        if api_object.get("NodeID") and status.get("State") not in FINAL_STATES
+        else (),
     )
 
 
 def find_newest_task(tasks: list[Task], service_id: str) -> Task | None:
-    """Return the newest task of the service with this id; None if the service has no task."""
+    """Return the newest task of the service `service_id`; None if the service has no task."""
     return next((task for task in reversed(tasks) if task.service_id == service_id), None)
 
 
@@ -245,7 +247,7 @@ def find_replaced_task_ids(tasks: list[Task], service_id: str) -> frozenset[str]
 def build_task_state(node_name: str, tasks: list[Task], service: Service, hosts: Mapping[str, str]) -> TaskState:
     """Return the state of `service` as a TaskState, in Swarm's terms.
 
-    While a task is pending, `reason` is why the previous task ended.
+    While a task is pending, `reason` states why the previous task ended.
     """
     task = find_newest_task(tasks, service.id)
     host = service.spec.get("Labels", {}).get("swarmtrain.host", "")
@@ -274,7 +276,7 @@ def read_host_names(engine: DockerEngine) -> dict[str, str]:
 
 def list_managers(engine: DockerEngine) -> list[str]:
     """Return the host names of the swarm's managers, sorted. Raises EngineError."""
-    return sorted((node["Description"]["Hostname"] for node in engine.list_objects("/nodes", role="manager")), key=natural_sort_key)
+    return sorted((node["Description"]["Hostname"] for node in engine.list_objects("/nodes", role="manager")), key=build_natural_sort_key)
 
 
 def read_down_nodes(engine: DockerEngine) -> dict[str, str]:
@@ -285,7 +287,8 @@ def read_down_nodes(engine: DockerEngine) -> dict[str, str]:
 def read_inventory(engine: DockerEngine) -> Inventory:
     """Return the inventory: the swarm's nodes in natural order of their names (node2 before node10). Raises EngineError."""
     machines = sorted(
-        (_parse_machine(node) for node in engine.list_objects("/nodes")), key=lambda machine: (natural_sort_key(machine.host), machine.id)
+        (_parse_machine(node) for node in engine.list_objects("/nodes")),
+        key=lambda machine: (build_natural_sort_key(machine.host), machine.id),
     )
     count = f"{len(machines)} node{'' if len(machines) == 1 else 's'}"
     return Inventory(f"the swarm of {count} at {engine.endpoint}", tuple(machines))
@@ -312,7 +315,7 @@ def _describe_node_unavailability(node: dict[str, Any]) -> str:
     return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")
 
 
-def natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
+def build_natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Return a sort key in which numbers in a name are compared as numbers."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
 

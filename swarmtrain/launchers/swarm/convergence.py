@@ -75,7 +75,7 @@ def wait_until_services_running(
 ) -> None:
     """Wait until every service of `stack` runs, is complete, or waits for a node that is not available.
 
-    `old_task_ids` are the tasks that existed before; Swarm creates a new task for each service in `restarted_service_ids`.
+    `old_task_ids` are the ids of tasks from before the deploy; Swarm creates a new task for each service in `restarted_service_ids`.
     `check_ownership` is called on each poll, and raises if another command has changed the stack.
 
     Raises StackError, with the node's reason, for a service that cannot be started.
@@ -152,11 +152,11 @@ def _format_task_state(state: TaskState) -> str:
 
 
 def _should_stop_waiting(
-    waiting: list[TaskState], progress: _StartupProgress, report_progress: ProgressReporter, timeouts: SwarmTimeouts
+    waiting_states: list[TaskState], progress: _StartupProgress, report_progress: ProgressReporter, timeouts: SwarmTimeouts
 ) -> bool:
     now = time.monotonic()
-    names = "; ".join(_format_task_state(state) for state in waiting)
-    all_pending = all(state.state in ("new", "allocated", "pending") for state in waiting)
+    names = "; ".join(_format_task_state(state) for state in waiting_states)
+    all_pending = all(state.state in ("new", "allocated", "pending") for state in waiting_states)
     if (all_pending and now - progress.changed_at > timeouts.pending_seconds) or now - progress.started_at > _START_TIMEOUT_SECONDS:
         report_progress(f"no longer waiting for: {names}")
         return True
@@ -203,9 +203,11 @@ def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:
     return task.state == "rejected" and _CONSTRAINTS_NOT_MET not in task.reason
 
 
-def _read_last_log_lines(engine: DockerEngine, service: Service, name: str) -> str:
+def _read_last_log_lines(engine: DockerEngine, service: Service, node_name: str) -> str:
     lines = [
-        line.text for line in container_logs.read_log_lines(engine, service.api_path, name, tail=_FINAL_LINES) if line.parse_event() is None
+        line.text
+        for line in container_logs.read_log_lines(engine, service.api_path, node_name, tail=_FINAL_LINES)
+        if line.parse_event() is None
     ]
     # Lines that differ only in numbers count as repeats.
     return "".join(f"\n  {line}" for line in {re.sub(r"\d+", "", line): line for line in lines}.values())

@@ -51,25 +51,25 @@ def describe_resources(resources: Iterable[ApiObject]) -> tuple[str, ...]:
     return (*list_resource_ids(items), *(f"{item['Value']} {item['Kind']}" for item in discrete))
 
 
-def format_gpu_settings(kind: str, gpus: Sequence[str] = ()) -> str:
+def format_gpu_settings(resource_kind: str, gpus: Sequence[str] = ()) -> str:
     """Return the daemon.json settings with which Swarm assigns a node's GPUs, with instructions for the node's owner.
 
     `gpus` are the GPUs' UUIDs, if known.
     """
     entry_note = "" if gpus else ", with one entry per UUID listed by nvidia-smi -L"
+    daemon_json = json.dumps(build_daemon_json(resource_kind, gpus))
     return (
-        f"in its /etc/docker/daemon.json: {json.dumps(build_daemon_json(kind, gpus))}{entry_note}; in its {TOOLKIT_CONFIG_PATH}, as the "
-        f"first line: {format_toolkit_setting(kind)}; "
-        "then: systemctl restart docker"
+        f"in its /etc/docker/daemon.json: {daemon_json}{entry_note}; in its {TOOLKIT_CONFIG_PATH}, as the first line: "
+        f"{format_toolkit_setting(resource_kind)}; then: systemctl restart docker"
     )
 
 
-def build_daemon_json(kind: str, gpus: Sequence[str] = ()) -> dict[str, Any]:
+def build_daemon_json(resource_kind: str, gpus: Sequence[str] = ()) -> dict[str, Any]:
     """Return the daemon.json settings with which Swarm assigns a node's GPUs and containers see them."""
     nvidia_runtime = {"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "args": []}}}
-    return {**nvidia_runtime, "node-generic-resources": [f"{kind}={gpu}" for gpu in gpus or ["GPU-UUID"]]}
+    return {**nvidia_runtime, "node-generic-resources": [f"{resource_kind}={gpu}" for gpu in gpus or ["GPU-UUID"]]}
 
 
-def format_toolkit_setting(kind: str) -> str:
+def format_toolkit_setting(resource_kind: str) -> str:
     """Return the line of the NVIDIA Container Toolkit's config with which a container sees only the GPUs that Swarm assigned to it."""
-    return f'swarm-resource = "DOCKER_RESOURCE_{kind.upper()}"'
+    return f'swarm-resource = "DOCKER_RESOURCE_{resource_kind.upper()}"'

@@ -120,8 +120,8 @@ def build_join_script(engine: DockerEngine, config: Config | None, *, as_manager
     )
 
 
-def _list_insecure_registries(info: dict[str, Any]) -> list[str]:
-    registries = info.get("RegistryConfig") or {}
+def _list_insecure_registries(engine_info: dict[str, Any]) -> list[str]:
+    registries = engine_info.get("RegistryConfig") or {}
     ranges = [entry for entry in registries.get("InsecureRegistryCIDRs") or [] if entry not in _DEFAULT_INSECURE_RANGES]
     names = [name for name, entry in (registries.get("IndexConfigs") or {}).items() if not entry.get("Secure", True)]
     return sorted({*ranges, *names})

@@ -1,4 +1,4 @@
-"""Checks of a plan against this swarm, which need only queries to the managers."""
+"""Check a plan against the swarm with queries to the managers only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BROKEN_PULL_VERSIONS = ((29, 6, 0), (29, 6, 2))
 
 
 def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
-    """Return the problems that would prevent `plan` from working. Raises EngineError if the managers do not answer."""
+    """Return the problems that would prevent `plan` from running. Raises EngineError if the managers do not answer."""
     machines = cluster_state.read_inventory(engine).machines
     planned_machines = [machine for node in plan.nodes for machine in machines if node.host in (machine.host, machine.id)]
     return [
@@ -73,7 +73,7 @@ def _check_image(engine: DockerEngine, plan: Plan) -> list[Finding]:
     except ImageError as error:
         return [Finding(error.place or "image", error.message, error.hint)]
     try:
-        image_contents = contents.read_contents(engine.get(f"/images/{pinned.reference}/json"))
+        image_contents = contents.read_image_contents(engine.get(f"/images/{pinned.reference}/json"))
     except EngineError:  # This engine does not have the image. Only an engine that has it can report its labels.
         return []
     built, added = contents.find_changed_files_and_folders(image_contents, Path.cwd(), {item.name for item in plan.cargo.code})
@@ -123,7 +123,7 @@ def _check_resources(plan: Plan, planned_machines: list[Machine]) -> list[Findin
             f"node {machine.host}",
             f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are requested",
             format_gpu_settings(swarm.generic_resource),
-            why="Swarm knows only the GPUs that an engine's settings list; using fewer slots also works",
+            why="Swarm assigns only the GPUs that the engine's daemon.json declares; alternatively, reduce the slots",
         )
         for machine in planned_machines
         if machine.resources.get(swarm.generic_resource, 0) < slots.get(machine.host, 0)

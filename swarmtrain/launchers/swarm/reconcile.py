@@ -88,25 +88,27 @@ def reconcile(desired: StackSpecs, existing: StackState, ended_run: EndedRun | N
     ]
 
 
-def _describe_restart_cause(desired: StackSpecs, existing: StackState, ended: EndedRun | None) -> str:
-    if ended is None:
+def _describe_restart_cause(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None) -> str:
+    if ended_run is None:
         return ""
     is_unchanged = all(
         name in existing.services and not _describe_service_change(spec, existing.services[name], existing)[0]
         for name, spec in desired.services.items()
     )
-    if is_unchanged and not ended.failed:
+    if is_unchanged and not ended_run.failed:
         return ""
-    return f"the run had {'failed' if ended.failed else 'ended'} ({ended.why}) and is restarted"
+    return f"the run had {'failed' if ended_run.failed else 'ended'} ({ended_run.why}) and is restarted"
 
 
-def _plan_creations(kind: ObjectKind, desired: Mapping[str, ApiSpec], existing: Mapping[str, object]) -> list[ReconcileStep]:
-    return [ReconcileStep(StepVerb.create, kind, name, "does not exist", spec) for name, spec in desired.items() if name not in existing]
+def _plan_creations(object_kind: ObjectKind, desired: Mapping[str, ApiSpec], existing: Mapping[str, object]) -> list[ReconcileStep]:
+    return [
+        ReconcileStep(StepVerb.create, object_kind, name, "does not exist", spec) for name, spec in desired.items() if name not in existing
+    ]
 
 
-def _plan_removals(kind: ObjectKind, existing: Mapping[str, str], desired: Mapping[str, ApiSpec]) -> list[ReconcileStep]:
+def _plan_removals(object_kind: ObjectKind, existing: Mapping[str, str], desired: Mapping[str, ApiSpec]) -> list[ReconcileStep]:
     unused = {name: object_id for name, object_id in sorted(existing.items()) if name not in desired}
-    return [ReconcileStep(StepVerb.remove, kind, name, "is no longer used", id=object_id) for name, object_id in unused.items()]
+    return [ReconcileStep(StepVerb.remove, object_kind, name, "is no longer used", id=object_id) for name, object_id in unused.items()]
 
 
 def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause: str) -> list[ReconcileStep]:
@@ -140,7 +142,7 @@ def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause
 
 
 def _set_force_update(spec: ApiSpec, service: Service, *, increment: bool) -> ApiSpec:
-    """Return `spec` with the service's ForceUpdate count, plus one with `increment`: a changed count makes Swarm restart the tasks."""
+    """Return `spec` with the service's ForceUpdate count, plus 1 if `increment`: a changed count makes Swarm restart the tasks."""
     count = int(service.spec["TaskTemplate"].get("ForceUpdate", 0)) + int(increment)
     return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ForceUpdate": count}} if count else spec
 
@@ -148,7 +150,7 @@ def _set_force_update(spec: ApiSpec, service: Service, *, increment: bool) -> Ap
 def _describe_service_change(spec: ApiSpec, service: Service, existing: StackState) -> tuple[str, bool]:
     """Return a description of the difference between `spec` and `service` for the user, and whether the change replaces the container."""
     new, old = canonicalize_spec(spec, existing.network_ids), canonicalize_spec(service.spec, existing.network_ids)
-    paths = _find_differences(new, old, "")
+    paths = _find_spec_differences(new, old, "")
     if not paths:
         return "", False
     restarts = any(new.get(key) != old.get(key) for key in ("TaskTemplate", "Replicas"))
@@ -173,29 +175,31 @@ def canonicalize_spec(spec: Mapping[str, Any], network_ids: Mapping[str, str]) -
     return canonical_spec
 
 
-def _strip_defaults(value: Any) -> Any:
-    if isinstance(value, Mapping):
+def _strip_defaults(spec_value: Any) -> Any:
+    if isinstance(spec_value, Mapping):
         cleaned = {
             key: _strip_defaults(item)
-            for key, item in value.items()
+            for key, item in spec_value.items()
             if key not in ("ConfigID", "SecretID") and _ENGINE_DEFAULTS.get(key) != item
         }
         return {key: item for key, item in cleaned.items() if item not in (None, "", 0, [], {})}
-    return [_strip_defaults(item) for item in value] if isinstance(value, list) else value
+    return [_strip_defaults(item) for item in spec_value] if isinstance(spec_value, list) else spec_value
 
 
-def _find_differences(new: Any, old: Any, path: str) -> list[tuple[str, Any, Any]]:
-    if isinstance(new, dict) and isinstance(old, dict):
-        keys = [*new, *(key for key in old if key not in new)]
+def _find_spec_differences(new_value: Any, old_value: Any, key_path: str) -> list[tuple[str, Any, Any]]:
+    if isinstance(new_value, dict) and isinstance(old_value, dict):
+        keys = [*new_value, *(key for key in old_value if key not in new_value)]
         return [
-            difference for key in keys for difference in _find_differences(new.get(key), old.get(key), f"{path}.{key}" if path else key)
+            difference
+            for key in keys
+            for difference in _find_spec_differences(new_value.get(key), old_value.get(key), f"{key_path}.{key}" if key_path else key)
         ]
-    return [] if new == old else [(path, old, new)]
+    return [] if new_value == old_value else [(key_path, old_value, new_value)]
 
 
-def _format_difference(path: str, old: Any, new: Any) -> str:
-    short_path = path.removeprefix("TaskTemplate.").removeprefix("ContainerSpec.")
-    return f"{short_path} {_format_spec_value(old)} → {_format_spec_value(new)}"
+def _format_difference(key_path: str, old_value: Any, new_value: Any) -> str:
+    short_path = key_path.removeprefix("TaskTemplate.").removeprefix("ContainerSpec.")
+    return f"{short_path} {_format_spec_value(old_value)} → {_format_spec_value(new_value)}"
 
 
 def _format_spec_value(value: Any) -> str:
@@ -235,13 +239,13 @@ def _raise_network_error(name: str, reason: str, hint: str) -> NoReturn:
 
 
 def find_network_changes(spec: ApiSpec, network: Mapping[str, Any]) -> list[str]:
-    """Return a description of each option of `spec` that differs from `network`. Subnets are compared only if `spec` has them."""
+    """Return a description of each option of `spec` that differs from `network`. Subnets are compared only if `spec` contains them."""
     options = {key: value for key, value in (network.get("Options") or {}).items() if key != _VXLAN_IDS_OPTION}
     pairs = [(key, network.get(key), spec[key]) for key in ("Driver", "Internal", "Attachable")]
     pairs += [(key, options.get(key), spec["Options"].get(key)) for key in sorted({*options, *spec["Options"]})]
     if "IPAM" in spec:
         pairs.append(("Subnet", _list_subnets(network.get("IPAM") or {}), _list_subnets(spec["IPAM"])))
-    return [f"{key} {_format_spec_value(old)}, wanted {_format_spec_value(new)}" for key, old, new in pairs if old != new]
+    return [f"{key} {_format_spec_value(old)}, expected {_format_spec_value(new)}" for key, old, new in pairs if old != new]
 
 
 def _list_subnets(ipam: Mapping[str, Any]) -> list[str]:

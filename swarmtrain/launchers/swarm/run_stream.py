@@ -82,10 +82,10 @@ def record_final_log_lines(engine: DockerEngine, run: str, services: list[Servic
             reader.close()
 
 
-def _drain_queue(lines: queue.Queue[ContainerLogLine]) -> Iterator[ContainerLogLine]:
+def _drain_queue(line_queue: queue.Queue[ContainerLogLine]) -> Iterator[ContainerLogLine]:
     with contextlib.suppress(queue.Empty):
         while True:
-            yield lines.get_nowait()
+            yield line_queue.get_nowait()
 
 
 def format_manager_name(engine: DockerEngine) -> str:

@@ -46,10 +46,10 @@ class StackSpecs:
     external_networks: tuple[str, ...]
 
 
-def build_stack_specs(stack: Stack, pins: Mapping[str, PinnedImage]) -> StackSpecs:
-    """Return the specs of all objects of `stack`; `pins` maps each image reference in the document to its pinned reference.
+def build_stack_specs(stack: Stack, pinned_images: Mapping[str, PinnedImage]) -> StackSpecs:
+    """Return the specs of all objects of `stack`; `pinned_images` maps each image reference in the document to its pinned reference.
 
-    Raises StackError for a key that is not supported here, although `docker stack deploy` might honour it.
+    Raises StackError for a key that is not supported, even if `docker stack deploy` supports it.
     """
     document = stack.document
     _reject_unknown_keys({key for key in document if not key.startswith("x-")}, _DOCUMENT_KEYS, "the top level")
@@ -69,22 +69,23 @@ def build_stack_specs(stack: Stack, pins: Mapping[str, PinnedImage]) -> StackSpe
             for key, item in document.get("secrets", {}).items()
         },
         services={
-            _add_stack_prefix(stack, name): _build_service_spec(stack, name, item, pins) for name, item in document["services"].items()
+            _add_stack_prefix(stack, name): _build_service_spec(stack, name, item, pinned_images)
+            for name, item in document["services"].items()
         },
         external_networks=tuple(sorted(resolve_network_name(stack, name) for name in networks if name not in own_networks)),
     )
 
 
-def resolve_network_name(stack: Stack, key: str) -> str:
-    """Return the name that the network `key` of the stack document has in the swarm."""
-    network = stack.document.get("networks", {}).get(key)
+def resolve_network_name(stack: Stack, network_key: str) -> str:
+    """Return the name that the network `network_key` of the stack document has in the swarm."""
+    network = stack.document.get("networks", {}).get(network_key)
     if network is None:
-        raise StackError(f"the service uses the network {key!r}, which the Compose file does not define", place=f"run {stack.name}")
-    return str(network.get("name") or (key if network.get("external") else _add_stack_prefix(stack, key)))
+        raise StackError(f"the service uses the network {network_key!r}, which the Compose file does not define", place=f"run {stack.name}")
+    return str(network.get("name") or (network_key if network.get("external") else _add_stack_prefix(stack, network_key)))
 
 
-def _add_stack_prefix(stack: Stack, key: str) -> str:
-    return f"{stack.name}_{key}"
+def _add_stack_prefix(stack: Stack, document_key: str) -> str:
+    return f"{stack.name}_{document_key}"
 
 
 def _add_stack_label(stack: Stack, labels: Mapping[str, str] | None) -> dict[str, str]:
@@ -105,16 +106,16 @@ def _build_network_spec(stack: Stack, network: ApiSpec) -> ApiSpec:
     return spec
 
 
-def _build_config_or_secret_spec(stack: Stack, key: str, item: ApiSpec) -> ApiSpec:
-    data = base64.b64encode(stack.files[item["file"]]).decode()
-    return {"Name": _add_stack_prefix(stack, key), "Labels": _add_stack_label(stack, item.get("labels")), "Data": data}
+def _build_config_or_secret_spec(stack: Stack, document_key: str, definition: ApiSpec) -> ApiSpec:
+    data = base64.b64encode(stack.files[definition["file"]]).decode()
+    return {"Name": _add_stack_prefix(stack, document_key), "Labels": _add_stack_label(stack, definition.get("labels")), "Data": data}
 
 
-def _build_service_spec(stack: Stack, name: str, service: ApiSpec, pins: Mapping[str, PinnedImage]) -> ApiSpec:
+def _build_service_spec(stack: Stack, name: str, service: ApiSpec, pinned_images: Mapping[str, PinnedImage]) -> ApiSpec:
     deploy = service.get("deploy", {})
     _reject_unknown_keys(service, _SERVICE_KEYS, f"services.{name}")
     _reject_unknown_keys(deploy, _DEPLOY_KEYS, f"services.{name}.deploy")
-    pinned = pins[service["image"]]
+    pinned = pinned_images[service["image"]]
     task: ApiSpec = {
         "ContainerSpec": _build_container_spec(stack, service, pinned),
         "Resources": _build_resources(deploy.get("resources", {})),
@@ -134,10 +135,10 @@ def _build_service_spec(stack: Stack, name: str, service: ApiSpec, pins: Mapping
     return {key: value for key, value in spec.items() if value is not None}
 
 
-def _build_container_spec(stack: Stack, service: ApiSpec, pinned: PinnedImage) -> ApiSpec:
+def _build_container_spec(stack: Stack, service: ApiSpec, pinned_image: PinnedImage) -> ApiSpec:
     grace = service.get("stop_grace_period")
     spec = {
-        "Image": pinned.reference,
+        "Image": pinned_image.reference,
         "Labels": _add_stack_label(stack, service.get("labels")),
         "Command": service.get("entrypoint"),
         "Args": service.get("command"),
@@ -159,7 +160,7 @@ def _build_container_spec(stack: Stack, service: ApiSpec, pinned: PinnedImage) -
     return {**_drop_empty_values(spec), "Privileges": {"CredentialSpec": None, "SELinuxContext": None}}
 
 
-def _build_config_or_secret_references(stack: Stack, items: list[ApiSpec], name_key: str) -> list[ApiSpec]:
+def _build_config_or_secret_references(stack: Stack, compose_entries: list[ApiSpec], name_key: str) -> list[ApiSpec]:
     references = [
         {
             "File": {
@@ -170,7 +171,7 @@ def _build_config_or_secret_references(stack: Stack, items: list[ApiSpec], name_
             },
             name_key: _add_stack_prefix(stack, item["source"]),
         }
-        for item in items
+        for item in compose_entries
     ]
     return sorted(references, key=lambda reference: reference[name_key])
 
@@ -180,27 +181,29 @@ def build_mount(stack: Stack, mount: ApiSpec) -> ApiSpec:
     spec = {"Type": kind, "Source": mount.get("source"), "Target": mount["target"], "ReadOnly": mount.get("read_only")}
     if kind == "tmpfs" and "tmpfs" in mount:
         spec["TmpfsOptions"] = _drop_empty_values({"SizeBytes": mount["tmpfs"].get("size")})
-        return _drop_empty_values(spec, keep={"TmpfsOptions"})
+        return _drop_empty_values(spec, kept_keys={"TmpfsOptions"})
     if kind == "volume" and mount.get("source"):
         return _build_volume_mount(stack, mount["source"], spec)
     if kind == "bind" and "bind" in mount:
         spec["BindOptions"] = _drop_empty_values({"Propagation": mount["bind"].get("propagation")})
-        return _drop_empty_values(spec, keep={"BindOptions"})
+        return _drop_empty_values(spec, kept_keys={"BindOptions"})
     return _drop_empty_values(spec)
 
 
-def _build_volume_mount(stack: Stack, key: str, spec: ApiSpec) -> ApiSpec:
+def _build_volume_mount(stack: Stack, volume_key: str, mount_spec: ApiSpec) -> ApiSpec:
     defined_volumes = stack.document.get("volumes", {})
-    if key not in defined_volumes:
-        raise StackError(f"a service mounts the volume {key!r}, which the Compose file does not define", place=f"run {stack.name}")
-    volume = defined_volumes[key] or {}
+    if volume_key not in defined_volumes:
+        raise StackError(f"a service mounts the volume {volume_key!r}, which the Compose file does not define", place=f"run {stack.name}")
+    volume = defined_volumes[volume_key] or {}
     options: ApiSpec = {}
     if not volume.get("external"):
         options["Labels"] = _add_stack_label(stack, volume.get("labels"))
         if volume.get("driver") or volume.get("driver_opts"):
             options["DriverConfig"] = _drop_empty_values({"Name": volume.get("driver"), "Options": volume.get("driver_opts")})
-    scoped_name = key if volume.get("external") else _add_stack_prefix(stack, key)
-    return _drop_empty_values({**spec, "Source": volume.get("name") or scoped_name, "VolumeOptions": options}, keep={"VolumeOptions"})
+    scoped_name = volume_key if volume.get("external") else _add_stack_prefix(stack, volume_key)
+    return _drop_empty_values(
+        {**mount_spec, "Source": volume.get("name") or scoped_name, "VolumeOptions": options}, kept_keys={"VolumeOptions"}
+    )
 
 
 def _build_resources(resources: ApiSpec) -> ApiSpec:
@@ -255,18 +258,19 @@ def _build_update_config(config: ApiSpec | None) -> ApiSpec | None:
     }
 
 
-def _build_placement(placement: ApiSpec, pinned: PinnedImage) -> ApiSpec:
+def _build_placement(placement: ApiSpec, pinned_image: PinnedImage) -> ApiSpec:
     # ARM nodes report a specific architecture such as armv7l, so a constraint on "arm" would match no node.
     platforms = [
-        _drop_empty_values({"Architecture": "" if machine == "arm" else machine, "OS": system}) for machine, system in pinned.platforms
+        _drop_empty_values({"Architecture": "" if machine == "arm" else machine, "OS": system})
+        for machine, system in pinned_image.platforms
     ]
     max_replicas = placement.get("max_replicas_per_node")
     return _drop_empty_values({"Constraints": placement.get("constraints"), "Platforms": platforms, "MaxReplicas": max_replicas})
 
 
-def _build_network_attachments(stack: Stack, name: str, service: ApiSpec) -> list[ApiSpec]:
+def _build_network_attachments(stack: Stack, service_name: str, service: ApiSpec) -> list[ApiSpec]:
     targets = sorted(resolve_network_name(stack, key) for key in service["networks"])
-    return [{"Target": target} if target in _LOCAL_NETWORKS else {"Target": target, "Aliases": [name]} for target in targets]
+    return [{"Target": target} if target in _LOCAL_NETWORKS else {"Target": target, "Aliases": [service_name]} for target in targets]
 
 
 def _build_log_driver(logging: ApiSpec | None) -> ApiSpec | None:
@@ -291,18 +295,18 @@ def parse_duration_ns(duration: str) -> int:
     return int(sum(Decimal(number) * _NANOSECONDS_PER_UNIT[unit] for number, unit in parts))
 
 
-def parse_size_bytes(text: str) -> int:
+def parse_size_bytes(size: str) -> int:
     """Return the size (`512m`, `16gib`, or bytes) in bytes; units are powers of 1024. Raises StackError if it is invalid."""
-    match = re.fullmatch(r"([0-9.]+) ?([kmgt]?)i?(b?)", text.lower())
+    match = re.fullmatch(r"([0-9.]+) ?([kmgt]?)i?(b?)", size.lower())
     try:
-        return int(Decimal(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else int(text)
+        return int(Decimal(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else int(size)
     except (InvalidOperation, ValueError):
-        raise StackError(f"{text!r} is not a valid size such as 512m", place="Compose file") from None
+        raise StackError(f"{size!r} is not a valid size such as 512m", place="Compose file") from None
 
 
-def _drop_empty_values(spec: ApiSpec, keep: set[str] | frozenset[str] = frozenset()) -> ApiSpec:
-    """Return `spec` without empty values, as the CLI's JSON omits them. `Resources` is a pointer there, and is sent even when empty."""
-    return {key: value for key, value in spec.items() if key in keep or key == "Resources" or value not in (None, "", 0, [], {})}
+def _drop_empty_values(spec: ApiSpec, kept_keys: set[str] | frozenset[str] = frozenset()) -> ApiSpec:
+    """Return `spec` without empty values, which the docker CLI's JSON omits, but with `Resources`, which the CLI sends even if empty."""
+    return {key: value for key, value in spec.items() if key in kept_keys or key == "Resources" or value not in (None, "", 0, [], {})}
 
 
 def _reject_unknown_keys(keys: Any, known_keys: set[str], location: str) -> None:

@@ -62,14 +62,14 @@ class _StackDeployment:
         """Deploy the stack, with the lock held."""
         is_first_deploy = self._wait_for_earlier_teardown()
         try:
-            self._apply_steps_and_wait()
+            self._apply_steps_and_wait_for_services()
         except BaseException:
             if is_first_deploy:
                 self._roll_back_deploy()
             raise
 
     def _wait_for_earlier_teardown(self) -> bool:
-        """Wait until no earlier stack of this name is being removed. Return whether this is a first deploy."""
+        """Wait until the removal of an earlier stack of this name is complete. Return whether this is a first deploy."""
         if cluster_state.list_services(self._engine, self._stack):
             return False
         if cluster_state.list_tasks(self._engine, self._stack):
@@ -79,7 +79,7 @@ class _StackDeployment:
                 raise self.lock.build_preemption_error()
         return True
 
-    def _apply_steps_and_wait(self) -> None:
+    def _apply_steps_and_wait_for_services(self) -> None:
         with wait_for_resources(self._engine, self._compute_resource_request(), self.lock, self._report_progress, self._timeouts):
             old_task_ids = list_task_ids(self._engine, self._stack)
             applied = self._apply_steps()

@@ -55,7 +55,7 @@ def apply_steps(
 
 
 def run_in_parallel(work: Callable[[_Item], object], items: Iterable[_Item]) -> None:
-    """Call `work` on all items, a few at a time. The first error is raised when the calls that have already started are finished."""
+    """Call `work` on all items, at most 8 in parallel. On an error, wait for the calls in progress, cancel the others, and raise it."""
     pool = ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="swarm")
     try:
         for future in [pool.submit(work, item) for item in items]:
@@ -64,9 +64,9 @@ def run_in_parallel(work: Callable[[_Item], object], items: Iterable[_Item]) -> 
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _create_object(engine: DockerEngine, step: ReconcileStep, created: set[str]) -> None:
+def _create_object(engine: DockerEngine, step: ReconcileStep, created_names: set[str]) -> None:
     body = step.spec or {}
-    created.add(step.name)
+    created_names.add(step.name)
     try:
         if step.kind is ObjectKind.network:
             # Before API 1.44 the engine creates a second network of the same name without CheckDuplicate.
@@ -79,7 +79,7 @@ def _create_object(engine: DockerEngine, step: ReconcileStep, created: set[str])
             raise
         # Another command has created the object meanwhile. The names of configs and secrets contain their digest, so its content is the
         # same.
-        created.discard(step.name)
+        created_names.discard(step.name)
 
 
 def _check_secret_content(step: ReconcileStep) -> None:
@@ -92,7 +92,7 @@ def _check_secret_content(step: ReconcileStep) -> None:
 
 
 def _apply_service_step(
-    engine: DockerEngine, step: ReconcileStep, configs: Mapping[str, str], secrets: Mapping[str, str], created: set[str]
+    engine: DockerEngine, step: ReconcileStep, configs: Mapping[str, str], secrets: Mapping[str, str], created_names: set[str]
 ) -> None:
     if step.verb is StepVerb.remove:
         engine.delete(f"/services/{step.id}")
@@ -100,35 +100,35 @@ def _apply_service_step(
     spec = resolve_config_and_secret_ids(step.spec or {}, configs, secrets)
     image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
     if step.verb is StepVerb.create:
-        _create_service(engine, step, spec, image, created)
+        _create_service(engine, step, spec, image, created_names)
     else:
         update_service(engine, step.id, step.service.version if step.service else 0, spec)
 
 
-def _create_service(engine: DockerEngine, step: ReconcileStep, spec: ApiSpec, image: str, created: set[str]) -> None:
-    created.add(step.name)
+def _create_service(engine: DockerEngine, step: ReconcileStep, spec: ApiSpec, image: str, created_names: set[str]) -> None:
+    created_names.add(step.name)
     try:
         engine.post("/services/create", spec, image=image)
     except EngineError as error:
         if error.status is not None:
-            created.discard(step.name)
+            created_names.discard(step.name)
         if error.status == 409:
             raise StackError("was created by another command in the meantime", place=f"service {step.name}", hint="deploy again") from None
         raise
 
 
-def update_service(engine: DockerEngine, service: str, version: int, spec: ApiSpec) -> None:
+def update_service(engine: DockerEngine, service_id: str, version: int, spec: ApiSpec) -> None:
     """Update the service to the new spec. Retry if it was changed since it was read. Raises EngineError if the update is refused."""
     image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
     for attempt in range(_MAX_UPDATE_ATTEMPTS):
         try:
-            engine.post(f"/services/{service}/update", spec, {"version": str(version), "registryAuthFrom": "spec"}, image=image)
+            engine.post(f"/services/{service_id}/update", spec, {"version": str(version), "registryAuthFrom": "spec"}, image=image)
             return
         except EngineError as error:
             if "out of sequence" not in error.message or attempt == _MAX_UPDATE_ATTEMPTS - 1:
                 raise
         time.sleep(0.1 * (attempt + 1))
-        version = engine.get(f"/services/{service}")["Version"]["Index"]
+        version = engine.get(f"/services/{service_id}")["Version"]["Index"]
 
 
 def resolve_config_and_secret_ids(spec: ApiSpec, configs: Mapping[str, str], secrets: Mapping[str, str]) -> ApiSpec:
@@ -152,4 +152,4 @@ def _remove_object(engine: DockerEngine, step: ReconcileStep, report_progress: P
         engine.delete(f"/{step.kind}s/{step.id}")
     except EngineError as error:
         # Only the removal of an old object has failed: the next deploy retries it.
-        report_progress(f"{step.kind} {step.name} could not be removed; the next deploy tries again: {error.message}")
+        report_progress(f"{step.kind} {step.name} could not be removed; the next deploy retries: {error.message}")

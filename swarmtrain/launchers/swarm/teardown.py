@@ -51,7 +51,7 @@ def roll_back_deploy(
 ) -> None:
     """Remove the stack of a first deploy that has failed, except services that another command has created or changed since.
 
-    `created_names` has the names of the objects that the deploy has created. Raises StackError, EngineError.
+    `created_names` contains the names of the objects that the deploy has created. Raises StackError, EngineError.
     """
     services = cluster_state.list_services(engine, stack)
     ours = [service for service in services if service.name in created_names and not service.is_modified]
@@ -82,7 +82,7 @@ def _remove_services(
 
 
 def wait_until_services_stopped(engine: DockerEngine, stack: str, services: list[Service], report_progress: ProgressReporter) -> None:
-    """Wait until no container of `services` is running. Raises StackError if one still is after its grace period plus a minute."""
+    """Wait until no container of `services` is running. Raises StackError if one still is after its grace period plus 1 min."""
     service_ids = {service.id for service in services}
     grace = max((_get_stop_grace_period(service) for service in services), default=0.0)
     _wait_until_none_remain(
@@ -96,7 +96,7 @@ def wait_until_services_stopped(engine: DockerEngine, stack: str, services: list
 def wait_until_tasks_cleared(engine: DockerEngine, stack: str, report_progress: ProgressReporter) -> None:
     """Wait until Swarm has deleted the tasks of removed services: until then they keep the network in use.
 
-    Raises StackError if the tasks remain after their grace period plus a minute.
+    Raises StackError if the tasks remain after their grace period plus 1 min.
     """
     orphans = _list_orphaned_tasks(engine, stack)
     grace = max((task.stop_grace for task in orphans), default=0.0)

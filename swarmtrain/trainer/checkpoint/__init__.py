@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
@@ -84,7 +84,7 @@ class _PendingSave:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A committed checkpoint: its step, its path, and how long saving it took."""
+    """A committed checkpoint: its step, its path, and the duration of its save."""
 
     step: int
     path: Path
@@ -100,13 +100,18 @@ class CheckpointManager:
     All methods are collective (every rank must call them), unless documented otherwise.
     """
 
-    def __init__(self, runtime: Runtime, state: CheckpointState, data_fingerprint: str, report_warning: WarningReporter) -> None:
+    def __init__(self, runtime: Runtime, checkpoint_state: CheckpointState, data_fingerprint: str, report_warning: WarningReporter) -> None:
         """Claim save_dir for this world, so that older worlds can no longer commit checkpoints.
 
         `data_fingerprint`: fingerprint of the training data. `report_warning` is called with a message for each checkpoint that is
         skipped or cannot be written. Raises CheckpointError if save_dir cannot be written, or is not the same folder on all nodes.
         """
-        self._runtime, self._state, self._data_fingerprint, self._report_warning = runtime, state, data_fingerprint, report_warning
+        self._runtime, self._state, self._data_fingerprint, self._report_warning = (
+            runtime,
+            checkpoint_state,
+            data_fingerprint,
+            report_warning,
+        )
         self.save_dir = runtime.config.trainer.save_dir
         self.latest_step: int | None = None
         """Step of the newest checkpoint that this world has loaded or started to write; None before that."""
@@ -159,15 +164,15 @@ class CheckpointManager:
         if self.save_dir is not None and self.latest_step != progress.step:
             self._wait_for_commit(self._start_save(progress))
 
-    def stage_local_shard(self, folder: Path, shard_number: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
+    def stage_local_shard(self, staging_folder: Path, shard_number: int) -> tuple[TensorStorageWriter, dict[str, Any]]:
         """Copy this rank's tensors into the staging buffer, without communication.
 
-        Return the writer that will write these tensors to `folder` as shard number `shard_number`, and the tensor index of this shard:
-        dtype, shape and chunks of each tensor, by name.
+        Return the writer that will write these tensors to `staging_folder` as shard number `shard_number`, and the tensor index of this
+        shard: dtype, shape and chunks of each tensor, by name.
         """
         if self._pending_save:
             self._pending_save.write_task.wait_until_done()  # the pending write uses the same buffer, the commit does not
-        writer = TensorStorageWriter(folder, shard_number, self._staging_buffer)
+        writer = TensorStorageWriter(staging_folder, shard_number, self._staging_buffer)
         return writer, writer.stage_local_tensors(self._state.collect_tensors())
 
     def wait_for_pending_save(self) -> None:
@@ -192,7 +197,11 @@ class CheckpointManager:
         return completed
 
     def _start_save(self, progress: Progress) -> _PendingSave:
-        """Copy the state into memory, and start the tasks that write and commit it. Raises CheckpointError, WorldError."""
+        """Copy the state into host memory, start the tasks that write and commit it, and return the pending save.
+
+        Raises CheckpointError if the state cannot be copied or the staging folder cannot be created, WorldError if a newer world has
+        taken over.
+        """
         save_dir, storage = self.save_dir, self.storage
         if save_dir is None or storage is None:
             raise ValueError("cannot save a checkpoint without trainer.save_dir")
@@ -224,7 +233,10 @@ class CheckpointManager:
         return self._pending_save
 
     def _wait_for_commit(self, pending_save: _PendingSave) -> None:
-        """Wait until `pending_save` is committed. Raises CheckpointError, WorldError."""
+        """Wait until `pending_save` is committed.
+
+        Raises CheckpointError if any rank cannot write or commit the checkpoint, WorldError if a newer world has taken over.
+        """
         # First wait until each rank has written its shard: this collective detects a dead rank, while the commit would wait for it.
         collectives.run_on_all_ranks(pending_save.write_task.result)
         self._all_written.set()
@@ -278,12 +290,12 @@ class CheckpointManager:
             just_in_time.wait_for_just_in_time_checkpoint(CoordinatorClient(self._runtime.coordinator_address))
 
     def commit_checkpoint(
-        self, save_dir: Path, staging_folder: Path, progress: Progress, files: FileDigests, tensors: dict[str, Any]
+        self, save_dir: Path, staging_folder: Path, progress: Progress, file_digests: FileDigests, tensor_index: dict[str, Any]
     ) -> Path:
         """Write the manifest and publish `staging_folder` as the checkpoint of `progress`. Return its path. Called by one rank.
 
-        `files`: digests of the files in the folder; `tensors`: index of the tensors in these files. Raises WorldError if a newer world has
-        taken over, CheckpointError if a file is missing, OSError if the disk cannot be written.
+        `file_digests`: digests of the files in the folder; `tensor_index`: index of the tensors in these files. Raises WorldError if a
+        newer world has taken over, CheckpointError if a file is missing, OSError if the disk cannot be written.
         """
         config = self._runtime.config
         manifest = Manifest(
@@ -294,8 +306,8 @@ class CheckpointManager:
             data_fingerprint=self._data_fingerprint,
             rng={"seed": config.trainer.seed, "derived_from": ["seed", "step", "micro batch"]},
             topology={"world_size": self._runtime.world_size, **self._state.topology},
-            files=files,
-            tensors=tensors,
+            files=file_digests,
+            tensors=tensor_index,
             config=config.model_dump(mode="json"),
             versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
             validation_loss=progress.validation_loss,

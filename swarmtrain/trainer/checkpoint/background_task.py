@@ -38,9 +38,9 @@ class BackgroundTask(Generic[T]):
         """True if the call has raised an error."""
         return self._error is not None
 
-    def wait_until_done(self, timeout_seconds: float | None = None) -> None:
-        """Wait until the call has ended, for at most `timeout_seconds` seconds. None: no time limit."""
-        self._thread.join(timeout_seconds)
+    def wait_until_done(self, timeout: float | None = None) -> None:
+        """Wait until the call has ended, for at most `timeout` seconds. None: no time limit."""
+        self._thread.join(timeout)
 
     def result(self) -> T:
         """Wait until the call has ended, and return its result. Raises the call's error if it failed."""

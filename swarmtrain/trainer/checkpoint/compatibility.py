@@ -43,15 +43,15 @@ class LoadRules:
         """Return whether to load the tensor `name` (model/… or optimizer/…), if the checkpoint has it."""
         return not _matches_any_pattern(self.ignored_patterns, name) and (self.load_optimizer_state or name.startswith(_MODEL_PREFIX))
 
-    def is_missing_allowed(self, name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
-        """Return whether the parameter `name` may be missing in the checkpoint or in the model. True if both have it.
+    def is_missing_allowed(self, tensor_name: str, *, in_checkpoint: bool, in_model: bool) -> bool:
+        """Return whether the parameter `tensor_name` may be missing in the checkpoint or in the model. True if both have it.
 
         `in_checkpoint`: whether the checkpoint has the parameter; `in_model`: whether the model has it.
         """
-        if _matches_any_pattern(self.ignored_patterns, name):
+        if _matches_any_pattern(self.ignored_patterns, tensor_name):
             return True
-        return (in_checkpoint or _matches_any_pattern(self.allowed_missing, name)) and (
-            in_model or _matches_any_pattern(self.allowed_unexpected, name)
+        return (in_checkpoint or _matches_any_pattern(self.allowed_missing, tensor_name)) and (
+            in_model or _matches_any_pattern(self.allowed_unexpected, tensor_name)
         )
 
 
@@ -59,39 +59,39 @@ LOAD_EVERYTHING = LoadRules(should_log=False)
 
 
 def select_tensors_to_load(
-    available: TensorSizes, expected: TensorSizes, place: str, rules: LoadRules = LOAD_EVERYTHING, cause: str = ""
+    available_sizes: TensorSizes, expected_sizes: TensorSizes, place: str, rules: LoadRules = LOAD_EVERYTHING, config_changes: str = ""
 ) -> list[str]:
-    """Return the names of the `expected` tensors to load from a checkpoint with the tensors `available`.
+    """Return the names of the `expected_sizes` tensors to load from a checkpoint with the tensors `available_sizes`.
 
-    `available` and `expected` map tensor names (model/PARAMETER or optimizer/MOMENT/PARAMETER) to shapes. Optimizer state is
+    `available_sizes` and `expected_sizes` map tensor names (model/PARAMETER or optimizer/MOMENT/PARAMETER) to shapes. Optimizer state is
     initialized instead of loaded if the checkpoint lacks all state of a parameter, or state that does not belong to a single parameter.
-    `place` names the checkpoint in errors. `cause` is appended to the error message for a different model.
+    `place` names the checkpoint in errors. `config_changes` is appended to the error message for a different model.
 
     Raises IncompatibleCheckpoint if the checkpoint belongs to another model, or has the state of another optimizer.
     """
     mismatched = [
         name
-        for name in sorted(available.keys() | expected.keys())
-        if name.startswith(_MODEL_PREFIX) and available.get(name) != expected.get(name)
+        for name in sorted(available_sizes.keys() | expected_sizes.keys())
+        if name.startswith(_MODEL_PREFIX) and available_sizes.get(name) != expected_sizes.get(name)
     ]
-    if mismatched := [name for name in mismatched if not (_is_allowed_difference(available, expected, name, rules))]:
+    if mismatched := [name for name in mismatched if not (_is_allowed_difference(available_sizes, expected_sizes, name, rules))]:
         name = mismatched[0]
-        saved_size, current_size = available.get(name, "missing"), expected.get(name, "missing")
+        saved_size, current_size = available_sizes.get(name, "missing"), expected_sizes.get(name, "missing")
         raise IncompatibleCheckpoint(
             f"belongs to a different model: {name} is {saved_size} in the checkpoint and {current_size} in the model; "
-            f"mismatched parameters: {len(mismatched)}{cause}",
+            f"mismatched parameters: {len(mismatched)}{config_changes}",
             place=place,
             hint="restore the previous transformer_architecture, or choose another trainer.save_dir",
         )
-    loadable = {name: size for name, size in available.items() if rules.should_load_tensor(name)}
-    saved_kinds, expected_kinds = _group_moment_names_by_parameter(loadable), _group_moment_names_by_parameter(expected)
+    loadable = {name: size for name, size in available_sizes.items() if rules.should_load_tensor(name)}
+    saved_kinds, expected_kinds = _group_moment_names_by_parameter(loadable), _group_moment_names_by_parameter(expected_sizes)
     for name in sorted(expected_kinds):
         if f"{_MODEL_PREFIX}{name}" in loadable and saved_kinds[name] and saved_kinds[name] != expected_kinds[name]:
             _raise_optimizer_mismatch(name, saved_kinds[name], expected_kinds[name], place)
-    return [name for name in expected if name in loadable]
+    return [name for name in expected_sizes if name in loadable]
 
 
-def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) -> dict[str, int]:
+def assign_source_checkpoints(tensor_names_by_checkpoint: Sequence[Collection[str]]) -> dict[str, int]:
     """Return for each tensor the index of the checkpoint to load it from, given the tensor names of each checkpoint.
 
     A parameter is loaded from the first checkpoint that has it. Optimizer state is loaded from the same checkpoint as its parameter, or
@@ -99,7 +99,7 @@ def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) ->
     """
     source_of: dict[str, int] = {}
     source_of_parameter: dict[str, int] = {}
-    for number, names in enumerate(names_by_checkpoint):
+    for number, names in enumerate(tensor_names_by_checkpoint):
         for name in names:
             if name.startswith(_MODEL_PREFIX):
                 source_of_parameter.setdefault(name.removeprefix(_MODEL_PREFIX), number)
@@ -110,12 +110,12 @@ def assign_source_checkpoints(names_by_checkpoint: Sequence[Collection[str]]) ->
     return source_of
 
 
-def describe_loaded_tensors(available: TensorSizes, expected: TensorSizes, names: Sequence[str]) -> str:
-    """Return a log message about the loaded tensors `names`: how many are loaded, and which parameters are not."""
+def describe_loaded_tensors(available_sizes: TensorSizes, expected_sizes: TensorSizes, loaded_names: Sequence[str]) -> str:
+    """Return a log message about the loaded tensors `loaded_names`: how many are loaded, and which parameters are not."""
     clauses = []
     for kind, noun in ((_MODEL_PREFIX, "parameters"), (_OPTIMIZER_PREFIX, "tensors of optimizer state")):
-        expected_names, available_names = ([name for name in sizes if name.startswith(kind)] for sizes in (expected, available))
-        taken = {name for name in names if name.startswith(kind)}
+        expected_names, available_names = ([name for name in sizes if name.startswith(kind)] for sizes in (expected_sizes, available_sizes))
+        taken = {name for name in loaded_names if name.startswith(kind)}
         clauses.append(f"{len(taken)} of {len(expected_names)} {noun} loaded")
         for label, remaining in (
             ("start from scratch", [name for name in expected_names if name not in taken]),
@@ -126,30 +126,32 @@ def describe_loaded_tensors(available: TensorSizes, expected: TensorSizes, names
     return "; ".join(clauses)
 
 
-def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str) -> list[str]:
+def diff_configs(saved_config: Mapping[str, Any], current_config: Mapping[str, Any], section_path: str) -> list[str]:
     """Return one line with the saved and the current value for each config key whose values differ.
 
-    `prefix`: path of the compared section in the config. Keys that only one of the configs has are ignored.
+    `section_path`: path of the compared section in the config. Keys that only one of the configs has are ignored.
     """
     lines = []
-    for name in saved.keys() & current.keys():
-        saved_value, current_value = saved[name], current[name]
+    for name in saved_config.keys() & current_config.keys():
+        saved_value, current_value = saved_config[name], current_config[name]
         if isinstance(saved_value, dict) and isinstance(current_value, dict):
-            lines += diff_configs(saved_value, current_value, f"{prefix}.{name}")
+            lines += diff_configs(saved_value, current_value, f"{section_path}.{name}")
         elif saved_value != current_value:
-            lines.append(f"{prefix}.{name} is {json.dumps(saved_value)} in the checkpoint and {json.dumps(current_value)} in the config")
+            lines.append(
+                f"{section_path}.{name} is {json.dumps(saved_value)} in the checkpoint and {json.dumps(current_value)} in the config"
+            )
     return sorted(lines)
 
 
-def _is_allowed_difference(available: TensorSizes, expected: TensorSizes, name: str, rules: LoadRules) -> bool:
-    """Return whether the difference of the tensor `name` between checkpoint and model is allowed.
+def _is_allowed_difference(available_sizes: TensorSizes, expected_sizes: TensorSizes, tensor_name: str, rules: LoadRules) -> bool:
+    """Return whether the difference of the tensor `tensor_name` between checkpoint and model is allowed.
 
     A tensor may be missing in the checkpoint or in the model if `rules` allow it. If both have it, its shapes may differ only if it is
     not loaded.
     """
-    in_checkpoint, in_model = name in available, name in expected
-    return rules.is_missing_allowed(name, in_checkpoint=in_checkpoint, in_model=in_model) and (
-        not (in_checkpoint and in_model) or not rules.should_load_tensor(name)
+    in_checkpoint, in_model = tensor_name in available_sizes, tensor_name in expected_sizes
+    return rules.is_missing_allowed(tensor_name, in_checkpoint=in_checkpoint, in_model=in_model) and (
+        not (in_checkpoint and in_model) or not rules.should_load_tensor(tensor_name)
     )
 
 
@@ -157,10 +159,12 @@ def _matches_any_pattern(patterns: Iterable[str], name: str) -> bool:
     return any(re.search(pattern, name.rpartition("/")[2]) for pattern in patterns)
 
 
-def _raise_optimizer_mismatch(name: str, saved_kinds: Iterable[str], expected_kinds: Iterable[str], place: str) -> NoReturn:
+def _raise_optimizer_mismatch(
+    parameter_name: str, saved_moment_names: Iterable[str], expected_moment_names: Iterable[str], place: str
+) -> NoReturn:
     raise IncompatibleCheckpoint(
-        f"has the state of a different optimizer: for {name} it has {' and '.join(sorted(saved_kinds))}, but "
-        f"{' and '.join(sorted(expected_kinds))} is expected",
+        f"has the state of a different optimizer: for {parameter_name} it has {' and '.join(sorted(saved_moment_names))}, but "
+        f"{' and '.join(sorted(expected_moment_names))} is expected",
         place=place,
         hint="restore the previous optimizer.method (or the group's), or choose another trainer.save_dir",
     )

@@ -101,16 +101,22 @@ class ConsolidatedCheckpoint:
 
 
 def open_base_weights(
-    folder: Path, architecture: TransformerArchitectureConfig, sizes: Mapping[str, torch.Size], *, file_shard: tuple[int, int] = (0, 1)
+    folder: Path,
+    architecture: TransformerArchitectureConfig,
+    parameter_sizes: Mapping[str, torch.Size],
+    *,
+    file_shard: tuple[int, int] = (0, 1),
 ) -> BaseWeights:
     """Return the parameters of the model in `folder`, a Hugging Face model or a checkpoint.
 
-    `sizes`: shapes of the expected parameters, by name. `file_shard`: (index, number of shards); if `folder` is a checkpoint, this process
-    verifies only the files of this shard. Raises IncompatibleCheckpoint, with a list of differences, if the model in `folder` has another
-    architecture, or if it already has PEFT parameters or an embedding head; CheckpointError if the model cannot be read.
+    `parameter_sizes`: shapes of the expected parameters, by name. `file_shard`: (index, number of shards); if `folder` is a checkpoint,
+    this process verifies only the files of this shard. Raises IncompatibleCheckpoint, with a list of differences, if the model in `folder`
+    has another architecture, or if it already has PEFT parameters or an embedding head; CheckpointError if the model cannot be read.
     """
     if not (folder / manifest.MANIFEST_NAME).exists():
-        return BaseWeights(pretrained.build_parameter_loader(folder, architecture, sizes), pretrained.compute_model_fingerprint(folder))
+        return BaseWeights(
+            pretrained.build_parameter_loader(folder, architecture, parameter_sizes), pretrained.compute_model_fingerprint(folder)
+        )
     checkpoint = ConsolidatedCheckpoint(folder, manifest.read_manifest(folder))
     saved_shape, place = checkpoint.config.transformer_architecture, f"config trainer.init_from {folder}"
     if differing_fields := pretrained.find_architecture_differences(saved_shape, architecture):
@@ -135,22 +141,24 @@ def open_base_weights(
     return BaseWeights(checkpoint.load_parameter, checkpoint.manifest.fingerprint)
 
 
-def find_checkpoint(source: Path, base_folder: Path | None = None) -> ConsolidatedCheckpoint:
-    """Return the checkpoint in the folder `source`, or the newest complete checkpoint if `source` is a save_dir.
+def find_checkpoint(checkpoint_or_save_dir: Path, base_folder: Path | None = None) -> ConsolidatedCheckpoint:
+    """Return the checkpoint in the folder `checkpoint_or_save_dir`; if that is a save_dir, its newest complete checkpoint.
 
     `base_folder`: folder of the base model, if the checkpoint has only the trained parameters and the base model's folder was
     moved. Raises CheckpointError if there is no complete checkpoint.
     """
-    if (source / manifest.MANIFEST_NAME).exists():
-        content = manifest.read_manifest(source)
-        manifest.verify_files(source, content, sorted(content.files))
-        return ConsolidatedCheckpoint(source, content, base_folder)
+    if (checkpoint_or_save_dir / manifest.MANIFEST_NAME).exists():
+        content = manifest.read_manifest(checkpoint_or_save_dir)
+        manifest.verify_files(checkpoint_or_save_dir, content, sorted(content.files))
+        return ConsolidatedCheckpoint(checkpoint_or_save_dir, content, base_folder)
     damage = ""
-    for path, content in commit.list_checkpoints_newest_first(source):
+    for path, content in commit.list_checkpoints_newest_first(checkpoint_or_save_dir):
         try:
             manifest.verify_files(path, content, sorted(content.files))
         except CheckpointError as error:
             damage = damage or f": {error}"
         else:
             return ConsolidatedCheckpoint(path, content, base_folder)
-    raise CheckpointError(f"has no complete checkpoint{damage}", place=str(source), hint="pass the trainer.save_dir of a run")
+    raise CheckpointError(
+        f"has no complete checkpoint{damage}", place=str(checkpoint_or_save_dir), hint="pass the trainer.save_dir of a run"
+    )

@@ -143,12 +143,12 @@ def _run_rescue(
         return saved_step
 
 
-def _has_disk_with_all_shards(disk_of_rank: Sequence[int], holders: Sequence[Sequence[int]]) -> bool:
+def _has_disk_with_all_shards(disk_of_rank: Sequence[int], ranks_by_shard: Sequence[Sequence[int]]) -> bool:
     """Return whether there is a disk whose ranks together hold all shards, so that a complete checkpoint can be written to it.
 
-    `disk_of_rank`: index of the disk that each rank saves to; `holders`: for each shard the ranks that hold it.
+    `disk_of_rank`: index of the disk that each rank saves to; `ranks_by_shard`: for each shard the ranks that hold it.
     """
-    return any(all(disk in {disk_of_rank[rank] for rank in ranks} for ranks in holders) for disk in set(disk_of_rank))
+    return any(all(disk in {disk_of_rank[rank] for rank in ranks} for ranks in ranks_by_shard) for disk in set(disk_of_rank))
 
 
 def _save_shard(

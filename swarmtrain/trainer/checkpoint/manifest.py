@@ -88,12 +88,12 @@ class Manifest:
             )
         field_names = {item.name for item in fields(cls)}
         if digest != _compute_json_digest(values) or set(values) != field_names:
-            raise CheckpointError(f"its {MANIFEST_NAME} is corrupt: its digest or its keys are wrong", place=place)
+            raise CheckpointError(f"its {MANIFEST_NAME} is corrupt: its digest does not match, or its keys are invalid", place=place)
         return cls(**values)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest in the checkpoint folder `folder`.
+    """Return the manifest of the checkpoint in `folder`.
 
     Raises CheckpointError if it is missing or corrupt, IncompatibleCheckpoint if it has another format version.
     """

@@ -75,7 +75,7 @@ class _CheckpointLoader:
             )
         return checkpoint
 
-    def build_progress(self, path: Path, manifest: Manifest, *, is_from_other_run: bool) -> Progress:
+    def build_progress(self, checkpoint_path: Path, manifest: Manifest, *, is_from_other_run: bool) -> Progress:
         if is_from_other_run and not self.runtime.config.trainer.load_context:
             return Progress()
         if manifest.data_fingerprint == self.data_fingerprint:
@@ -84,11 +84,11 @@ class _CheckpointLoader:
             return Progress(manifest.step, 0, None)
         raise IncompatibleCheckpoint(
             f"was trained on different data, or in a different order{self._describe_config_changes(manifest, 'data')}",
-            place=str(path),
+            place=str(checkpoint_path),
             hint="choose another trainer.save_dir, or restore the data",
         )
 
-    def build_load_rules_for_resume(self, path: Path, manifest: Manifest) -> LoadRules:
+    def build_load_rules_for_resume(self, checkpoint_path: Path, manifest: Manifest) -> LoadRules:
         """Return the load rules for a checkpoint of this run.
 
         Raises IncompatibleCheckpoint if trainer.init_from is not the base model of the checkpoint.
@@ -99,26 +99,26 @@ class _CheckpointLoader:
             reason = "is not set" if self.training_state.model.base_fingerprint is None else "is a different model, or has changed"
             raise IncompatibleCheckpoint(
                 f"contains only the trained parameters, and trainer.init_from, which has the rest, {reason}",
-                place=str(path),
+                place=str(checkpoint_path),
                 hint=f"set trainer.init_from back to its previous value: {manifest.config['trainer']['init_from']}",
             )
         return LoadRules(
             allowed_missing=tuple(f"^{re.escape(name)}$" for name in self.training_state.frozen_parameter_names), should_log=False
         )
 
-    def load_training_state(self, sources: Sequence[CheckpointWithManifest], rules: LoadRules) -> None:
-        tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in sources)
-        source_of = assign_source_checkpoints([manifest.tensors for _, manifest in sources])
-        available = {name: tuple(sources[number][1].tensors[name]["size"]) for name, number in source_of.items()}
+    def load_training_state(self, source_checkpoints: Sequence[CheckpointWithManifest], rules: LoadRules) -> None:
+        tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in source_checkpoints)
+        source_of = assign_source_checkpoints([manifest.tensors for _, manifest in source_checkpoints])
+        available = {name: tuple(source_checkpoints[number][1].tensors[name]["size"]) for name, number in source_of.items()}
         # torch's planner handles the sharding of each tensor. Tensors of other pipeline stages are not on this rank: gather their shapes.
         shapes = collectives.all_gather_objects({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         expected = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
         names = select_tensors_to_load(
-            available, expected, place, rules, self._describe_config_changes(sources[0][1], "transformer_architecture")
+            available, expected, place, rules, self._describe_config_changes(source_checkpoints[0][1], "transformer_architecture")
         )
-        if rules.should_log or len(sources) > 1:
+        if rules.should_log or len(source_checkpoints) > 1:
             self.report_warning(f"{place}: {describe_loaded_tensors(available, expected, names)}")
-        for number, (path, manifest) in enumerate(sources):
+        for number, (path, manifest) in enumerate(source_checkpoints):
             loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
             try:
                 dcp.load(loadable, storage_reader=TensorStorageReader(path, manifest.tensors))

@@ -30,7 +30,7 @@ _MAX_STALL_FRACTION, _MAX_WRITE_FRACTION = 0.01, 0.25
 
 
 def compute_auto_interval(stall_seconds: float, write_seconds: float) -> float:
-    """Return the interval between two checkpoints in seconds.
+    """Return the `auto` interval between two checkpoints in seconds: Young's interval, increased to its lower bounds.
 
     Each checkpoint stalls training for `stall_seconds`, and takes `write_seconds` to write.
     """
@@ -43,12 +43,14 @@ def compute_auto_interval(stall_seconds: float, write_seconds: float) -> float:
 
 
 class SaveInterval:
-    """Determines when a checkpoint is due. `samples_per_epoch`: samples per epoch; `batch_size`: samples per step."""
+    """Determines when a checkpoint is due. `global_batch_size`: samples per step."""
 
-    def __init__(self, config: TrainerConfig, samples_per_epoch: int, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: TrainerConfig, samples_per_epoch: int, global_batch_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         interval = parse_interval(config.save_interval)
         self._step_multiples = [steps for steps in (interval.steps, config.keep_checkpoints_every) if steps]
-        self._samples_between_saves, self._batch_size = (interval.epochs or 0) * samples_per_epoch, batch_size
+        self._samples_between_saves, self._batch_size = (interval.epochs or 0) * samples_per_epoch, global_batch_size
         self._saves_after_validation = config.keep_best_checkpoints > 0
         self._is_auto = config.save_interval == AUTO
         self._interval_seconds = MIN_AUTO_INTERVAL_SECONDS if self._is_auto else interval.seconds

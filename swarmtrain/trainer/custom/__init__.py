@@ -1,4 +1,4 @@
-"""Runs of custom training scripts: five lines let a script resume after any failure, and two lines log its metrics.
+"""Runs of custom training scripts: five lines make a script resume after any failure, and two lines log its metrics.
 
     with swarmtrain.trainer.run(trainer={"save_dir": "checkpoints"}) as run:
         run.register_for_checkpointing(model=model, optimizer=optimizer)
@@ -36,7 +36,7 @@ from pydantic import ValidationError
 
 from swarmtrain import protocol
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import convert_validation_error
+from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import SavedCheckpoint
@@ -83,7 +83,7 @@ def run(
                 current_run._close_run(all_ranks_present=exit_request.code in (None, 0, protocol.EXIT_PLANNED))
                 raise
             except BaseException:
-                current_run._close_run(all_ranks_present=runtime.world_size == 1)  # other ranks may not get here: a collective would hang
+                current_run._close_run(all_ranks_present=runtime.world_size == 1)  # other ranks may not reach it: a collective would hang
                 raise
             current_run._close_run(all_ranks_present=True)
 
@@ -91,13 +91,13 @@ def run(
 class Run:
     """The run of a custom script on one rank: its rank and device, metrics, and checkpoints."""
 
-    def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None, stack: ExitStack) -> None:
+    def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None, exit_stack: ExitStack) -> None:
         """Read the step of the last logged metrics, so that step numbers continue after a restart. Collective: all ranks must call it.
 
-        `group`: process group of all ranks; None: the default group. `stack`: exit stack that is closed at the end of the run.
+        `group`: process group of all ranks; None: the default group. `exit_stack`: exit stack that is closed at the end of the run.
         """
         self.runtime = runtime
-        self._group, self._stack = group, stack
+        self._group, self._stack = group, exit_stack
         folder = get_metrics_folder(runtime)
         self._step = collectives.run_on_all_ranks(lambda: read_last_metrics_step(folder) if folder and runtime.is_rank_zero else 0, group)[
             0
@@ -215,7 +215,7 @@ class Run:
 
         Any other iterable is read completely on each rank, and batches that were processed before a restart are skipped. If ranks have
         unequal numbers of batches, a rank without a next batch repeats its last batch, with a `loss_weight` of 0, until no rank has a next
-        batch (cf. torch `Join`).
+        batch (compare the context manager torch.distributed.algorithms.Join).
 
         The loop ends after `max_steps` steps in total; if `max_steps` is None, after `epochs` epochs (default 1). Both are counted across
         restarts. Random number generators are seeded at each step. The last step is saved.
@@ -258,7 +258,7 @@ class Run:
         """
         if self._loop:
             self._report_saved_checkpoints(self._loop.save_and_wait())
-        LOG.info("stop requested: stops after step %d", self._step)
+        LOG.info("stop requested: exiting after step %d", self._step)
         raise SystemExit(protocol.EXIT_PLANNED)
 
     def add_callback(self, event: CallbackEvent | str, function: Callable[..., object], *, priority: int = 0) -> None:
@@ -325,14 +325,14 @@ class Run:
         line: dict[str, Any] = {}
         for step in sorted({step for rank_metrics in metrics_by_rank for step in rank_metrics}):
             line = {"step": step, **reduce_metrics([rank_metrics.get(step, {}) for rank_metrics in metrics_by_rank])}
-            self._sinks.write(line)
+            self._sinks.write_metrics(line)
         if line:
             LOG.info("%s", _format_metrics_line(line))
             self._post_progress(line)
 
-    def _post_progress(self, line: Mapping[str, Any]) -> None:
+    def _post_progress(self, metrics_line: Mapping[str, Any]) -> None:
         if self._event_sender:
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            numbers = {name: value for name, value in metrics_line.items() if isinstance(value, int | float)}
             self._event_sender.queue_progress_event(protocol.Event(protocol.EVENT_PROGRESS, numbers))
 
     def _install_stop_signal_handler(self) -> StopFlag:
@@ -385,15 +385,15 @@ def _format_metrics_line(line: Mapping[str, Any]) -> str:
     return "  ".join(fields)
 
 
-def _load_config(source: Config | Path | str | None, changes: Mapping[str, Mapping[str, Any]]) -> Config:
-    if isinstance(source, Config):
-        config = source
-    elif source is not None or "SWARMTRAIN_CONFIG" in os.environ:
-        config = read_config([] if source is None else [str(source)])
+def _load_config(config_or_path: Config | Path | str | None, overrides: Mapping[str, Mapping[str, Any]]) -> Config:
+    if isinstance(config_or_path, Config):
+        config = config_or_path
+    elif config_or_path is not None or "SWARMTRAIN_CONFIG" in os.environ:
+        config = read_config([] if config_or_path is None else [str(config_or_path)])
     else:
         config = Config()
     values = json.loads(config.to_json())
-    for section, fields in changes.items():
+    for section, fields in overrides.items():
         values[section] |= fields
     try:
         return Config.from_json(json.dumps(values, default=str))

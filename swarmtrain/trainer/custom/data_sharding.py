@@ -1,7 +1,7 @@
 """Shard the samples of a DataLoader over any number of ranks, starting at any step.
 
 The samples of step k of an epoch, and their order, are a function of (seed, epoch, k), independent of the number of ranks. Of the samples
-of a step, rank r of n gets those at indices r, r + n, r + 2n …, so with half as many ranks each rank gets twice as many samples.
+of a step, rank r of n receives those at indices r, r + n, r + 2n …, so with half as many ranks each rank receives twice as many.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class ShardedLoader:
         for local_batch, (_, weight) in zip(self._loader, assignments, strict=True):
             yield local_batch, weight
 
-    def _assign_samples(self, epoch: int, number: int) -> tuple[list[int], float]:
-        """Return this rank's sample indices in step `number` of an epoch, and the loss weight of its batch.
+    def _assign_samples(self, epoch: int, step_in_epoch: int) -> tuple[list[int], float]:
+        """Return this rank's sample indices in step `step_in_epoch` of an epoch, and the loss weight of its batch.
 
         If there are fewer samples than ranks, a rank without samples receives a sample of another rank, with weight 0.
         """
-        first = number * self.global_batch_size
+        first = step_in_epoch * self.global_batch_size
         count = min(self.global_batch_size, self.sample_count - first)
         stream_position = epoch * self.sample_count + first
         ids = (
@@ -86,9 +86,9 @@ class _SeededDataset(Dataset[Any]):
     Random augmentation of a sample is therefore independent of the rank, of the worker process, and of previously read samples.
     """
 
-    def __init__(self, data: Dataset[Any], seed: int) -> None:
-        self._data, self._seed = data, seed
-        if hasattr(data, "__getitems__"):
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._data, self._seed = dataset, seed
+        if hasattr(dataset, "__getitems__"):
             self.__getitems__ = self._get_items
 
     def __getitem__(self, key: _SampleKey) -> Any:
@@ -96,11 +96,11 @@ class _SeededDataset(Dataset[Any]):
         seed_everything(self._seed, "sample", epoch, sample)
         return self._data[sample]
 
-    def _get_items(self, keys: list[_SampleKey]) -> Any:
-        """Return the samples with these `keys`. Samples that are read together share the seed of the first sample."""
-        epoch, sample = keys[0]
+    def _get_items(self, sample_keys: list[_SampleKey]) -> Any:
+        """Return the samples of `sample_keys`. Samples that are read together share the seed of the first sample."""
+        epoch, sample = sample_keys[0]
         seed_everything(self._seed, "sample", epoch, sample)
-        return self._data.__getitems__([sample for _, sample in keys])  # type: ignore[attr-defined]
+        return self._data.__getitems__([sample for _, sample in sample_keys])  # type: ignore[attr-defined]
 
 
 def can_shard_loader(loader: DataLoader[Any]) -> bool:

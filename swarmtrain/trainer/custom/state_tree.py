@@ -20,25 +20,25 @@ from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME
 _HINT = "return only tensors, numbers, strings, None, and lists, tuples and dicts of these from state_dict()"
 
 
-def flatten_state(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON, and add its tensors to `tensors`, under names that begin with `name`.
+def flatten_state(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return `state` as JSON, and add its tensors to `tensors`, under names that begin with `name`.
 
-    Raises TrainingError if `value` contains an object of an unsupported type.
+    Raises TrainingError if `state` contains an object of an unsupported type.
     """
-    match value:
+    match state:
         case None | bool() | int() | float() | str():
-            return value
+            return state
         case Tensor():
-            return _register_tensor(value.detach(), name, tensors)
+            return _register_tensor(state.detach(), name, tensors)
         case np.ndarray() | np.generic():
-            return _register_tensor(torch.from_numpy(np.array(value)), name, tensors)
+            return _register_tensor(torch.from_numpy(np.array(state)), name, tensors)
         case Mapping():
-            return {"dict": [[flatten_state(key, name, {}), flatten_state(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+            return {"dict": [[flatten_state(key, name, {}), flatten_state(item, f"{name}/{key}", tensors)] for key, item in state.items()]}
         case tuple():
-            return {"tuple": [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]}
+            return {"tuple": [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(state)]}
         case list():
-            return [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(value)]
-    raise TrainingError(f"has a value of a type that cannot be saved: {type(value).__name__}", place=name, hint=_HINT)
+            return [flatten_state(item, f"{name}/{number}", tensors) for number, item in enumerate(state)]
+    raise TrainingError(f"has a value of a type that cannot be saved: {type(state).__name__}", place=name, hint=_HINT)
 
 
 def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Training loop of a custom script: resume its steps, save them when due, and exit all ranks together."""
+"""Training loop of a custom script: resume it, save checkpoints when due, and exit all ranks together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REQUIRED_CALLS = {"save_if_due": "run.save_if_due()", "stop_requested": "if run
 
 
 class _StepAgreement(NamedTuple):
-    """Result of the all-reduce of one step: equal on all ranks."""
+    """Stop flag, save flag and number of ranks with a next batch, all-reduced at one step: equal on all ranks."""
 
     step: int
     stop_requested: bool = False
@@ -41,13 +41,19 @@ class TrainingLoop:
     """Runs the steps of a custom script, and saves its registered objects. All methods are collective: every rank must call them."""
 
     def __init__(
-        self, runtime: Runtime, group: dist.ProcessGroup | None, user_state: UserState, stop: StopFlag, report_warning: WarningReporter
+        self, runtime: Runtime, group: dist.ProcessGroup | None, user_state: UserState, stop_flag: StopFlag, report_warning: WarningReporter
     ) -> None:
         """Load the newest checkpoint in trainer.save_dir; if there is none, the newest checkpoint in trainer.load_dir.
 
         Raises the errors of CheckpointManager and UserState.load_checkpoint; TrainingError if trainer.load_dir has no complete checkpoint.
         """
-        self._runtime, self._group, self._user_state, self._stop, self._report_warning = runtime, group, user_state, stop, report_warning
+        self._runtime, self._group, self._user_state, self._stop, self._report_warning = (
+            runtime,
+            group,
+            user_state,
+            stop_flag,
+            report_warning,
+        )
         self._checkpoint_manager = CheckpointManager(runtime, user_state, "", report_warning)
         self._save_interval: SaveInterval | None = None
         self._called_names: set[str] = set()
@@ -75,7 +81,7 @@ class TrainingLoop:
     def iterate_steps(self, data: Iterable[Any], epochs: int | None, max_steps: int | None, global_batch_size: int | None) -> Iterator[Any]:
         """Yield the remaining batches of `data` on this rank.
 
-        Raises TrainingError if the loop lacks a required call, or if the data cannot be sharded.
+        Raises TrainingError if the loop does not use both save_if_due() and stop_requested, or if the data cannot be sharded.
         """
         if self._save_interval:
             raise TrainingError(
@@ -109,9 +115,10 @@ class TrainingLoop:
         return self._all_reduce_stop_and_save_flags().stop_requested
 
     def save_if_due(self, metric: float | None) -> list[SavedCheckpoint]:
-        """Start saving this step if a checkpoint is due. Return the checkpoints that this rank has committed since the last call.
+        """Start saving a checkpoint of this step if one is due. Return the checkpoints that this rank has committed since the last call.
 
-        Raises WorldError if a newer world has taken over, TrainingError outside the loop over steps().
+        `metric`: validation metric of this step; None if it was not evaluated. Raises WorldError if a newer world has taken over,
+        TrainingError outside the loop over steps().
         """
         self._called_names.add("save_if_due")
         if metric is not None:
@@ -134,9 +141,10 @@ class TrainingLoop:
         return checkpoints
 
     def save_and_wait(self) -> list[SavedCheckpoint]:
-        """Save this step and wait until it is committed. Return the checkpoints that this rank has committed since the last call.
+        """Save a checkpoint of this step, and wait until it is committed.
 
-        Raises CheckpointError if the checkpoint cannot be written, WorldError if a newer world has taken over.
+        Return the checkpoints that this rank has committed since the last call. Raises CheckpointError if the checkpoint cannot
+        be written, WorldError if a newer world has taken over.
         """
         if self.progress.step:
             self._checkpoint_manager.save_and_wait(self.progress)

@@ -32,13 +32,16 @@ class Stateful(Protocol):
 
 
 class UserState:
-    """The objects that a script has registered, by name. Implements swarmtrain.trainer.checkpoint.training_state.CheckpointState."""
+    """Collects and loads the state of the objects that a script has registered.
+
+    Implements swarmtrain.trainer.checkpoint.training_state.CheckpointState.
+    """
 
     topology: Mapping[str, int] = {}
 
-    def __init__(self, objects: Mapping[str, Stateful]) -> None:
-        """Register `objects`, by name. Raises TrainingError if an object has no state_dict() or load_state_dict()."""
-        for name, stateful in objects.items():
+    def __init__(self, stateful_objects: Mapping[str, Stateful]) -> None:
+        """Register `stateful_objects`, by name. Raises TrainingError if an object has no state_dict() or load_state_dict()."""
+        for name, stateful in stateful_objects.items():
             if not (callable(getattr(stateful, "state_dict", None)) and callable(getattr(stateful, "load_state_dict", None))):
                 hint = "implement both methods, or do not register the object"
                 raise TrainingError(
@@ -46,7 +49,7 @@ class UserState:
                     place="register_for_checkpointing",
                     hint=hint,
                 )
-        self._objects = {name: _unwrap_module(stateful) for name, stateful in objects.items()}
+        self._objects = {name: _unwrap_module(stateful) for name, stateful in stateful_objects.items()}
         self._state: dict[str, Any] = {}
         self.data_layout: dict[str, Any] = {}
         """Batch size and other settings of the script's data, saved in checkpoints so that a restart can detect changes."""
@@ -65,20 +68,20 @@ class UserState:
         """Return all state that is not a tensor, as it was at the last call of collect_tensors()."""
         return self._state
 
-    def load_checkpoint(self, path: Path, content: Manifest) -> None:
-        """Load the checkpoint at `path`, with the manifest `content`, into the objects. Collective: all ranks must call it.
+    def load_checkpoint(self, path: Path, manifest: Manifest) -> None:
+        """Load the checkpoint at `path`, described by `manifest`, into the objects. Collective: all ranks must call it.
 
         Raises IncompatibleCheckpoint if the checkpoint has other objects, or if an object rejects its saved state; CheckpointError if the
         checkpoint cannot be read.
         """
-        trees = content.state.get("objects", {})
+        trees = manifest.state.get("objects", {})
         if trees.keys() != self._objects.keys():
             saved_names, current_names = (", ".join(sorted(names)) or "no registered objects" for names in (trees, self._objects))
             hint = "call register_for_checkpointing() with the same names, or choose another trainer.save_dir"
             raise IncompatibleCheckpoint(f"has {saved_names}, but the script registers {current_names}", place=str(path), hint=hint)
-        tensors = {name: torch.empty(entry["size"], dtype=DTYPES_BY_NAME[entry["dtype"]]) for name, entry in content.tensors.items()}
+        tensors = {name: torch.empty(entry["size"], dtype=DTYPES_BY_NAME[entry["dtype"]]) for name, entry in manifest.tensors.items()}
         try:
-            dcp.load(tensors, storage_reader=TensorStorageReader(path, content.tensors))
+            dcp.load(tensors, storage_reader=TensorStorageReader(path, manifest.tensors))
         except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
             raise CheckpointError(describe_first_failure(error), place=str(path)) from None
         for name, stateful in self._objects.items():
@@ -87,7 +90,7 @@ class UserState:
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 hint = "restore the previous object, or choose another trainer.save_dir"
                 raise IncompatibleCheckpoint(f"{name} does not accept the saved state: {error}", place=str(path), hint=hint) from None
-        self.data_layout = dict(content.state["data_layout"])
+        self.data_layout = dict(manifest.state["data_layout"])
 
 
 def describe_changes_since_checkpoint(checkpoint: CheckpointWithManifest, config: Config) -> Iterator[str]:

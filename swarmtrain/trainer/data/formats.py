@@ -121,12 +121,12 @@ def _open_megatron_files(prefix: Path, array_type: FileArrayType, _: int | None)
     if version != 1:
         raise ValueError(f"{index_path.name} has version {version}, but only version 1 is supported")
     if dtype_code not in _MEGATRON_DTYPES:
-        raise ValueError(f"{index_path.name} has tokens of type {dtype_code}, which is not an integer type")
+        raise ValueError(f"{index_path.name} has tokens of dtype code {dtype_code}, which is not an integer dtype")
     dtype = np.dtype(_MEGATRON_DTYPES[dtype_code])
     index = array_type(index_path, np.dtype(np.uint8), 34).array
     boundaries = np.cumsum([0, 4 * sequences, 8 * sequences, 8 * entries])
     if len(index) not in (boundaries[-1], boundaries[-1] + sequences):  # multimodal files have one more byte per sequence
-        raise ValueError(f"{index_path.name} has {len(index) + 34} bytes, and {int(boundaries[-1]) + 34} are expected from its header")
+        raise ValueError(f"{index_path.name} has {len(index) + 34} bytes, but its header specifies {int(boundaries[-1]) + 34}")
     lengths, pointers, ends = (
         np.frombuffer(index[first:end].tobytes(), dtype=item_dtype)
         for first, end, item_dtype in zip(boundaries, boundaries[1:], ("<i4", "<i8", "<i8"), strict=False)

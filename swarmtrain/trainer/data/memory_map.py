@@ -33,7 +33,7 @@ class MemoryMap:
     """The tokens and documents of one data set (the token files with one path prefix), or of a range of its documents.
 
     Tokens are read only when requested. Other formats are also supported: their document index is built when the files are
-    opened, and takes 16 bytes of memory per document.
+    opened, and uses 16 bytes of memory per document.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class MemoryMap:
         """Path of the file with the tokens."""
         return formats.build_token_file_path(self.prefix, "bin")
 
-    def select_document_fraction(self, low: float, high: float) -> Self:
+    def select_document_fraction(self, start_fraction: float, end_fraction: float) -> Self:
         """Return a copy of this MemoryMap that is restricted to a range of the documents.
 
-        `low`, `high`: start and end of the range, as fractions (0 to 1) of the number of documents.
+        `start_fraction`, `end_fraction`: start and end of the range, as fractions (0 to 1) of the number of documents.
         """
-        first, end = round(low * len(self.documents)), round(high * len(self.documents))
+        first, end = round(start_fraction * len(self.documents)), round(end_fraction * len(self.documents))
         selection = copy.copy(self)
         selection.documents = self.documents[first:end]
         selection.token_start = int(selection.documents[0, 0]) if end > first else 0
@@ -104,9 +104,9 @@ class MemoryMap:
             low, high = np.where(is_before & (low < high), middle + 1, low), np.where(is_before, high, middle)
         return low - 1
 
-    def _build_corruption_error(self, number: int) -> TrainingError:
-        first, count = self.documents[number].tolist()
-        message = f"{self.prefix}: its index is corrupt: document {number} has {count} tokens, starting at token {first}"
+    def _build_corruption_error(self, document_index: int) -> TrainingError:
+        first, count = self.documents[document_index].tolist()
+        message = f"{self.prefix}: its index is corrupt: document {document_index} has {count} tokens, starting at token {first}"
         return TrainingError(message, place="config data", hint=_REBUILD_HINT)
 
 

@@ -22,13 +22,13 @@ from swarmtrain.trainer.data.sample_index import TokenSpans
 class PackedSamples:
     """Index of the packed samples of one token file.
 
-    It takes 22 bytes of memory per document, and reads the whole document index when it is created.
+    The sample index uses 22 bytes of memory per document. The constructor reads the whole document index.
     """
 
     target_shift = 1
 
-    def __init__(self, file: MemoryMap, sequence_length: int) -> None:
-        starts, input_counts = file.documents[:, 0], np.maximum(file.documents[:, 1].astype(np.int64) - 1, 0)
+    def __init__(self, token_file: MemoryMap, sequence_length: int) -> None:
+        starts, input_counts = token_file.documents[:, 0], np.maximum(token_file.documents[:, 1].astype(np.int64) - 1, 0)
         full_counts = input_counts // sequence_length
         self._sequence_length = sequence_length
         self._full_documents = np.repeat(np.arange(len(full_counts), dtype=np.int32), full_counts)
@@ -46,18 +46,18 @@ class PackedSamples:
     def __len__(self) -> int:
         return len(self._full_documents) + len(self._pack_ends)
 
-    def count_targets(self, ids: Ids) -> Ids:
-        """Return the number of targets of each of the samples `ids`, as an int64 array."""
-        spans = self.locate_token_spans(ids)
-        return np.bincount(spans.row, spans.count, minlength=len(ids)).astype(np.int64)
+    def count_targets(self, sample_ids: Ids) -> Ids:
+        """Return the number of targets of each of the samples `sample_ids`, as an int64 array."""
+        spans = self.locate_token_spans(sample_ids)
+        return np.bincount(spans.row, spans.count, minlength=len(sample_ids)).astype(np.int64)
 
-    def locate_token_spans(self, ids: Ids) -> TokenSpans:
-        """Return the token spans in the file of the samples `ids`."""
-        rows, packed_documents = self._list_packed_documents(ids)
+    def locate_token_spans(self, sample_ids: Ids) -> TokenSpans:
+        """Return the token spans of the samples `sample_ids` in the token file."""
+        rows, packed_documents = self._list_packed_documents(sample_ids)
         remainders = self._input_counts[packed_documents] % self._sequence_length
-        full_rows = np.flatnonzero(ids < len(self._full_documents))
-        documents = self._full_documents[ids[full_rows]]
-        offsets = (ids[full_rows] - self._first_full_sample[documents]) * self._sequence_length
+        full_rows = np.flatnonzero(sample_ids < len(self._full_documents))
+        documents = self._full_documents[sample_ids[full_rows]]
+        offsets = (sample_ids[full_rows] - self._first_full_sample[documents]) * self._sequence_length
         row = np.concatenate([full_rows, rows])
         start = np.concatenate(
             [self._starts[documents] + offsets, self._starts[packed_documents] + self._input_counts[packed_documents] - remainders]
@@ -65,16 +65,16 @@ class PackedSamples:
         count = np.concatenate([np.full_like(full_rows, self._sequence_length), remainders])
         return TokenSpans(row, _compute_span_columns(row, count), start, count)
 
-    def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return rows and columns of the tokens in samples `ids` that begin a document, except those in column 0."""
-        spans = self.locate_token_spans(ids)
+    def find_document_starts(self, sample_ids: Ids) -> tuple[Ids, Ids]:
+        """Return the rows (indices in `sample_ids`) and columns at which documents begin, except in column 0."""
+        spans = self.locate_token_spans(sample_ids)
         is_not_first = spans.column > 0
         return spans.row[is_not_first], spans.column[is_not_first]
 
-    def _list_packed_documents(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return for every document in a pack of `ids` its row (index of the pack in `ids`) and its document index."""
-        rows = np.flatnonzero(ids >= len(self._full_documents))
-        packs = ids[rows] - len(self._full_documents)
+    def _list_packed_documents(self, sample_ids: Ids) -> tuple[Ids, Ids]:
+        """Return for every document in a pack of `sample_ids` its row (index of the pack in `sample_ids`) and its document index."""
+        rows = np.flatnonzero(sample_ids >= len(self._full_documents))
+        packs = sample_ids[rows] - len(self._full_documents)
         ends = self._pack_ends[packs]
         counts = ends - np.where(packs, self._pack_ends[packs - 1], 0)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -82,7 +82,7 @@ class PackedSamples:
 
 
 def pack_items_best_fit(sizes: Ids, capacity: int) -> Ids:
-    """Pack items of the given `sizes` (1 to `capacity`) into packs with space for `capacity`. Return the pack index of each item."""
+    """Return the pack index of each item of `sizes` (1 to `capacity`), by best-fit decreasing into packs of size `capacity`."""
     packs = np.empty(len(sizes), dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
     packs_by_space: dict[int, list[Ids]] = defaultdict(list)
@@ -103,32 +103,34 @@ def pack_items_best_fit(sizes: Ids, capacity: int) -> Ids:
     return packs
 
 
-def _fill_packs(packs: Ids, items: Ids, size: int, packs_with_space: tuple[int, Ids], packs_by_space: dict[int, list[Ids]]) -> Ids:
-    """Put as many of `items`, all of the same `size`, as possible into `packs_with_space`. Return the remaining items.
+def _fill_packs(
+    pack_by_item: Ids, items: Ids, item_size: int, packs_with_space: tuple[int, Ids], packs_by_space: dict[int, list[Ids]]
+) -> Ids:
+    """Put as many of `items`, all of the same `item_size`, as possible into `packs_with_space`. Return the remaining items.
 
-    `packs_with_space`: the free space, equal in all these packs, and their indices. `packs` (pack index of each item) and `packs_by_space`
-    (indices of the other packs, by free space) are updated.
+    `packs_with_space`: the free space, equal in all these packs, and their indices. `pack_by_item` (pack index of each item) and
+    `packs_by_space` (indices of the other packs, by free space) are updated.
     """
     space, bins = packs_with_space
-    per_pack = space // size
+    per_pack = space // item_size
     placed = min(len(items), per_pack * len(bins))
-    packs[items[:placed]] = np.repeat(bins, per_pack)[:placed]
+    pack_by_item[items[:placed]] = np.repeat(bins, per_pack)[:placed]
     full_count, leftover = divmod(placed, per_pack)
     for used, chosen in (
         (per_pack, bins[:full_count]),
         (leftover, bins[full_count : full_count + bool(leftover)]),
         (0, bins[full_count + bool(leftover) :]),
     ):
-        if len(chosen) and space - used * size:
-            packs_by_space[space - used * size].append(chosen)
+        if len(chosen) and space - used * item_size:
+            packs_by_space[space - used * item_size].append(chosen)
     return items[placed:]
 
 
-def _compute_span_columns(row: Ids, count: Ids) -> Ids:
-    """Return the column at which each span begins: after all earlier spans of the same row. `count`: length of each span."""
-    order = np.argsort(row, kind="stable")
-    before = np.cumsum(count[order]) - count[order]
-    starts_row = np.diff(row[order], prepend=-1) != 0
-    columns = np.empty_like(count)
+def _compute_span_columns(span_rows: Ids, span_lengths: Ids) -> Ids:
+    """Return the column at which each span begins: after all earlier spans of the same row. `span_lengths`: length of each span."""
+    order = np.argsort(span_rows, kind="stable")
+    before = np.cumsum(span_lengths[order]) - span_lengths[order]
+    starts_row = np.diff(span_rows[order], prepend=-1) != 0
+    columns = np.empty_like(span_lengths)
     columns[order] = before - np.maximum.accumulate(np.where(starts_row, before, 0))
     return columns

@@ -29,11 +29,11 @@ class SampleIndex(Protocol):
     """Distance in tokens from an input to its target in the file: 1 for next-token prediction."""
 
     def __len__(self) -> int: ...
-    def count_targets(self, ids: Ids) -> Ids:
-        """Return the number of targets of each of the samples `ids`, as an int64 array."""
+    def count_targets(self, sample_ids: Ids) -> Ids:
+        """Return the number of targets of each of the samples `sample_ids`, as an int64 array."""
 
-    def locate_token_spans(self, ids: Ids) -> TokenSpans:
-        """Return the token spans in the file of the samples `ids`."""
+    def locate_token_spans(self, sample_ids: Ids) -> TokenSpans:
+        """Return the token spans of the samples `sample_ids` in the token file."""
 
-    def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return rows and columns of the tokens in samples `ids` that begin a document, except those in column 0."""
+    def find_document_starts(self, sample_ids: Ids) -> tuple[Ids, Ids]:
+        """Return the rows (indices in `sample_ids`) and columns at which documents begin, except in column 0."""

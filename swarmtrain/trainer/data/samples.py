@@ -83,7 +83,9 @@ def open_data(config: Config) -> tuple[TokenDataset, TokenDataset | None]:
         companion_prefixes=data.collect_companion_prefixes(),
     )
     if data.validation_data_prefixes:
-        return training, open_dataset(data.validation_data_prefixes, companion_prefixes=data.collect_companion_prefixes(validation=True))
+        return training, open_dataset(
+            data.validation_data_prefixes, companion_prefixes=data.collect_companion_prefixes(for_validation=True)
+        )
     return training, open_dataset(
         data.data_prefixes, document_fractions=(training_fraction, 1.0), companion_prefixes=data.collect_companion_prefixes()
     ) if training_fraction < 1 else None
@@ -185,40 +187,40 @@ class TokenDataset:
         """All token files, including those of companion data sets."""
         return [*self.token_files, *(file for companion in self.companion_datasets for file in companion.token_files)]
 
-    def build_batch(self, position: int, count: int) -> GlobalBatch:
-        """Return the global batch of `count` samples that begins at `position` in the sample order."""
-        return self._cached_batch(position, count)
+    def build_batch(self, position: int, sample_count: int) -> GlobalBatch:
+        """Return the global batch of `sample_count` samples that begins at `position` in the sample order."""
+        return self._cached_batch(position, sample_count)
 
-    def _build_batch(self, position: int, count: int) -> GlobalBatch:
-        first, last = position // self._block_size, (position + count - 1) // self._block_size
+    def _build_batch(self, position: int, sample_count: int) -> GlobalBatch:
+        first, last = position // self._block_size, (position + sample_count - 1) // self._block_size
         ids = np.concatenate([self._cached_block_ids(number) for number in range(first, last + 1)])
-        ids = ids[position - first * self._block_size :][:count]
+        ids = ids[position - first * self._block_size :][:sample_count]
         return GlobalBatch(ids, self.count_loss_tokens(ids), self.compute_loss_denominator(ids))
 
-    def count_loss_tokens(self, ids: Ids) -> int:
-        """Return the number of loss tokens in the samples `ids`, including companion samples."""
-        own_count = sum(self._count_file_loss_tokens(number, within) for number, _, within in self._group_samples_by_file(ids))
-        return own_count + sum(companion.count_loss_tokens(ids) for companion in self.companion_datasets)
+    def count_loss_tokens(self, sample_ids: Ids) -> int:
+        """Return the number of loss tokens in the samples `sample_ids`, including companion samples."""
+        own_count = sum(self._count_file_loss_tokens(number, within) for number, _, within in self._group_samples_by_file(sample_ids))
+        return own_count + sum(companion.count_loss_tokens(sample_ids) for companion in self.companion_datasets)
 
-    def compute_loss_denominator(self, ids: Ids) -> int:
-        """Return the divisor of the summed loss of the samples `ids`: see GlobalBatch.loss_denominator."""
-        return len(ids) if self.rows_per_sample > 1 else self.count_loss_tokens(ids)
+    def compute_loss_denominator(self, sample_ids: Ids) -> int:
+        """Return the divisor of the summed loss of the samples `sample_ids`: see GlobalBatch.loss_denominator."""
+        return len(sample_ids) if self.rows_per_sample > 1 else self.count_loss_tokens(sample_ids)
 
-    def load_samples(self, ids: Ids) -> TokenBatch:
-        """Return the samples `ids` as a batch, each followed by its companion samples.
+    def load_samples(self, sample_ids: Ids) -> TokenBatch:
+        """Return the samples `sample_ids` as a batch, each followed by its companion samples.
 
         Raises DataError for a token outside the vocabulary.
         """
         start_time = time.perf_counter()
-        rows = self._load_tokens(ids).interleave_with([companion.load_samples(ids) for companion in self.companion_datasets])
+        rows = self._load_tokens(sample_ids).interleave_with([companion.load_samples(sample_ids) for companion in self.companion_datasets])
         self.load_seconds += time.perf_counter() - start_time
         return rows
 
-    def _load_tokens(self, ids: Ids) -> TokenBatch:
-        shape = (len(ids), self.sequence_length)
+    def _load_tokens(self, sample_ids: Ids) -> TokenBatch:
+        shape = (len(sample_ids), self.sequence_length)
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
         document_starts = np.zeros(shape, dtype=np.int64) if self._has_documents else None
-        for number, rows, within in self._group_samples_by_file(ids):
+        for number, rows, within in self._group_samples_by_file(sample_ids):
             file, sample_index = self.token_files[number], self._sample_indexes[number]
             spans = sample_index.locate_token_spans(within)
             for row, column, start, count in zip(rows[spans.row], spans.column, spans.start, spans.count, strict=True):
@@ -233,21 +235,21 @@ class TokenDataset:
                 matching_rows, columns = sample_index.find_document_starts(within)
                 document_starts[rows[matching_rows], columns] = 1
         if inputs.size and (inputs.min() < 0 or max(inputs.max(), targets.max()) >= self.vocab_size):
-            self._raise_invalid_token(ids)
+            self._raise_invalid_token(sample_ids)
         documents = None if document_starts is None else torch.from_numpy(document_starts.cumsum(axis=1))
         return TokenBatch(torch.from_numpy(inputs), torch.from_numpy(targets), documents)
 
-    def locate_sample(self, sample: int) -> tuple[MemoryMap, TokenSpans, int]:
-        """Return the token file that contains the sample with id `sample`, its token spans in the file, and its target shift."""
-        ((number, _, within),) = self._group_samples_by_file(np.array([sample]))
+    def locate_sample(self, sample_id: int) -> tuple[MemoryMap, TokenSpans, int]:
+        """Return the token file that contains the sample with id `sample_id`, its token spans in the file, and its target shift."""
+        ((number, _, within),) = self._group_samples_by_file(np.array([sample_id]))
         sample_index = self._sample_indexes[number]
         return self.token_files[number], sample_index.locate_token_spans(within), sample_index.target_shift
 
-    def prefetch_samples(self, ids: Ids) -> None:
-        """Ask the operating system to read the samples `ids` from the disk in the background."""
+    def prefetch_samples(self, sample_ids: Ids) -> None:
+        """Request read-ahead of the samples `sample_ids`: the operating system reads them in the background."""
         for companion in self.companion_datasets:
-            companion.prefetch_samples(ids)
-        for number, _, within in self._group_samples_by_file(ids):
+            companion.prefetch_samples(sample_ids)
+        for number, _, within in self._group_samples_by_file(sample_ids):
             sample_index = self._sample_indexes[number]
             spans = sample_index.locate_token_spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
@@ -256,7 +258,7 @@ class TokenDataset:
                     mask.prefetch_range(start, count + sample_index.target_shift)
 
     def build_empty_sample(self) -> TokenBatch:
-        """Return one padded sample without loss tokens."""
+        """Return one sample that consists of padding only, and so has no loss tokens."""
         zeros = torch.zeros((self.rows_per_sample, self.sequence_length), dtype=torch.int64)
         return TokenBatch(zeros, torch.full_like(zeros, IGNORE_INDEX), zeros if self._has_documents else None)
 
@@ -277,21 +279,21 @@ class TokenDataset:
                 digest.update(file.loss_mask[:_PROBE_TOKENS].tobytes() + file.loss_mask[-_PROBE_TOKENS:].tobytes())
         return digest.hexdigest()[:16]
 
-    def _count_file_loss_tokens(self, number: int, within: Ids) -> int:
-        """Return the number of loss tokens in the samples with the indices `within` in the token file with index `number`."""
-        mask, sample_index = self.token_files[number].loss_mask, self._sample_indexes[number]
+    def _count_file_loss_tokens(self, file_index: int, indices_in_file: Ids) -> int:
+        """Return the number of loss tokens in the samples with the indices `indices_in_file` in the token file with index `file_index`."""
+        mask, sample_index = self.token_files[file_index].loss_mask, self._sample_indexes[file_index]
         if mask is None:
-            return int(sample_index.count_targets(within).sum())
-        spans = sample_index.locate_token_spans(within)
+            return int(sample_index.count_targets(indices_in_file).sum())
+        spans = sample_index.locate_token_spans(indices_in_file)
         spanned = zip(spans.start.tolist(), spans.count.tolist(), strict=True)
         return sum(
             int(np.count_nonzero(mask[start + sample_index.target_shift : start + sample_index.target_shift + count]))
             for start, count in spanned
         )
 
-    def _raise_invalid_token(self, ids: Ids) -> None:
-        """Raise DataError for the first token outside the vocabulary in the samples `ids`."""
-        for number, _, within in self._group_samples_by_file(ids):
+    def _raise_invalid_token(self, sample_ids: Ids) -> None:
+        """Raise DataError for the first token outside the vocabulary in the samples `sample_ids`."""
+        for number, _, within in self._group_samples_by_file(sample_ids):
             sample_index, file = self._sample_indexes[number], self.token_files[number]
             spans = sample_index.locate_token_spans(within)
             for start, count in zip(spans.start.tolist(), spans.count.tolist(), strict=True):
@@ -299,11 +301,11 @@ class TokenDataset:
                     file.tokens[start : start + count + sample_index.target_shift], self.vocab_size, f": {file.prefix}", start
                 )
 
-    def _compute_sample_ids(self, position: int, count: int) -> Ids:
+    def _compute_sample_ids(self, position: int, sample_count: int) -> Ids:
         if self._blend is None:
-            return shuffle.compute_sample_ids(position, count, len(self), self.seed)
-        sets, earlier_counts = self._blend.find_datasets_at(np.arange(position, position + count, dtype=np.int64))
-        ids = np.empty(count, dtype=np.int64)
+            return shuffle.compute_sample_ids(position, sample_count, len(self), self.seed)
+        sets, earlier_counts = self._blend.find_datasets_at(np.arange(position, position + sample_count, dtype=np.int64))
+        ids = np.empty(sample_count, dtype=np.int64)
         for number in np.unique(sets):
             in_set = sets == number
             within = shuffle.shuffle_positions(
@@ -312,12 +314,12 @@ class TokenDataset:
             ids[in_set] = self._sample_starts[number] + within
         return ids
 
-    def _group_samples_by_file(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield for each token file that contains samples of `ids`: its index, their indices in `ids`, and their indices in the file."""
-        files = np.searchsorted(self._sample_ends, ids, side="right")
+    def _group_samples_by_file(self, sample_ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
+        """Yield, per token file with samples of `sample_ids`: its index, their indices in `sample_ids`, and their indices in the file."""
+        files = np.searchsorted(self._sample_ends, sample_ids, side="right")
         for number in np.unique(files).tolist():
             rows = np.flatnonzero(files == number)
-            yield number, rows, ids[rows] - self._sample_starts[number]
+            yield number, rows, sample_ids[rows] - self._sample_starts[number]
 
 
 def _check_companion_document_counts(dataset: TokenDataset, companion: TokenDataset) -> None:
@@ -331,23 +333,23 @@ def _check_companion_document_counts(dataset: TokenDataset, companion: TokenData
             )
 
 
-def _read_first_and_last_tokens(file: MemoryMap) -> tuple[Tokens, Tokens]:
-    return file.tokens[:_PROBE_TOKENS], file.tokens[-_PROBE_TOKENS:]
+def _read_first_and_last_tokens(token_file: MemoryMap) -> tuple[Tokens, Tokens]:
+    return token_file.tokens[:_PROBE_TOKENS], token_file.tokens[-_PROBE_TOKENS:]
 
 
-def _build_no_samples_error(file: MemoryMap, packing: Packing, document_fractions: tuple[float, float]) -> TrainingError:
+def _build_no_samples_error(token_file: MemoryMap, packing: Packing, document_fractions: tuple[float, float]) -> TrainingError:
     if document_fractions != (0.0, 1.0):
         return TrainingError(
-            f"{file.prefix}: {file.total_documents} documents are too few to split off data.validation_fraction",
+            f"{token_file.prefix}: {token_file.total_documents} documents are too few to split off data.validation_fraction",
             place="config data",
             hint="set data.validation_data_prefixes to separate validation data",
         )
     if packing is Packing.documents:
         return TrainingError(
-            f"{file.prefix}: has no document with at least two tokens",
+            f"{token_file.prefix}: has no document with at least two tokens",
             place="config data",
             hint="set data.packing: stream, which reads across document boundaries",
         )
     return TrainingError(
-        f"{file.prefix}: has fewer than two tokens", place="config data", hint="add data: a sample needs at least two tokens"
+        f"{token_file.prefix}: has fewer than two tokens", place="config data", hint="add data: a sample needs at least two tokens"
     )

@@ -17,21 +17,21 @@ from swarmtrain.trainer.random_seeds import derive_seed
 _ROUNDS = 6
 
 
-def compute_sample_ids(position: int, count: int, size: int, seed: int) -> Ids:
-    """Return the ids of `count` consecutive samples, beginning at `position`, in the shuffled order of a data set with `size` samples.
+def compute_sample_ids(position: int, sample_count: int, dataset_size: int, seed: int) -> Ids:
+    """Return the ids of `sample_count` consecutive samples, from `position`, in the shuffled order of `dataset_size` samples.
 
     Positions are counted over all epochs. Each epoch contains every sample once, in a different order.
     """
-    return shuffle_positions(np.arange(position, position + count, dtype=np.int64), size, seed)
+    return shuffle_positions(np.arange(position, position + sample_count, dtype=np.int64), dataset_size, seed)
 
 
-def shuffle_positions(positions: Ids, size: int, seed: int) -> Ids:
-    """Return the sample ids at `positions` in the shuffled order of a data set with `size` samples."""
-    epochs = positions // size
+def shuffle_positions(positions: Ids, dataset_size: int, seed: int) -> Ids:
+    """Return the sample ids at `positions` in the shuffled order of a data set with `dataset_size` samples."""
+    epochs = positions // dataset_size
     ids = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
-        ids[in_epoch] = permute_indices(positions[in_epoch] - epoch * size, size, derive_seed("order", seed, int(epoch)))
+        ids[in_epoch] = permute_indices(positions[in_epoch] - epoch * dataset_size, dataset_size, derive_seed("order", seed, int(epoch)))
     return ids
 
 
@@ -45,10 +45,10 @@ def permute_indices(indices: Ids, size: int, key: int) -> Ids:
     return values.astype(np.int64)
 
 
-def _apply_feistel_network(values: npt.NDArray[np.uint64], half: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+def _apply_feistel_network(values: npt.NDArray[np.uint64], half_bits: int, round_keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
     left, right = values >> shift, values & mask
-    for key in keys:
+    for key in round_keys:
         left, right = right, left ^ (_mix_bits(right ^ key) & mask)
     return (left << shift) | right
 

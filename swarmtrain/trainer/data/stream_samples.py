@@ -18,27 +18,29 @@ class StreamSamples:
 
     target_shift = 1
 
-    def __init__(self, file: MemoryMap, sequence_length: int) -> None:
-        self._file, self._sequence_length = file, sequence_length
-        self._target_count = max(0, file.token_end - file.token_start - 1)
+    def __init__(self, token_file: MemoryMap, sequence_length: int) -> None:
+        self._file, self._sequence_length = token_file, sequence_length
+        self._target_count = max(0, token_file.token_end - token_file.token_start - 1)
 
     def __len__(self) -> int:
         return (self._target_count + self._sequence_length - 1) // self._sequence_length
 
-    def count_targets(self, ids: Ids) -> Ids:
-        """Return the number of targets of each of the samples `ids`, as an int64 array."""
-        return np.minimum(self._sequence_length, self._target_count - ids * self._sequence_length)
+    def count_targets(self, sample_ids: Ids) -> Ids:
+        """Return the number of targets of each of the samples `sample_ids`, as an int64 array."""
+        return np.minimum(self._sequence_length, self._target_count - sample_ids * self._sequence_length)
 
-    def locate_token_spans(self, ids: Ids) -> TokenSpans:
-        """Return the token spans in the file of the samples `ids`."""
-        rows = np.arange(len(ids))
-        return TokenSpans(rows, np.zeros_like(rows), self._file.token_start + ids * self._sequence_length, self.count_targets(ids))
+    def locate_token_spans(self, sample_ids: Ids) -> TokenSpans:
+        """Return the token spans of the samples `sample_ids` in the token file."""
+        rows = np.arange(len(sample_ids))
+        return TokenSpans(
+            rows, np.zeros_like(rows), self._file.token_start + sample_ids * self._sequence_length, self.count_targets(sample_ids)
+        )
 
-    def find_document_starts(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return rows and columns of the tokens in samples `ids` that begin a document, except those in column 0."""
-        starts = self._file.token_start + ids * self._sequence_length
+    def find_document_starts(self, sample_ids: Ids) -> tuple[Ids, Ids]:
+        """Return the rows (indices in `sample_ids`) and columns at which documents begin, except in column 0."""
+        starts = self._file.token_start + sample_ids * self._sequence_length
         first_documents = self._file.find_documents_at(starts)
-        counts = self._file.find_documents_at(starts + self.count_targets(ids) - 1) - first_documents
-        rows = np.repeat(np.arange(len(ids)), counts)
+        counts = self._file.find_documents_at(starts + self.count_targets(sample_ids) - 1) - first_documents
+        rows = np.repeat(np.arange(len(sample_ids)), counts)
         documents = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first_documents, counts) + 1
         return rows, self._file.documents[documents, 0] - starts[rows]

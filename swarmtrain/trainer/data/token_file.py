@@ -48,14 +48,14 @@ class MappedArray:
         values: Tokens = self.array[index]
         return values
 
-    def prefetch_range(self, first: int, count: int) -> None:
-        """Ask the operating system to read `count` values in the background, beginning at index `first`."""
-        start = (self._offset + first * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, start, self._offset + (first + count) * self.dtype.itemsize - start)
+    def prefetch_range(self, first_index: int, count: int) -> None:
+        """Request read-ahead (MADV_WILLNEED) of `count` values, beginning at index `first_index`."""
+        start = (self._offset + first_index * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, start, self._offset + (first_index + count) * self.dtype.itemsize - start)
 
 
 class PreadArray:
-    """Array in a file. Requesting a slice reads it with pread. A failed read is retried for several seconds."""
+    """Array in a file. Slices are read with pread. After a transient error, a read is retried up to 4 times, after 0.5 to 4 s."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0) -> None:
         """Open the file `path`. Its array of `dtype` begins at byte `offset` and ends with the file.
@@ -86,9 +86,11 @@ class PreadArray:
         """The whole array, read into memory."""
         return self[:]
 
-    def prefetch_range(self, first: int, count: int) -> None:
-        """Ask the operating system to read `count` values in the background, beginning at index `first`."""
-        os.posix_fadvise(self._descriptor, self._offset + first * self.dtype.itemsize, count * self.dtype.itemsize, os.POSIX_FADV_WILLNEED)
+    def prefetch_range(self, first_index: int, count: int) -> None:
+        """Request read-ahead (POSIX_FADV_WILLNEED) of `count` values, beginning at index `first_index`."""
+        os.posix_fadvise(
+            self._descriptor, self._offset + first_index * self.dtype.itemsize, count * self.dtype.itemsize, os.POSIX_FADV_WILLNEED
+        )
 
     def _read_bytes(self, start: int, end: int) -> bytes:
         last_error: OSError | None = None

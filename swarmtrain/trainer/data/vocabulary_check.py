@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmtrain.config.files import PUBLIC_MODE, describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import PUBLIC_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import DataError, TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.data import shuffle
@@ -78,12 +78,12 @@ def check_tokens(tokens: Tokens, vocab_size: int, location: str = "", first_posi
     )
 
 
-def check_tokenizer(file: MemoryMap, vocab_size: int) -> None:
-    """Raise DataError if the tokenizer that is recorded in the metadata of `file` has more than `vocab_size` tokens."""
-    tokenizer = file.meta.get("prepared", {}).get("tokenizer", {})
+def check_tokenizer(token_file: MemoryMap, vocab_size: int) -> None:
+    """Raise DataError if the tokenizer that is recorded in the metadata of `token_file` has more than `vocab_size` tokens."""
+    tokenizer = token_file.meta.get("prepared", {}).get("tokenizer", {})
     if (size := tokenizer.get("vocab_size", 0)) > vocab_size:
         raise DataError(
-            f"is {vocab_size}, but {tokenizer['name']}, the tokenizer of {file.prefix}, has {size} tokens",
+            f"is {vocab_size}, but {tokenizer['name']}, the tokenizer of {token_file.prefix}, has {size} tokens",
             place="config transformer_architecture.vocab_size",
             hint=f"set transformer_architecture.vocab_size: {size}, or more",
         )
@@ -113,58 +113,58 @@ def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: 
         _write_scan_record(record_path, {**_read_scan_record(record_path), **scans})
 
 
-def _list_unscanned_files(files: Mapping[str, MemoryMap], recorded: Mapping[str, TokenScan], vocab_size: int) -> list[str]:
+def _list_unscanned_files(files: Mapping[str, MemoryMap], recorded_scans: Mapping[str, TokenScan], vocab_size: int) -> list[str]:
     """Return the names of the `files` that were modified after their recorded scan, were not scanned, or had an invalid token."""
     return [
         name
         for name, file in files.items()
-        if name not in recorded
-        or recorded[name].highest_token >= vocab_size
-        or replace(recorded[name], scanned_bytes=0, highest_token=-1) != _build_empty_scan(file)
+        if name not in recorded_scans
+        or recorded_scans[name].highest_token >= vocab_size
+        or replace(recorded_scans[name], scanned_bytes=0, highest_token=-1) != _build_empty_scan(file)
     ]
 
 
-def _scan_assigned_blocks(files: Sequence[MemoryMap], runtime: Runtime, deadline: float) -> list[TokenScan]:
-    """Scan this rank's blocks of `files` until `deadline`; return the result for each file.
+def _scan_assigned_blocks(token_files: Sequence[MemoryMap], runtime: Runtime, deadline: float) -> list[TokenScan]:
+    """Scan this rank's blocks of `token_files` until `deadline`; return the result for each file.
 
     Blocks are scanned in pseudorandom order, so that the blocks scanned until the deadline are a uniform sample.
     """
     vocab_size = runtime.config.transformer_architecture.vocab_size
-    scans = [_build_empty_scan(file) for file in files]
-    blocks = [(number, start) for number, file in enumerate(files) for start in range(0, len(file.tokens), _SCAN_BLOCK_TOKENS)]
+    scans = [_build_empty_scan(file) for file in token_files]
+    blocks = [(number, start) for number, file in enumerate(token_files) for start in range(0, len(file.tokens), _SCAN_BLOCK_TOKENS)]
     assigned = shuffle.permute_indices(np.arange(runtime.rank, len(blocks), runtime.world_size), len(blocks), key=0).tolist()
     for block, next_block in pairwise([*assigned, None]):
         if time.monotonic() > deadline:
             break
         if next_block is not None:
             number, start = blocks[next_block]
-            files[number].tokens.prefetch_range(start, min(_SCAN_BLOCK_TOKENS, len(files[number].tokens) - start))
+            token_files[number].tokens.prefetch_range(start, min(_SCAN_BLOCK_TOKENS, len(token_files[number].tokens) - start))
         number, start = blocks[block]
-        tokens = files[number].tokens[start : start + _SCAN_BLOCK_TOKENS]
-        highest = check_tokens(tokens, vocab_size, f": {files[number].prefix}", start)
+        tokens = token_files[number].tokens[start : start + _SCAN_BLOCK_TOKENS]
+        highest = check_tokens(tokens, vocab_size, f": {token_files[number].prefix}", start)
         scans[number] = scans[number].merge(TokenScan(0, 0, tokens.nbytes, highest))
     return scans
 
 
-def _build_empty_scan(file: MemoryMap) -> TokenScan:
+def _build_empty_scan(token_file: MemoryMap) -> TokenScan:
     try:
-        file_stat = file.tokens_path.stat()
+        file_stat = token_file.tokens_path.stat()
     except OSError as error:
         raise TrainingError(
-            f"{file.tokens_path}: {describe_os_error(error)}", place="config data", hint="check that the disk is mounted"
+            f"{token_file.tokens_path}: {describe_os_error(error)}", place="config data", hint="check that the disk is mounted"
         ) from None
     return TokenScan(file_stat.st_size, file_stat.st_mtime_ns)
 
 
-def _log_scan_coverage(scans: Mapping[str, TokenScan], seconds: float) -> None:
+def _log_scan_coverage(scans: Mapping[str, TokenScan], elapsed_seconds: float) -> None:
     total_bytes, scanned_bytes = (sum(values) for values in zip(*((scan.size, scan.scanned_bytes) for scan in scans.values()), strict=True))
     if scanned_bytes < total_bytes:
         LOG.info(
             "scanned %.0f %% of the data for tokens outside the vocabulary; the rest is checked as it is read",
             100 * scanned_bytes / total_bytes,
         )
-    elif seconds > _LOG_AFTER_SECONDS:
-        LOG.info("scanned all data for tokens outside the vocabulary: %.1f GB in %.1f s", scanned_bytes / 1e9, seconds)
+    elif elapsed_seconds > _LOG_AFTER_SECONDS:
+        LOG.info("scanned all data for tokens outside the vocabulary: %.1f GB in %.1f s", scanned_bytes / 1e9, elapsed_seconds)
 
 
 def _read_scan_record(record_path: Path | None) -> dict[str, TokenScan]:

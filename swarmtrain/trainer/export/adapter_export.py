@@ -13,7 +13,7 @@ from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.export.checkpoint_export import write_folder_atomically
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.names import TensorMapping
+from swarmtrain.trainer.huggingface.tensor_names import TensorMapping
 from swarmtrain.trainer.model.peft import LORA_KEY
 from swarmtrain.trainer.model.transformer import Transformer
 
@@ -32,7 +32,7 @@ def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dic
     checkpoint = consolidated.find_checkpoint(source)
     architecture = checkpoint.config.transformer_architecture
     if architecture.lora_config is None:
-        raise CheckpointError("has no LoRA", place=str(checkpoint.path), hint="omit --adapter to export the full model")
+        raise CheckpointError("has no LoRA weights", place=str(checkpoint.path), hint="omit --adapter to export the full model")
     trainer = checkpoint.config.trainer
     also_trained = {
         "trainer.finetunable_parameters": trainer.finetunable_parameters is not None,
@@ -40,7 +40,7 @@ def export_lora_adapter(source: Path, output: Path, *, dtype: str | None) -> dic
         "transformer_architecture.embedding_head_config": architecture.embedding_head_config is not None,
     }
     if conflicts := [name for name, is_set in also_trained.items() if is_set]:
-        reason = f"may have trained parameters other than LoRA: {conflicts[0]} is set"
+        reason = f"may have trained parameters other than LoRA weights: {conflicts[0]} is set"
         raise CheckpointError(reason, place=str(checkpoint.path), hint="omit --adapter to export the full model")
     model_family = find_model_family(architecture)
     sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}

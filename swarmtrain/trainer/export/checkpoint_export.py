@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmtrain.config.files import describe_os_error
 from swarmtrain.config.huggingface_config import build_config_json, find_model_family
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
 from swarmtrain.trainer.export import sentence_transformers
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.names import TensorMapping
+from swarmtrain.trainer.huggingface.tensor_names import TensorMapping
 from swarmtrain.trainer.model.peft import LORA_KEY, is_peft_parameter
 from swarmtrain.trainer.model.peft.lora import merge_lora_weight
 from swarmtrain.trainer.model.transformer import Transformer
@@ -31,20 +31,20 @@ _TOKENIZER_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template
 
 
 def export_checkpoint(
-    source: Path, output: Path, *, dtype: str | None, shard_bytes: int, tokenizer: Path | None = None, base: Path | None = None
+    source: Path, output: Path, *, dtype: str | None, shard_bytes: int, tokenizer: Path | None = None, base_model: Path | None = None
 ) -> dict[str, Any]:
     """Export the checkpoint `source`, or the newest complete checkpoint in the save_dir `source`, to the folder `output`.
 
     `dtype`: dtype of the exported tensors; None: the dtype in the checkpoint. `shard_bytes`: maximum size of the tensors in a file, unless
-    a single tensor is larger. `tokenizer`: path of a tokenizer.json, which is copied with its sidecar files. `base`: folder of the base
-    model, if it was moved. LoRA weights are merged into their layers. For an embedding model, the module files of sentence-transformers
-    are also written.
+    a single tensor is larger. `tokenizer`: path of a tokenizer.json, which is copied with its sidecar files. `base_model`: folder of the
+    base model, if it was moved. LoRA weights are merged into their layers. For an embedding model, the module files of
+    sentence-transformers are also written.
 
     Return a report with checkpoint, step, model family, number of parameters and files. Raises CheckpointError if there is no checkpoint,
     if it is corrupt, or if `output` exists or cannot be written; SwarmtrainError if no model family matches the architecture.
     """
     tokenizer_files = _find_tokenizer_files(tokenizer) if tokenizer else []
-    checkpoint = consolidated.find_checkpoint(source, base)
+    checkpoint = consolidated.find_checkpoint(source, base_model)
     architecture = checkpoint.config.transformer_architecture
     model_family = find_model_family(architecture)
     sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_peft_parameter(name)}

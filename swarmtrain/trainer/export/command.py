@@ -21,7 +21,7 @@ def main(request: dict[str, Any]) -> None:
         report = export_lora_adapter(source, output, dtype=dtype)
     else:
         tokenizer = Path(request["tokenizer"]) if request["tokenizer"] else None
-        report = export_checkpoint(source, output, base=base, dtype=dtype, shard_bytes=request["shard_bytes"], tokenizer=tokenizer)
+        report = export_checkpoint(source, output, base_model=base, dtype=dtype, shard_bytes=request["shard_bytes"], tokenizer=tokenizer)
     if request["json"]:
         sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
     sys.stderr.write(f"wrote {output}: {report['family']}, {report['parameters']:,} parameters, as of step {report['step']}\n")

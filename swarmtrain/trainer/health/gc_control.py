@@ -33,11 +33,11 @@ class GcController:
         if self._was_enabled:
             gc.enable()
 
-    def collect_garbage_if_due(self, number: int) -> None:
-        """Run the garbage collector if it is due after step `number` of the run. Called on all ranks at the same step."""
+    def collect_garbage_if_due(self, step: int) -> None:
+        """Run the garbage collector if it is due after step `step` of the run. Called on all ranks at the same step."""
         self._steps_done += 1
         if self._steps_done == _FREEZE_AFTER_STEPS:
             gc.collect()
             gc.freeze()
-        elif number % _INTERVAL_STEPS == 0:
+        elif step % _INTERVAL_STEPS == 0:
             gc.collect()

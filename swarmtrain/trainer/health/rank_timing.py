@@ -55,7 +55,7 @@ class RankTiming:
 
 
 class RankTimer:
-    """Measures the timing of this rank's steps. It registers hooks on the model's blocks, so create only one RankTimer per model."""
+    """Measures this rank's working time per step. It registers hooks on the model's blocks, so create only one RankTimer per model."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, data: TokenDataset) -> None:
         self._runtime, self._data = runtime, data
@@ -112,7 +112,7 @@ class RankTimer:
 
 
 class _HostClockMarks:
-    """Timestamps of the host's clock."""
+    """Records timestamps of the host's clock, for devices other than CUDA."""
 
     def __init__(self) -> None:
         self._marks: list[float] = []
@@ -128,7 +128,7 @@ class _HostClockMarks:
 
 
 class _CudaEventMarks:
-    """CUDA events in the current stream. The same events are reused in each step."""
+    """Records timestamps as CUDA events in the current stream. The same events are reused in each step."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []

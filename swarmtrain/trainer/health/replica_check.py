@@ -51,7 +51,7 @@ def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Opti
 def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return a checksum for each tensor: the sum of its elements' bits, read as integers, modulo 2^64.
 
-    The checksum changes if any bit flips, and does not depend on the order of summation.
+    The checksum changes if any single bit flips, and does not depend on the order of summation.
     """
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     device = max((tensor.device for tensor in local), key=lambda device: device.type != "cpu", default=torch.device("cpu"))

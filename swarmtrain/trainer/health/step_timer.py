@@ -44,7 +44,7 @@ class _StepMarks:
 
 
 class StepTimer:
-    """Measures how long each phase of this rank's steps takes."""
+    """Measures the time, in seconds, of each phase of this rank's steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -55,17 +55,17 @@ class StepTimer:
         """Function that is called for each step whose timestamps are all known."""
         self.start_phase(OTHER)
 
-    def start_phase(self, phase: str, *indices: int) -> None:
-        """Start `phase`, which ends the current phase. `indices`: indices of the phase's micro batch and pipeline stage, if any."""
+    def start_phase(self, phase: str, *micro_batch_and_stage: int) -> None:
+        """Start `phase`, which ends the current phase. `micro_batch_and_stage`: its micro batch and pipeline stage, if any."""
         step = self._steps[-1]
-        step.phases.append((phase, indices))
+        step.phases.append((phase, micro_batch_and_stage))
         step.marks.append(self._record_timestamp())
 
     @contextmanager
-    def time_phase(self, phase: str, *indices: int) -> Iterator[None]:
-        """Context manager that attributes the body to `phase`, then returns to the previous phase."""
+    def time_phase(self, phase: str, *micro_batch_and_stage: int) -> Iterator[None]:
+        """Context manager that attributes the time of its body to `phase`, then returns to the previous phase."""
         previous_phase, previous_indices = self._steps[-1].phases[-1]
-        self.start_phase(phase, *indices)
+        self.start_phase(phase, *micro_batch_and_stage)
         yield
         self.start_phase(previous_phase, *previous_indices)
 

@@ -59,7 +59,7 @@ def compute_collective_timeout(step_seconds: float) -> float:
 
 
 class CollectiveTimeout:
-    """Timeout of collectives: 30 minutes at first, a multiple of the step time once the step time is known.
+    """Timeout of collectives: 30 min at first, a multiple of the step time once the step time is known.
 
     If a peer is killed, collectives fail at once; if it is frozen, only this timeout detects it. A rank that waits in a collective cannot
     handle SIGTERM, so for usual step times the timeout is below 30 s, after which torchrun kills ranks that it has sent SIGTERM.
@@ -82,7 +82,7 @@ class CollectiveTimeout:
 
     @contextmanager
     def use_initial_timeout(self) -> Iterator[None]:
-        """Context manager that uses the initial timeout (30 minutes) in its body, for code that may write to a slow disk."""
+        """Context manager that uses the initial timeout (30 min) in its body, for code that may write to a slow disk."""
         set_collective_timeout(None, self._groups)
         yield
         if self._timeout_seconds is not None:

@@ -2,7 +2,7 @@
 
 Only ranks with the same layers are compared, since pipeline stages have different work. A rank's slowdown is the fraction by which a step
 is longer than it would be if that rank worked as fast as the median rank. A false alarm is worse than a missed straggler, so a rank is
-reported only if it is slow in consecutive comparisons over at least two minutes. This module does no I/O and no communication.
+reported only if it is slow in consecutive comparisons over at least 2 min. This module does no I/O and no communication.
 """
 
 from __future__ import annotations
@@ -111,11 +111,14 @@ class StragglerDetector:
             return StragglerReport(None, f"{node} is no longer a straggler")
         return None
 
-    def _find_median_straggler(self, key: tuple[int, str]) -> Straggler:
-        """Return the entry for `key` (rank and phase) of the comparison in which its slowdown is the median over all comparisons."""
-        return sorted((comparison[key] for comparison in self._comparisons), key=lambda each: each.slowdown)[len(self._comparisons) // 2]
+    def _find_median_straggler(self, rank_and_phase: tuple[int, str]) -> Straggler:
+        """Return the entry for `rank_and_phase` of the comparison in which its slowdown is the median over all comparisons."""
+        return sorted((comparison[rank_and_phase] for comparison in self._comparisons), key=lambda each: each.slowdown)[
+            len(self._comparisons) // 2
+        ]
 
 
-def _format_straggler_message(worst: Straggler, ranks: Sequence[int]) -> str:
-    ranks_text = f"rank {worst.rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
-    return f"{ranks_text} on {worst.node}: other ranks wait, a step takes {worst.slowdown:.0%} longer, since {_CAUSE_BY_PHASE[worst.phase]}"
+def _format_straggler_message(worst_straggler: Straggler, ranks: Sequence[int]) -> str:
+    ranks_text = f"rank {worst_straggler.rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+    cause = _CAUSE_BY_PHASE[worst_straggler.phase]
+    return f"{ranks_text} on {worst_straggler.node}: other ranks wait, a step takes {worst_straggler.slowdown:.0%} longer, since {cause}"

@@ -41,7 +41,7 @@ _WINDOW_STEPS = 32
 
 
 class Watchdog:
-    """Context manager that watches this rank's steps."""
+    """Context manager that writes stack traces and ends the process if a step of this rank hangs."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -69,7 +69,7 @@ class Watchdog:
 
     @contextmanager
     def watch_step(self, step: int) -> Iterator[None]:
-        """Context manager for step `step`.
+        """Context manager that measures how long step `step`, its body, takes.
 
         Exceptions get the attribute `step`: an error that recurs at the same step after a restart is treated as a bug.
         """
@@ -114,12 +114,12 @@ class Watchdog:
         with suppress(BlockingIOError):
             self._stop_requested |= signal.SIGTERM in os.read(self._wakeup_read_fd, 64)
 
-    def _terminate_hung_rank(self, number: int) -> None:
+    def _terminate_hung_rank(self, step: int) -> None:
         frames = traceback.extract_stack(sys._current_frames()[self._main_thread_id])
         slowdown = self._elapsed_seconds / sorted(self._recent_step_seconds)[len(self._recent_step_seconds) // 2]
         error = (
-            f"hangs in step {number}, for {self._elapsed_seconds:.0f} s, {slowdown:,.0f} "
-            f"times the usual step time, in {_format_code_location(frames)}"
+            f"hangs in step {step}, for {self._elapsed_seconds:.0f} s, {slowdown:,.0f}× "
+            f"the usual step time, in {_format_code_location(frames)}"
         )
         sys.stderr.write(f"rank {self._runtime.rank} {error}\n")
         sys.stderr.flush()
@@ -127,7 +127,7 @@ class Watchdog:
         self._post_failure(error, "".join(traceback.format_list(frames)))
         os._exit(1)
 
-    def _post_failure(self, error: str, trace: str) -> None:
+    def _post_failure(self, error: str, traceback_text: str) -> None:
         runtime = self._runtime
         if runtime.coordinator_address and "TORCHELASTIC_RUN_ID" in os.environ:
             rank_fields = {
@@ -138,7 +138,7 @@ class Watchdog:
             }
             with suppress(CoordinatorError):
                 CoordinatorClient(runtime.coordinator_address).post_event(
-                    Event(EVENT_FAILURE, {**rank_fields, "error": error, "exit_code": 1, "traceback": trace})
+                    Event(EVENT_FAILURE, {**rank_fields, "error": error, "exit_code": 1, "traceback": traceback_text})
                 )
 
 

@@ -18,7 +18,7 @@ from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
 from swarmtrain.trainer.huggingface import safetensors
-from swarmtrain.trainer.huggingface.names import TensorMapping, exclude_buffer_names
+from swarmtrain.trainer.huggingface.tensor_names import TensorMapping, exclude_buffer_names
 
 CONFIG_FILE, _INDEX_FILE, _SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_SHOWN_DIFFERENCES = 4
@@ -39,12 +39,12 @@ _UNCOMPARED_PREFIXES = (
 
 
 def build_parameter_loader(
-    folder: Path, architecture: TransformerArchitectureConfig, sizes: Mapping[str, torch.Size]
+    folder: Path, architecture: TransformerArchitectureConfig, parameter_shapes: Mapping[str, torch.Size]
 ) -> Callable[[str, torch.Size], Tensor]:
     """Return a function that loads full parameters by name: views of the files in `folder`, in the dtype of the files.
 
-    `sizes`: shapes of the model's parameters, by name. Raises IncompatibleCheckpoint, with a list of differences, if the model in `folder`
-    has another architecture; CheckpointError if it cannot be read.
+    `parameter_shapes`: shapes of the model's parameters, by name. Raises IncompatibleCheckpoint, with a list of differences, if the model
+    in `folder` has another architecture; CheckpointError if it cannot be read.
     """
     try:
         values, place = read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)
@@ -55,7 +55,7 @@ def build_parameter_loader(
                 place=f"config trainer.init_from {folder}",
                 hint=f"copy transformer_architecture from the output of: swarmtrain import {place}",
             )
-        mapping = TensorMapping(huggingface_config.read_model_family(values, place), architecture, sizes)
+        mapping = TensorMapping(huggingface_config.read_model_family(values, place), architecture, parameter_shapes)
     except CheckpointError:
         raise
     except SwarmtrainError as error:

@@ -96,12 +96,14 @@ def read_fingerprint_bytes(path: Path) -> bytes:
         raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path)) from None
 
 
-def _view_tensor(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    begin, end = entry["data_offsets"]
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"unsupported dtype {entry['dtype']}; supported: {', '.join(_DTYPES)}")
-    spec = TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    if not 0 <= begin <= end <= len(data) or end - begin != spec.nbytes:
-        raise ValueError(f"the data offsets {begin} to {end} do not match a tensor of {spec.nbytes} bytes in {len(data)} bytes of data")
-    piece = data[begin:end]
+def _view_tensor(byte_buffer: Tensor, header_entry: Mapping[str, Any]) -> Tensor:
+    begin, end = header_entry["data_offsets"]
+    if header_entry["dtype"] not in _DTYPES:
+        raise ValueError(f"unsupported dtype {header_entry['dtype']}; supported: {', '.join(_DTYPES)}")
+    spec = TensorSpec(_DTYPES[header_entry["dtype"]], tuple(header_entry["shape"]))
+    if not 0 <= begin <= end <= len(byte_buffer) or end - begin != spec.nbytes:
+        raise ValueError(
+            f"the data offsets {begin} to {end} do not match a tensor of {spec.nbytes} bytes in {len(byte_buffer)} bytes of data"
+        )
+    piece = byte_buffer[begin:end]
     return (piece if piece.data_ptr() % spec.dtype.itemsize == 0 else piece.clone()).view(spec.dtype).view(spec.size)

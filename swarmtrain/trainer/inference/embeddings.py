@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.trainer.cli_exit import handle_cli_errors
 from swarmtrain.trainer.inference import model_source
@@ -123,4 +123,4 @@ def _write_vectors(options: EmbedOptions, vectors: Tensor) -> None:
         raise SwarmtrainError(
             f"cannot be written: {describe_os_error(error)}", place=str(output), hint="pass a writable file with --output"
         ) from None
-    sys.stderr.write(f"wrote {output}: {rows.shape[0]:,} vectors of {rows.shape[1]:,} numbers\n")
+    sys.stderr.write(f"wrote {output}: {rows.shape[0]:,} embeddings of {rows.shape[1]:,} dimensions\n")

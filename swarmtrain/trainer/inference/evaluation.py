@@ -27,7 +27,7 @@ _MAX_EXP_NATS = 700.0
 
 @handle_cli_errors
 def main(options: Mapping[str, Any]) -> None:
-    """Print the validation loss of a model, or its results on tasks. Raises SwarmtrainError."""
+    """Print a model's validation loss in nats, or its results on the benchmark tasks in `options`. Raises SwarmtrainError."""
     if options["tasks"]:
         _evaluate_tasks(options)
     else:
@@ -112,9 +112,9 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
             sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_validation_result(report, objective.loss_unit)}\n")
 
 
-def _format_validation_result(report: Mapping[str, Any], unit: str) -> str:
+def _format_validation_result(report: Mapping[str, Any], loss_unit: str) -> str:
     step = "" if report["step"] is None else f" at step {report['step']}"
-    units = f"nats per {unit}" + (f", perplexity {report['perplexity']:.2f}" if "perplexity" in report else "")
+    units = f"nats per {loss_unit}" + (f", perplexity {report['perplexity']:.2f}" if "perplexity" in report else "")
     units += f", accuracy {report['accuracy']:.1%}" if "accuracy" in report else ""
     loss = f"validation loss {report['loss']:.4f} {units}"
     return f"{report['model']}{step}: {loss}, over {report['samples']} samples"

@@ -30,10 +30,13 @@ TokenizedRequest = tuple[tuple[str, str], list[int], list[int]]
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
-    """Model for the harness, sharded over all ranks. All ranks must make the same calls in the same order."""
+    """Computes log-likelihoods and completions for the harness, with a model sharded over all ranks.
+
+    All ranks must make the same calls in the same order.
+    """
 
     def __init__(self, model: ParallelModel, tokenizer: BaseTokenizer, batch_size: int) -> None:
-        """`batch_size`: sequences per batch. The model's architecture must separate documents."""
+        """`batch_size`: sequences per batch. The model's architecture must mask attention across documents."""
         super().__init__()
         self._model, self._tokenizer, self._batch_limit = model.local_model, tokenizer, batch_size
         self._gather_logits = build_logits_gather(model.mesh.tensor_group)
@@ -89,10 +92,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
                 texts += self._generate_texts(batch, json.loads(options))
         return texts
 
-    def _generate_texts(self, contexts: Sequence[str], options: dict[str, Any]) -> Iterator[str]:
-        stop_texts, max_tokens = options.get("until", []), min(options.get("max_gen_toks", _DEFAULT_MAX_TOKENS), self._sequence_length - 1)
-        temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
-        sampling_params = SamplingParams(temperature, options.get("top_k", 0), options.get("top_p", 1.0))
+    def _generate_texts(self, contexts: Sequence[str], generation_options: dict[str, Any]) -> Iterator[str]:
+        stop_texts, max_tokens = (
+            generation_options.get("until", []),
+            min(generation_options.get("max_gen_toks", _DEFAULT_MAX_TOKENS), self._sequence_length - 1),
+        )
+        temperature = generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0
+        sampling_params = SamplingParams(temperature, generation_options.get("top_k", 0), generation_options.get("top_p", 1.0))
         prompts = [self.tok_encode(context)[max_tokens - self._sequence_length :] or [self.eot_token_id] for context in contexts]
         streams = [TextStream(self._tokenizer, [stop_texts] if isinstance(stop_texts, str) else stop_texts) for _ in prompts]
         tokens = generate_tokens(

@@ -48,19 +48,21 @@ class ModelSource:
         return open_model_tokenizer((name,) if name else self.tokenizer_names, self.architecture, str(self.path), "--tokenizer")
 
 
-def open_model_tokenizer(names: Sequence[str], architecture: TransformerArchitectureConfig, place: str, option: str) -> BaseTokenizer:
-    """Open and return the first of the tokenizers `names` for a model with `architecture`.
+def open_model_tokenizer(
+    tokenizer_names: Sequence[str], architecture: TransformerArchitectureConfig, place: str, tokenizer_option: str
+) -> BaseTokenizer:
+    """Open and return the first of the tokenizers `tokenizer_names` for a model with `architecture`.
 
-    `place` (the model) and `option` (the option that sets the tokenizer) are shown in errors. Raises TrainingError if `names` is empty, or
-    if the tokenizer's vocabulary is too large for the model.
+    `place` (the model) and `tokenizer_option` (the option that sets the tokenizer) are shown in errors. Raises TrainingError if
+    `tokenizer_names` is empty, or if the tokenizer's vocabulary is too large for the model.
     """
-    if not names:
-        raise TrainingError("does not record its tokenizer", place=place, hint=f"pass its tokenizer.json with {option}")
-    encoder = tokenizer_backends.open_tokenizer(names[0])
+    if not tokenizer_names:
+        raise TrainingError("does not record its tokenizer", place=place, hint=f"pass its tokenizer.json with {tokenizer_option}")
+    encoder = tokenizer_backends.open_tokenizer(tokenizer_names[0])
     if encoder.vocab_size > architecture.vocab_size:
         reason = f"has {encoder.vocab_size} tokens, but the vocabulary of the model has only {architecture.vocab_size}"
         raise TrainingError(
-            reason, place=f"tokenizer {encoder.name}", hint=f"pass the tokenizer of the model's training data with {option}"
+            reason, place=f"tokenizer {encoder.name}", hint=f"pass the tokenizer of the model's training data with {tokenizer_option}"
         )
     return encoder
 

@@ -38,7 +38,7 @@ def open_parallel_model(model: ModelSource, *, requires_embedding_model: bool = 
     for name in ("num_attention_heads", "kv_heads", "vocab_size", "mlp_width"):
         if getattr(shape, name) % world_size:
             reason = f"{world_size} ranks do not evenly divide the {name} of the model, {getattr(shape, name)}"
-            raise TrainingError(reason, place="--ranks", hint="use fewer ranks, or one")
+            raise TrainingError(reason, place="--ranks", hint="set --ranks to a divisor of it, such as 1")
     topology = TopologyConfig(model_parallel_size=world_size, global_batch_size=1, micro_batch_size=1)
     # A config with an embedding head also requires an objective that trains this head, which inference does not need.
     config = Config(topology=topology, transformer_architecture=shape.model_copy(update={"embedding_head_config": None}))

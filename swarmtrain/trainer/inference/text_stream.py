@@ -1,4 +1,4 @@
-"""Convert generated tokens to text incrementally. Incomplete characters, and text that may begin a stop text, are held back."""
+"""Convert generated tokens to text incrementally. Incomplete characters, and text that may begin a stop text, are buffered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class TextStream:
-    """Text of a stream of tokens. The text ends before the first occurrence of any of `stop_texts`."""
+    """Converts a stream of tokens to text. The text ends before the first occurrence of any of `stop_texts`."""
 
     def __init__(self, tokenizer: BaseTokenizer, stop_texts: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop_texts = tokenizer, [stop for stop in stop_texts if stop]

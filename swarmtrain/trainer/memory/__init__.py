@@ -1,6 +1,6 @@
 """Estimate of the memory that a config needs on each rank, before a cluster is used.
 
-allocation_tracker    records allocations and their purposes
+allocation_tracker    records allocations and their kinds
 simulation            simulates one step of one rank, on fake tensors
 
 This module determines which ranks have to be simulated (one per pipeline rank), with how many micro batches, and which config changes save
@@ -42,7 +42,7 @@ class RankMemoryEstimate:
     peak: int
     """Peak in bytes during training steps."""
     breakdown: Mapping[AllocationKind, int]
-    """Allocated bytes at the peak of training steps, by purpose."""
+    """Allocated bytes at the peak of training steps, by kind of allocation."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -114,8 +114,8 @@ def _estimate_rank_memory(config: Config, world_size: int, rank: int) -> RankMem
     )
 
 
-def _extrapolate_memory_linearly(before: int, after: int, rounds: float) -> int:
-    return round(after + (after - before) * rounds)
+def _extrapolate_memory_linearly(shorter_step_bytes: int, longer_step_bytes: int, extra_rounds: float) -> int:
+    return round(longer_step_bytes + (longer_step_bytes - shorter_step_bytes) * extra_rounds)
 
 
 def _simulate_rank_memory(config: Config, world_size: int, rank: int, stages: tuple[int, ...]) -> RankMemoryEstimate:

@@ -1,7 +1,7 @@
-"""Allocation ledger: a record of every allocation and release of a tensor's storage, with its purpose.
+"""Allocation history: a record of every allocation and release of a tensor's storage, with its kind.
 
-Entries are only appended while a step runs. The purpose of a storage is often known only after its allocation (a tensor becomes a
-gradient once a parameter holds it), so the peak and its breakdown are computed from the whole ledger at the end.
+Entries are only appended while a step runs. The kind of an allocation is often known only later (a tensor becomes a
+gradient once a parameter holds it), so the peak and its breakdown are computed from the whole history at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationKind(StrEnum):
-    """Purpose of an allocation."""
+    """Kind of an allocation: what the memory is used for."""
 
     parameters = "parameters"
     gradients = "gradients"
@@ -40,7 +40,7 @@ class AllocationKind(StrEnum):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Peak of memory usage in bytes, and its breakdown by purpose."""
+    """Peak of memory usage in bytes, and its breakdown by kind of allocation."""
 
     size: int
     breakdown: Mapping[AllocationKind, int]
@@ -98,34 +98,34 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     @contextmanager
     def attribute_allocations_to_phase(self, phase: AllocationKind | None) -> Iterator[None]:
-        """Context manager that records allocations with the purpose `phase`; None: activations, or gradients in a backward pass."""
+        """Context manager that records allocations with the kind `phase`; None: activations, or gradients in a backward pass."""
         previous_phase, self._phase = self._phase, phase
         yield
         self._phase = previous_phase
 
     def assign_allocation_kind(self, tensors: Iterable[Tensor | None], kind: AllocationKind) -> None:
-        """Set the purpose of the storages of `tensors` to `kind`."""
+        """Set the allocation kind of the storages of `tensors` to `kind`."""
         for tensor in tensors:
             if tensor is not None:
                 self._kinds[self._register_storage(_unwrap_dtensor(tensor))] = kind
 
     def track_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the purpose of each gradient of `parameters` to gradients as soon as a backward pass has computed it."""
+        """Set the allocation kind of each gradient of `parameters` to `gradients` as soon as a backward pass has computed it."""
         for parameter in (candidate for candidate in parameters if candidate.requires_grad):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda made: self.assign_allocation_kind([made.grad], AllocationKind.gradients)
             )
 
-    def get_ledger_position(self) -> int:
-        """Return the current position in the ledger, to be passed to `find_memory_peak`."""
+    def get_allocation_history_position(self) -> int:
+        """Return the current position in the allocation history, to be passed to `find_memory_peak`."""
         return len(self._changes)
 
-    def find_memory_peak(self, since: int = 0, until: int | None = None) -> MemoryPeak:
-        """Return the peak between the ledger positions `since` and `until`; None: to the end."""
+    def find_memory_peak(self, start_position: int = 0, end_position: int | None = None) -> MemoryPeak:
+        """Return the memory peak between two positions of the allocation history. `end_position`: None: to the end."""
         current, highest, peak_position = 0, -1, 0
-        for position, (_, change) in enumerate(self._changes[:until], 1):
+        for position, (_, change) in enumerate(self._changes[:end_position], 1):
             current += change
-            if current > highest and position >= since:
+            if current > highest and position >= start_position:
                 highest, peak_position = current, position
         breakdown: Counter[AllocationKind] = Counter()
         for storage_id, change in self._changes[:peak_position]:
@@ -143,9 +143,9 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             self._storage_refs[key] = weakref.ref(storage, lambda _: self._release_storage(key))
         return self._storage_ids[key]
 
-    def _release_storage(self, key: int) -> None:
-        del self._storage_refs[key]
-        self._record_storage_size(self._storage_ids.pop(key), 0)
+    def _release_storage(self, storage_key: int) -> None:
+        del self._storage_refs[storage_key]
+        self._record_storage_size(self._storage_ids.pop(storage_key), 0)
 
     def _record_storage_size(self, storage_id: int, size: int) -> None:
         previous_size = self._sizes.get(storage_id, 0)

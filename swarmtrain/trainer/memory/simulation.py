@@ -56,14 +56,14 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
         if isinstance(model.wrapped_model, DdpModel):
             model.wrapped_model._ddp.reducer = _StaticBucketReducer(model.wrapped_model._ddp.reducer)  # type: ignore[assignment]  # it delegates everything else
         optimizer = _TrackedOptimizer(model, config, tracker)
-        startup_end = tracker.get_ledger_position()
+        startup_end = tracker.get_allocation_history_position()
         with tracker.attribute_allocations_to_phase(None):
-            train_step(runtime, model, optimizer, _SyntheticSamples(config), position=0, number=1, stop=StopFlag())
+            train_step(runtime, model, optimizer, _SyntheticSamples(config), first_sample_position=0, step=1, stop_flag=StopFlag())
         return tracker.find_memory_peak(0, startup_end), tracker.find_memory_peak(startup_end)
 
 
 class _TrackedOptimizer(Optimizer):
-    """Optimizer that records the purposes of its tensors in the allocation ledger."""
+    """Optimizer that records the allocation kinds of its tensors in the allocation history."""
 
     def __init__(self, model: ParallelModel, config: Config, tracker: AllocationTracker) -> None:
         super().__init__(model, config)
@@ -83,7 +83,7 @@ class _TrackedOptimizer(Optimizer):
 
 
 class _SyntheticSamples(TokenDataset):
-    """Dataset of empty samples with the config's shapes, without token files."""
+    """Data set of empty samples with the config's shapes, without token files."""
 
     def __init__(self, config: Config) -> None:
         architecture = config.transformer_architecture
@@ -104,7 +104,7 @@ class _SyntheticSamples(TokenDataset):
         return TokenBatch(tensors[0], tensors[1], tensors[2] if self._has_documents else None)
 
     def prefetch_samples(self, ids: Ids) -> None:
-        """A no-op: there is no token file."""
+        """Do nothing, since no token file exists."""
 
 
 class _StaticBucketReducer:

@@ -38,7 +38,7 @@ _FLUSH_TIMEOUT_SECONDS = 10.0
 
 
 class RunReporter:
-    """Reports on a run. As a context manager, it sends the pending events when it exits."""
+    """Logs a run, posts its events and writes its metrics lines. As a context manager, it posts the pending events when it exits."""
 
     def __init__(self, runtime: Runtime, trial: DeterminedTrial) -> None:
         self._runtime, self._trial = runtime, trial
@@ -123,7 +123,7 @@ class RunReporter:
             for phase, seconds in {"step": sum(phase_seconds.values()), **phase_seconds}.items()
             if phase_seconds
         }
-        self._sinks.write(
+        self._sinks.write_metrics(
             {
                 "step": step,
                 **values,
@@ -198,16 +198,17 @@ class RunReporter:
             fields = asdict(change.straggler) if change.straggler else {"rank": None}
             self._post_event(protocol.EVENT_STRAGGLER, **fields, message=change.message)
 
-    def write_missing_step_metrics(self, step: int, result: StepResult | None) -> None:
+    def write_missing_step_metrics(self, step: int, last_step_result: StepResult | None) -> None:
         """Append the metrics line of `step`, which this rank has saved in a just-in-time checkpoint, if the line is missing.
 
-        Rank 0 may have died before it wrote the line. `result`: result of the last step on this rank; used only if that step is `step`.
+        Rank 0 may have died before it wrote the line. `last_step_result`: result of the last step on this rank; used only if that step is
+        `step`.
         """
         folder = get_metrics_folder(self._runtime)
-        if folder and result and result.number == step:
-            update = result.update
+        if folder and last_step_result and last_step_result.number == step:
+            update = last_step_result.update
             values = {
-                "loss": replace_non_finite(result.loss),
+                "loss": replace_non_finite(last_step_result.loss),
                 "learning_rate": update.learning_rate,
                 "gradient_norm": replace_non_finite(update.gradient_norm),
             }
@@ -220,7 +221,7 @@ class RunReporter:
             "step %*d/%d  validation loss %.4f%s", len(str(self._total_steps)), step, self._total_steps, loss, _format_accuracy(accuracy)
         )
         accuracy_field = {} if accuracy is None else {"validation_accuracy": accuracy}
-        self._sinks.write({"step": step, "validation_loss": loss, **accuracy_field})
+        self._sinks.write_metrics({"step": step, "validation_loss": loss, **accuracy_field})
         self._post_event(protocol.EVENT_EVALUATION, step=step, loss=loss)
 
     def report_samples(self, step: int, samples: Sequence[GeneratedSample]) -> None:
@@ -229,7 +230,7 @@ class RunReporter:
             text = f"{sample['prompt']}{sample['text']}".replace("\n", "\\n")
             LOG.info("step %*d/%d  sample: %s", len(str(self._total_steps)), step, self._total_steps, text)
         if samples:
-            self._sinks.write({"step": step, SAMPLES_KEY: samples})
+            self._sinks.write_metrics({"step": step, SAMPLES_KEY: samples})
 
     def report_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
         """Report a committed checkpoint."""
@@ -247,12 +248,12 @@ class RunReporter:
 
     def report_graceful_exit(self, step: int) -> int:
         """Report that all ranks exit gracefully after `step`, and return the exit code. Collective: all ranks must call it."""
-        LOG.info("stop requested: stops after step %d", step)
+        LOG.info("stop requested: exiting after step %d", step)
         return self._trial.acknowledge_preemption()
 
-    def report_training_finished(self, step: int, values: dict[str, Any]) -> None:
+    def report_training_finished(self, step: int, final_metrics: dict[str, Any]) -> None:
         """Report that training has finished at `step`, and that the checkpoint of this step is committed."""
-        self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **values)
+        self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **final_metrics)
 
     def _post_event(self, kind: str, **data: Any) -> None:
         if self._event_sender:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import IO
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.step import StepResult
 

@@ -39,7 +39,7 @@ class EventSender:
             self._wake.notify()
 
     def queue_progress_event(self, event: Event) -> None:
-        """Queue the progress event `event` for posting, replacing an earlier progress event that is still queued."""
+        """Queue `event`, a progress event, for posting. It replaces an earlier progress event that is still queued."""
         with self._wake:
             self._latest_progress = event
 

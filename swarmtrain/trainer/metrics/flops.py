@@ -1,8 +1,8 @@
 """FLOPs of a model, counted as in torchtitan and nanochat, so that results are comparable.
 
-Each parameter of a matrix multiplication takes 2 FLOPs per token in the forward pass and 4 in the backward pass: 6 N for N such parameters.
-Attention adds 12 × layers × width × sequence length, as if every token attended to the full sequence; causal attention needs half of
-this. Recomputation (activation checkpointing) is not counted.
+Each parameter of a matrix multiplication requires 2 FLOPs per token in the forward pass and 4 in the backward pass: 6 N for N such
+parameters. Attention adds 12 × layers × width × sequence length, as if every token attended to the full sequence; causal attention needs
+half of this. Recomputation (activation checkpointing) is not counted.
 """
 
 from __future__ import annotations
@@ -51,19 +51,22 @@ _PEAK_TFLOPS = {
 _LOW_PRECISIONS = (Precision.bfloat16, Precision.float16)
 
 
-def compute_flops_per_token(architecture: TransformerArchitectureConfig, parameters: int) -> int:
-    """Return the FLOPs per token of a forward and backward pass of a model with `parameters` parameters in total."""
+def compute_flops_per_token(architecture: TransformerArchitectureConfig, parameter_count: int) -> int:
+    """Return the FLOPs per token of a forward and backward pass of a model with `parameter_count` parameters in total."""
     lookup_parameters = 0 if architecture.has_tied_embeddings else architecture.vocab_size * architecture.hidden_size
     lookup_parameters += architecture.sequence_length * architecture.hidden_size if architecture.learned_positions else 0
-    return 6 * (parameters - lookup_parameters) + 12 * architecture.num_layers * architecture.attention_width * architecture.sequence_length
+    return (
+        6 * (parameter_count - lookup_parameters)
+        + 12 * architecture.num_layers * architecture.attention_width * architecture.sequence_length
+    )
 
 
-def find_peak_flops(device: str, precision: Precision) -> float | None:
-    """Return the peak FLOPS of the device with the driver's name `device`; None if unknown.
+def find_peak_flops(device_name: str, precision: Precision) -> float | None:
+    """Return the peak FLOPS of the device with the driver's name `device_name`; None if unknown.
 
     For float8, return the bfloat16 peak, as in other tools, so that the speed-up is visible in the MFU. For float32, return None, since
     the peak depends on whether TF32 is enabled.
     """
     if precision not in _LOW_PRECISIONS:
         return None
-    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS.items() if re.search(rf"\b{re.escape(name)}(?![0-9])", device)), None)
+    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS.items() if re.search(rf"\b{re.escape(name)}(?![0-9])", device_name)), None)

@@ -17,7 +17,7 @@ MetricValues = dict[str, "MetricValue"]
 
 
 class ReductionOp(StrEnum):
-    """Reductions of a metric over all ranks that logged it, in rank order."""
+    """Operation that reduces a metric over all ranks that logged it, in rank order."""
 
     mean = "mean"
     sum = "sum"

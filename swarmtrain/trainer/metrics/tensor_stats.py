@@ -100,12 +100,14 @@ def merge_partial_statistics(first: Tensor, second: Tensor) -> Tensor:
     return total
 
 
-def compute_statistics(row: Tensor, statistics: Collection[Statistic], histogram: Tensor | None = None) -> dict[str, Any]:
-    """Return the values of `statistics`, by name, computed from the partial statistics `row`.
+def compute_statistics(partial_statistics: Tensor, statistics: Collection[Statistic], histogram: Tensor | None = None) -> dict[str, Any]:
+    """Return the values of `statistics`, by name, computed from `partial_statistics`.
 
     `histogram` is required if any of `statistics` needs it. A statistic that is undefined for these values is None.
     """
-    available = _compute_moment_statistics(row.tolist()) | (_compute_quantile_statistics(row, histogram) if histogram is not None else {})
+    available = _compute_moment_statistics(partial_statistics.tolist()) | (
+        _compute_quantile_statistics(partial_statistics, histogram) if histogram is not None else {}
+    )
     selected = {str(statistic): available[statistic] for statistic in statistics}
     return {name: value if math.isfinite(value) else None for name, value in selected.items()}
 
@@ -140,37 +142,37 @@ def _compute_chunk_statistics(chunk: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([columns[number].double() for number in range(COLUMN_COUNT)])
 
 
-def _compute_moment_statistics(row: list[float]) -> dict[Statistic, float]:
-    n, count = max(1.0, row[FINITE_COUNT]), max(1.0, row[COUNT])
-    squares = row[M2] + n * row[MEAN] ** 2
-    std, variance = math.sqrt(row[M2] / max(1.0, n - 1)), row[M2] / n
+def _compute_moment_statistics(partial_statistics: list[float]) -> dict[Statistic, float]:
+    n, count = max(1.0, partial_statistics[FINITE_COUNT]), max(1.0, partial_statistics[COUNT])
+    squares = partial_statistics[M2] + n * partial_statistics[MEAN] ** 2
+    std, variance = math.sqrt(partial_statistics[M2] / max(1.0, n - 1)), partial_statistics[M2] / n
     norm = math.sqrt(squares)
     return {
-        Statistic.l1: row[ABS_SUM] / n,
-        Statistic.mean: row[MEAN],
+        Statistic.l1: partial_statistics[ABS_SUM] / n,
+        Statistic.mean: partial_statistics[MEAN],
         Statistic.std: std,
-        Statistic.skew: row[M3] / n / std**3 if std else math.nan,
-        Statistic.kurtosis: row[M4] / n / variance**2 - 3 if variance else math.nan,
+        Statistic.skew: partial_statistics[M3] / n / std**3 if std else math.nan,
+        Statistic.kurtosis: partial_statistics[M4] / n / variance**2 - 3 if variance else math.nan,
         Statistic.norm: norm,
-        Statistic.max: row[MAX],
-        Statistic.min: -row[NEGATED_MIN],
-        Statistic.abs_std: math.sqrt(max(0.0, squares - row[ABS_SUM] ** 2 / n) / max(1.0, n - 1)),
-        Statistic.abs_max: max(row[MAX], row[NEGATED_MIN]),
-        Statistic.abs_min: -row[NEGATED_ABS_MIN],
-        Statistic.pct_zero: row[ZEROS] / count,
-        Statistic.pct_underflow: row[UNDERFLOWS] / count,
-        Statistic.pct_overflow: row[OVERFLOWS] / count,
-        Statistic.pct_underflow_e4m3: row[UNDERFLOWS_E4M3] / count,
-        Statistic.pct_underflow_e5m2: row[UNDERFLOWS_E5M2] / count,
-        Statistic.pct_posinf: row[POSITIVE_INFS] / count,
-        Statistic.pct_neginf: row[NEGATIVE_INFS] / count,
-        Statistic.pct_nan: row[NANS] / count,
-        Statistic.non_finite: int(row[COUNT] - row[FINITE_COUNT]),
-        Statistic.norm_sparsity: math.sqrt(n) * norm / row[ABS_SUM] if row[ABS_SUM] else math.nan,
+        Statistic.max: partial_statistics[MAX],
+        Statistic.min: -partial_statistics[NEGATED_MIN],
+        Statistic.abs_std: math.sqrt(max(0.0, squares - partial_statistics[ABS_SUM] ** 2 / n) / max(1.0, n - 1)),
+        Statistic.abs_max: max(partial_statistics[MAX], partial_statistics[NEGATED_MIN]),
+        Statistic.abs_min: -partial_statistics[NEGATED_ABS_MIN],
+        Statistic.pct_zero: partial_statistics[ZEROS] / count,
+        Statistic.pct_underflow: partial_statistics[UNDERFLOWS] / count,
+        Statistic.pct_overflow: partial_statistics[OVERFLOWS] / count,
+        Statistic.pct_underflow_e4m3: partial_statistics[UNDERFLOWS_E4M3] / count,
+        Statistic.pct_underflow_e5m2: partial_statistics[UNDERFLOWS_E5M2] / count,
+        Statistic.pct_posinf: partial_statistics[POSITIVE_INFS] / count,
+        Statistic.pct_neginf: partial_statistics[NEGATIVE_INFS] / count,
+        Statistic.pct_nan: partial_statistics[NANS] / count,
+        Statistic.non_finite: int(partial_statistics[COUNT] - partial_statistics[FINITE_COUNT]),
+        Statistic.norm_sparsity: math.sqrt(n) * norm / partial_statistics[ABS_SUM] if partial_statistics[ABS_SUM] else math.nan,
     }
 
 
-def _compute_quantile_statistics(row: Tensor, histogram: Tensor) -> dict[Statistic, float]:
+def _compute_quantile_statistics(partial_statistics: Tensor, histogram: Tensor) -> dict[Statistic, float]:
     sorted_bits, sorted_abs_bits = _sort_bfloat16_bits()
     counts_by_value, counts_by_magnitude = histogram[sorted_bits], (histogram + histogram.roll(BIN_COUNT // 2))[sorted_abs_bits]
     statistics = {
@@ -180,7 +182,7 @@ def _compute_quantile_statistics(row: Tensor, histogram: Tensor) -> dict[Statist
     for percent in (1, 10, 25, 75, 90, 99):
         statistics[Statistic(f"quantile_{percent}")] = _compute_quantile(sorted_bits, counts_by_value, percent / 100)
         statistics[Statistic(f"abs_quantile_{percent}")] = _compute_quantile(sorted_abs_bits, counts_by_magnitude, percent / 100)
-    abs_median, abs_max = statistics[Statistic.abs_median], float(torch.maximum(row[MAX], row[NEGATED_MIN]))
+    abs_median, abs_max = statistics[Statistic.abs_median], float(torch.maximum(partial_statistics[MAX], partial_statistics[NEGATED_MIN]))
     statistics[Statistic.max_sparsity] = (abs_max - abs_median) / abs_median if abs_median else math.nan
     return statistics
 

@@ -62,11 +62,11 @@ class TensorStatsRecorder:
         self._recorded_step: int | None = None
         self._hooks: list[Any] = []
 
-    def start_recording_if_due(self, number: int) -> None:
-        """If step `number` is to be recorded, record the weights, and register hooks that record the outputs of modules."""
-        if self._config is None or number % self._config.interval:
+    def start_recording_if_due(self, step: int) -> None:
+        """If `step` is a recorded step, record the weights, and register hooks that record the outputs of modules."""
+        if self._config is None or step % self._config.interval:
             return
-        self._recorded_step = number
+        self._recorded_step = step
         self._columns_by_key: dict[TensorKey, Tensor] = {}
         self._histograms: dict[TensorKey, Tensor] = defaultdict(lambda: torch.zeros(tensor_stats.BIN_COUNT, dtype=torch.int64))
         for name, parameter in self._model.parameters.items():
@@ -88,7 +88,7 @@ class TensorStatsRecorder:
         for name, parameter in self._model.parameters.items():
             if parameter.grad is not None:
                 self._accumulate_primary_shard(TensorKind.gradients, name, parameter.grad)
-        columns_by_rank = collectives.gather_to_rank_zero(
+        columns_by_rank = collectives.gather_objects_to_rank_zero(
             torch.stack(
                 [self._columns_by_key.get(key, tensor_stats.create_empty_partial_statistics()).cpu() for key in self._statistics_by_key]
             )
@@ -104,7 +104,7 @@ class TensorStatsRecorder:
                 histogram = self._histograms[key].cpu()
                 dist.reduce(histogram, 0)
             if self._file and row[tensor_stats.COUNT]:
-                self._file.write(self._build_statistics_line(key, row, tensor_stats.compute_statistics(row, statistics, histogram)))
+                self._file.write_metrics(self._build_statistics_line(key, row, tensor_stats.compute_statistics(row, statistics, histogram)))
         self._recorded_step = None
 
     def close(self) -> None:
@@ -112,34 +112,34 @@ class TensorStatsRecorder:
         if self._config and self._file:
             self._file.close()
 
-    def _build_statistics_line(self, key: TensorKey, row: Tensor, statistics: dict[str, Any]) -> dict[str, Any]:
-        kind, name = key
+    def _build_statistics_line(self, tensor_key: TensorKey, partial_statistics: Tensor, statistics: dict[str, Any]) -> dict[str, Any]:
+        kind, name = tensor_key
         line: dict[str, Any] = {"step": self._recorded_step, "name": name, "kind": str(kind)}
         if self._config and self._config.include_module_type:
             line["type"] = self._module_types[name if name in self._module_types else name.rpartition(".")[0]]
-        return {**line, "count": int(row[tensor_stats.COUNT]), **statistics}
+        return {**line, "count": int(partial_statistics[tensor_stats.COUNT]), **statistics}
 
-    def _record_activation(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _record_activation(self, module_name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Forward hook that records the output of a module.
 
         A no-op in the backward pass, where activation checkpointing recomputes outputs that are already recorded.
         """
         if not isinstance(output, Tensor) or not output.is_floating_point() or torch._C._current_graph_task_id() != -1:
             return
-        self._accumulate_tensor_statistics(TensorKind.activations, name, output)
-        if output.requires_grad and (TensorKind.activation_gradients, name) in self._statistics_by_key:
-            output.register_hook(partial(self._record_activation_gradient, name))  # type: ignore[no-untyped-call]  # not typed in torch
+        self._accumulate_tensor_statistics(TensorKind.activations, module_name, output)
+        if output.requires_grad and (TensorKind.activation_gradients, module_name) in self._statistics_by_key:
+            output.register_hook(partial(self._record_activation_gradient, module_name))  # type: ignore[no-untyped-call]  # not typed in torch
 
-    def _record_activation_gradient(self, name: str, gradient: Tensor) -> None:
-        self._accumulate_tensor_statistics(TensorKind.activation_gradients, name, gradient)
+    def _record_activation_gradient(self, module_name: str, gradient: Tensor) -> None:
+        self._accumulate_tensor_statistics(TensorKind.activation_gradients, module_name, gradient)
 
-    def _accumulate_primary_shard(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
-        if self._is_first_replica and self._model.shard_layout.is_primary_copy(name):
-            self._accumulate_tensor_statistics(kind, name, tensor)
+    def _accumulate_primary_shard(self, tensor_kind: TensorKind, parameter_name: str, tensor: Tensor) -> None:
+        if self._is_first_replica and self._model.shard_layout.is_primary_copy(parameter_name):
+            self._accumulate_tensor_statistics(tensor_kind, parameter_name, tensor)
 
     @torch.no_grad()
-    def _accumulate_tensor_statistics(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
-        key = kind, name
+    def _accumulate_tensor_statistics(self, tensor_kind: TensorKind, tensor_name: str, tensor: Tensor) -> None:
+        key = tensor_kind, tensor_name
         if key not in self._statistics_by_key:
             return
         local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -150,12 +150,12 @@ class TensorStatsRecorder:
         if tensor_stats.needs_histogram(self._statistics_by_key[key]):
             self._histograms[key] += tensor_stats.compute_histogram(local_tensor).cpu()
 
-    def _find_configured_statistics(self, name: str) -> tuple[Statistic, ...]:
-        """Return the statistics configured for the module or parameter `name`; empty if no pattern matches.
+    def _find_configured_statistics(self, tensor_name: str) -> tuple[Statistic, ...]:
+        """Return the statistics configured for the module or parameter `tensor_name`; empty if no pattern matches.
 
         The configured patterns match a parameter by its own name or by the name of its module.
         """
-        names = (name, name.rpartition(".")[0])
+        names = (tensor_name, tensor_name.rpartition(".")[0])
         pairs = self._config.statistics if self._config else ()
         return next((statistics for pattern, statistics in pairs if any(fnmatchcase(each, pattern) for each in names)), ())
 

@@ -9,7 +9,10 @@ _WINDOW_STEPS = 50
 
 
 class Throughput:
-    """Measures throughput as a moving average over the last steps, including the time for validation and checkpoints between steps."""
+    """Measures throughput, in tokens/s, as a moving average over the last 50 steps.
+
+    The time for validation and checkpoints between steps is included.
+    """
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=_WINDOW_STEPS + 1)

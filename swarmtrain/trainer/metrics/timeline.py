@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.health.step_timer import BACKWARD, Mark, PhaseKey, StepTimer, compute_elapsed_seconds
 from swarmtrain.trainer.parallel.mesh import Mesh
@@ -32,7 +32,7 @@ _MIN_SPAN_SECONDS = 1e-7
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """One phase of one step on one rank."""
+    """Start time and duration, in seconds, of one phase of one step on one rank."""
 
     step: int
     phase: str
@@ -45,7 +45,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """The phases of one rank."""
+    """Phase spans of one rank, with its node, mesh coordinates and clock error."""
 
     node: str
     coordinates: str
@@ -94,7 +94,7 @@ class TimelineRecorder:
             PhaseSpan(self._step_numbers[step_index], phase, indices, start_seconds + offset, seconds)
             for step_index, phase, indices, start_seconds, seconds in self._spans
         )
-        timelines = collectives.gather_to_rank_zero(RankTimeline(self._runtime.node, self._coordinates, clock_error, spans))
+        timelines = collectives.gather_objects_to_rank_zero(RankTimeline(self._runtime.node, self._coordinates, clock_error, spans))
         if self._runtime.is_rank_zero:
             self._write_trace(timelines)
 
@@ -146,18 +146,25 @@ def build_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:
     }
 
 
-def _build_step_events(timeline: RankTimeline, start: float, thread_ids: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _build_step_events(timeline: RankTimeline, trace_start_seconds: float, thread_ids: dict[str, int]) -> Iterator[dict[str, Any]]:
     for step in dict.fromkeys(span.step for span in timeline.spans):
         spans = [span for span in timeline.spans if span.step == step]
         begin, end = spans[0].start_seconds, spans[-1].start_seconds + spans[-1].seconds
-        yield {"ph": "X", "name": f"step {step}", "cat": "step", "ts": (begin - start) * 1e6, "dur": (end - begin) * 1e6, **thread_ids}
+        yield {
+            "ph": "X",
+            "name": f"step {step}",
+            "cat": "step",
+            "ts": (begin - trace_start_seconds) * 1e6,
+            "dur": (end - begin) * 1e6,
+            **thread_ids,
+        }
         for span in spans:
             index_args = dict(zip(("micro_batch", "stage"), span.indices, strict=False))
             yield {
                 "ph": "X",
                 "name": _format_span_title(span),
                 "cat": span.phase,
-                "ts": (span.start_seconds - start) * 1e6,
+                "ts": (span.start_seconds - trace_start_seconds) * 1e6,
                 "dur": span.seconds * 1e6,
                 "args": {"step": step, **index_args},
                 **thread_ids,
@@ -170,8 +177,8 @@ def _format_span_title(span: PhaseSpan) -> str:
     return "waits for other stages" if span.phase == BACKWARD else span.phase
 
 
-def _build_name_metadata_event(kind: str, pid: int, tid: int | None, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{kind}_name", "pid": pid, **({} if tid is None else {"tid": tid}), "args": {"name": name}}
+def _build_name_metadata_event(process_or_thread: str, pid: int, tid: int | None, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{process_or_thread}_name", "pid": pid, **({} if tid is None else {"tid": tid}), "args": {"name": name}}
 
 
 def _find_max_clock_error(timelines: Sequence[RankTimeline]) -> float:
@@ -179,7 +186,10 @@ def _find_max_clock_error(timelines: Sequence[RankTimeline]) -> float:
 
 
 def _measure_clock_offset(runtime: Runtime) -> tuple[float, float]:
-    """Return the offset in seconds from this rank's clock to rank 0's clock, and its maximum error. Collective: all ranks must call it."""
+    """Return the clock offset, rank 0's clock minus this rank's clock, and its maximum error, both in seconds.
+
+    Collective: all ranks must call it.
+    """
     offset_and_error, clock = (0.0, 0.0), torch.zeros(1, dtype=torch.float64)
     for rank in range(1, runtime.world_size):
         if runtime.is_rank_zero:

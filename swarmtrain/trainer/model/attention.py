@@ -11,7 +11,7 @@ from swarmtrain.trainer.model.linear import build_linear
 from swarmtrain.trainer.model.masks import AttentionOptions, Masks, compute_attention
 from swarmtrain.trainer.model.norm import build_norm
 from swarmtrain.trainer.model.peft.lora import LoraAdapters
-from swarmtrain.trainer.model.rotary import Rotation, apply_rotary
+from swarmtrain.trainer.model.rotary import Rotation, apply_rotary_embedding
 from swarmtrain.trainer.model.sequence_shard import KeyValueGather
 
 
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         )
         projections = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
         self.lora = LoraAdapters(architecture, f"{layer} attention", projections.items())
-        # QK norm keeps attention scores bounded: Henry et al. 2020 (arXiv 2010.04245), in the form of Dehghani et al. 2023 (2302.05442).
+        # QK norm bounds the attention scores: Henry et al. 2020 (arXiv 2010.04245), in the form of Dehghani et al. 2023 (arXiv 2302.05442).
         self.query_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
         self.key_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = _normalize_heads(query, self.query_norm), _normalize_heads(key, self.key_norm)
         if rotation is not None:
-            query, key = (apply_rotary(heads, rotation, self.position_type) for heads in (query, key))
+            query, key = (apply_rotary_embedding(heads, rotation, self.position_type) for heads in (query, key))
         if self.gather_key_value is not None:
             key, value = self.gather_key_value(key, value)
         if self.umup_scales is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Maps hidden states (1, tokens, width) and targets (tokens) to the summed loss."""
+"""Maps hidden states (1, tokens, hidden size) and targets (tokens) to the summed loss."""
 
 
 def compute_chunked_loss(
@@ -29,9 +29,9 @@ def compute_chunked_loss(
 ) -> Tensor:
     """Return the summed loss of all tokens, computed in chunks of `chunk_size` tokens.
 
-    `hidden` (samples, this rank's part of the sequence, width), `targets` (samples, full sequence). `sequence_shards`: number of ranks
-    that each have a part of every sequence; `loss_function` gathers and concatenates these parts. `parameters`: the parameters that
-    `loss_function` uses; they receive gradients.
+    `hidden` (samples, this rank's part of the sequence, hidden size), `targets` (samples, full sequence). `sequence_shards`: number of
+    ranks that each hold a part of every sequence; `loss_function` gathers and concatenates these parts. `parameters`: the parameters
+    that `loss_function` uses; they receive gradients.
     """
     flat_hidden, ordered_targets = hidden.flatten(0, 1), targets.view(len(targets), sequence_shards, -1).transpose(0, 1).flatten(1)
     local_chunk_size = -(-chunk_size // sequence_shards)

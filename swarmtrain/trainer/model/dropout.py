@@ -3,7 +3,7 @@
 Whether an element is dropped is a function of the seed, the step, the sample's index in the step, the module's name, the token's
 position and the index of the dimension; it does not depend on the state of a random number generator. So a rank with half of a sequence,
 or a pipeline stage with the last layers, drops the same elements as a single process would. A layer that is recomputed in the backward
-pass drops the same elements as in the forward pass, and a GPU the same as a CPU.
+pass drops the same elements as in the forward pass, and a GPU drops the same as a CPU.
 
 The hash function is the 32-bit finalizer of MurmurHash3 (Appleby 2011), applied once per token and once per element.
 """
@@ -61,7 +61,7 @@ class Dropout(nn.Module):
     """Hash of the module name. It is a tensor rather than an integer, so that all layers share one compiled graph."""
 
     def __init__(self, probability: float, module_name: str) -> None:
-        """`module_name` identifies the module: modules with the same name drop the same elements."""
+        """Create dropout with `probability`. Modules with the same `module_name` drop the same elements."""
         super().__init__()
         self.probability = probability
         self.first_dimension = 0

@@ -1,6 +1,6 @@
-"""Linear layers that multiply in float8 (FP8), with torch's scaled matrix products.
+"""Linear layers that multiply in float8 (FP8), with torch's scaled matmuls (`torch._scaled_mm`).
 
-Before each product a matrix is multiplied by a scale, the largest power of two for which its largest value fits into float8, and then
+Before each matmul a matrix is multiplied by a scale, the largest power of two for which its largest value fits into float8, and then
 rounded. A power of two changes exponents only: the rounded value does not depend on the scale, except for values below 2^-15 (e4m3)
 or 2^-30 (e5m2) of the largest value with the same scale. So each rank can use the scales of its own shard of a tensor-parallel layer,
 without communication.
@@ -21,7 +21,7 @@ from swarmtrain.config.schema.transformer_architecture import TransformerArchite
 from swarmtrain.errors import TrainingError
 
 _ROW_MULTIPLE = 16
-"""Alignment: the number of rows of a float8 product's operands must be a multiple of this."""
+"""Alignment: the number of rows of a float8 matmul's operands must be a multiple of this."""
 _MIN_AMAX = 2.0**-100
 """Lower bound of the absolute maximum, also used for all-zero matrices."""
 _MIN_COMPUTE_CAPABILITY = (8, 9)
@@ -30,9 +30,9 @@ OperandDtypes = tuple[torch.dtype, torch.dtype]
 
 
 class Float8Recipe(NamedTuple):
-    """Float8 settings of a linear layer: for each of its three matrix products, the dtypes of the two operands.
+    """Float8 settings of a linear layer: for each of its three matmuls, the dtypes of the two operands.
 
-    None: the product is not computed in float8.
+    None: the matmul is not computed in float8.
     """
 
     forward: OperandDtypes | None
@@ -68,7 +68,7 @@ def build_recipe(config: FP8LinearConfig, *, emulate: bool) -> Float8Recipe:
 
 
 def compute_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8Recipe) -> Tensor:
-    """Return `input` times the transpose of `weight` plus `bias`, like functional.linear, computed in float8 according to `recipe`."""
+    """Return `input` times the transpose of `weight` plus `bias`, like `functional.linear`, computed in float8 according to `recipe`."""
     if not input.numel():
         return functional.linear(input, weight, bias)  # an empty tensor has no maximum to compute a scale from
     output_dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else input.dtype
@@ -100,7 +100,10 @@ def _matmul_local(input: Tensor, weight: Tensor, recipe: Float8Recipe, output_dt
 
 
 def _matmul_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
-    """Return this rank's part of a product whose weight is sharded over outputs (column-parallel) or over inputs (row-parallel)."""
+    """Return `input` times the transpose of `weight` as a DTensor.
+
+    `weight` is sharded over outputs (column-parallel) or over inputs (row-parallel).
+    """
     if not isinstance(weight, DTensor):
         raise TypeError("the input is a DTensor and the weight is not")
     mesh, last_dimension = input.device_mesh, input.dim() - 1

@@ -49,18 +49,22 @@ class ParameterInitializer:
 
 
 def materialize_parameters(
-    module: nn.Module, names: Mapping[nn.Parameter, str], value: Callable[[str], Tensor], device: torch.device
+    module: nn.Module, parameter_names: Mapping[nn.Parameter, str], get_initial_value: Callable[[str], Tensor], device: torch.device
 ) -> None:
-    """Replace the meta parameters of `module` by parameters with values `value(name)` on `device`, and move its buffers to `device`.
+    """Replace the meta parameters of `module` with parameters on `device` whose values are `get_initial_value(name)`.
 
-    `names` maps each of these parameters to its name. A parameter that several modules share remains shared.
+    The buffers of `module` are moved to `device`.
+
+    `parameter_names` maps each of these parameters to its name. A parameter that several modules share remains shared.
     """
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter.device.type == "meta":
                 if parameter not in materialized:
-                    materialized[parameter] = nn.Parameter(value(names[parameter]).to(device), requires_grad=parameter.requires_grad)
+                    materialized[parameter] = nn.Parameter(
+                        get_initial_value(parameter_names[parameter]).to(device), requires_grad=parameter.requires_grad
+                    )
                 setattr(owner, key, materialized[parameter])
         for key, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, key, buffer.to(device))

@@ -54,45 +54,46 @@ _DEFAULT_OPTIONS = AttentionOptions()
 def build_masks(
     architecture: TransformerArchitectureConfig,
     batch_size: int,
-    length: int,
-    documents: Tensor | None,
+    sequence_length: int,
+    document_ids: Tensor | None,
     device: torch.device,
     *,
     query_positions: Tensor | None = None,
 ) -> Masks:
-    """Return the attention masks of one forward pass for sequences of `length` tokens.
+    """Return the attention masks of one forward pass for sequences of `sequence_length` tokens.
 
-    `documents` (batch, sequence): the document number of each token; tokens attend only within their document. None: tokens
+    `document_ids` (batch, sequence): the document id of each token; tokens attend only within their document. None: tokens
     also attend to other documents.
-    `query_positions`: positions of this rank's queries in their sequences (context parallelism); None if it has full sequences.
+    `query_positions`: positions of this rank's queries in their sequences (context parallelism); None if this rank has full
+    sequences.
     """
     window = architecture.local_attention_window_size
     use_flex = device.type == "cuda" and architecture.head_size >= _FLEX_MIN_HEAD_SIZE and not architecture.dropout_attention_probs
     use_flex = use_flex and (query_positions is None or len(query_positions) >= _FLEX_BLOCK_SIZE)
     build_mask = _build_block_mask if use_flex and architecture.precision is not Precision.float64 else build_dense_mask
-    mask_batch_size = batch_size if documents is not None else 1
-    mask_size = length if query_positions is None else len(query_positions), length
+    mask_batch_size = batch_size if document_ids is not None else 1
+    mask_size = sequence_length if query_positions is None else len(query_positions), sequence_length
 
     def make_mask(window_size: int | None) -> AttentionMask:
         return build_mask(
-            _remap_query_positions(build_mask_mod(documents, window_size), query_positions), mask_batch_size, mask_size, device
+            _remap_query_positions(build_mask_mod(document_ids, window_size), query_positions), mask_batch_size, mask_size, device
         )
 
-    full_mask = None if documents is None and query_positions is None else make_mask(None)
+    full_mask = None if document_ids is None and query_positions is None else make_mask(None)
     return Masks(full_mask, None if window is None else make_mask(window))
 
 
-def build_mask_mod(document_ids: Tensor | None, window: int | None) -> MaskMod:
-    """Return the mask function: a token attends to itself and to earlier tokens of its document, at most `window` positions back.
+def build_mask_mod(document_ids: Tensor | None, window_size: int | None) -> MaskMod:
+    """Return the mask function: a token attends to itself and to earlier tokens of its document, at most `window_size` positions back.
 
-    `document_ids` (batch, sequence): the document id of each token; None: all tokens of a sample belong to one document. `window`
+    `document_ids` (batch, sequence): the document id of each token; None: all tokens of a sample belong to one document. `window_size`
     None: no limit.
     """
 
     def mask_mod(batch_index: Tensor, _head_index: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
         visible = query_index >= key_index
-        if window is not None:
-            visible = visible & (query_index - key_index <= window)
+        if window_size is not None:
+            visible = visible & (query_index - key_index <= window_size)
         if document_ids is not None:
             visible = visible & (document_ids[batch_index, query_index] == document_ids[batch_index, key_index])
         return visible

@@ -1,4 +1,4 @@
-"""Normalization: RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) or LayerNorm (Ba et al. 2016, 1607.06450)."""
+"""Normalization: RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) or LayerNorm (Ba et al. 2016, arXiv 1607.06450)."""
 
 from __future__ import annotations
 

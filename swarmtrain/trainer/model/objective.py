@@ -1,4 +1,4 @@
-"""Interface of training objectives, which compute the loss. It is the same for every form of parallelism.
+"""Interface of training objectives, which compute the loss. The interface is the same for every form of parallelism.
 
 `trainer/objectives/` contains the objectives that the config can select. Transformer, pipeline and training step use only the classes of
 this module.
@@ -51,8 +51,8 @@ class Objective:
         """Return how many loss units were correct since the last call, and reset the counter. None if nothing was counted."""
         return None
 
-    def generating_text(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context manager for text generation: `model` outputs the trained model's logits for each row, without copies."""
+    def enter_generation_mode(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context manager for text generation: `model` returns the trained model's logits once for each row."""
         return nullcontext()
 
 
@@ -67,7 +67,7 @@ class EmbeddingLoss:
     vector_gradients: Tensor
     """Gradient of the loss over all replicas' samples with respect to each of this replica's vectors; same shape as the vectors."""
 
-    def select_micro_batch(self, index: int, size: int) -> Tensor:
+    def select_micro_batch_gradients(self, index: int, size: int) -> Tensor:
         """Return the vector gradients of micro batch `index` of this replica, which has `size` vectors.
 
         Zeros for a padding micro batch, which has no samples.
@@ -99,7 +99,9 @@ class EmbeddingObjective(Objective, ABC):
     def compute_embedding_loss(
         self, vectors: Tensor, *, rows_per_sample: int, first_sample: int, global_batch_size: int, group: dist.ProcessGroup
     ) -> EmbeddingLoss:
-        """Compute the loss over the vectors of all replicas. Called by the ranks of `group` together, one rank per replica.
+        """Return this replica's part of the loss over the vectors of all replicas, and the gradients of this replica's vectors.
+
+        Collective: the ranks of `group`, one rank per replica, must call it.
 
         `vectors` (this replica's samples x `rows_per_sample`, dimensions). `first_sample`: index of this replica's first sample in the
         global batch, which has `global_batch_size` samples.

@@ -69,7 +69,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Ten
     return torch.lerp(frequencies / scaling.factor, frequencies, unscaled_weight.clamp(0, 1))
 
 
-def apply_rotary(heads: Tensor, rotation: Rotation, position_type: PositionType) -> Tensor:
+def apply_rotary_embedding(heads: Tensor, rotation: Rotation, position_type: PositionType) -> Tensor:
     """Return `heads` (batch, head, sequence, head size) with the rotary dimensions of each head rotated by `rotation`.
 
     `position_type` determines which dimensions form a pair: neighbors (0 and 1), or the same index in both halves of the head.

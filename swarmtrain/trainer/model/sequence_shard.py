@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class SequenceShard(Protocol):
-    """The part of each sequence that this rank has."""
+    """Interface that selects the part of each sequence that this rank processes."""
 
     size: int
     """Number of ranks that share each sequence."""

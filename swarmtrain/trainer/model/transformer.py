@@ -8,8 +8,8 @@ mlp                  feed-forward blocks (MLP)
 norm                 normalization
 dropout              dropout that is the same in every topology
 initialization       initial parameter values
-linear               matrix products, in float8 where configured
-float8               float8 matrix products
+linear               linear layers, in float8 where configured
+float8               float8 matmuls
 umup                 u-muP scaling
 peft                 parameters added for fine-tuning
 lora                 LoRA: low-rank updates added to linear layers
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits, or if `targets` is given the summed loss in nats, or the text vectors of an embedding head.
 
-        `targets` (batch, sequence): IGNORE_INDEX for positions without a loss. `documents` (batch, sequence): the document number of each
+        `targets` (batch, sequence): IGNORE_INDEX for positions without a loss. `documents` (batch, sequence): the document id of each
         token, for models that mask attention between documents or count positions per document.
 
         If the output layer is tensor-parallel, logits are those of this rank's vocabulary shard. With context parallelism, logits and
@@ -153,7 +153,7 @@ class Transformer(nn.Module):
         """Return the logits (batch, vocabulary) for the token that follows the last of `tokens`. For `documents`, see `forward`."""
         length = self._infer_sequence_length(tokens)
         positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
-        with self.objective.generating_text(self):
+        with self.objective.enter_generation_mode(self):
             logits: Tensor = self.head(self._compute_hidden_states(tokens, length, documents, positions)[:, -1:])
         return logits[:, -1]
 

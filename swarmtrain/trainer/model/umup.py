@@ -23,19 +23,19 @@ LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Computes a linear layer's output from its input, weight and bias."""
 
 
-def scale_values_and_gradients(values: Tensor, forward: float = 1.0, backward: float = 1.0) -> Tensor:
-    """Return `values` x `forward`. In the backward pass the gradient is multiplied by `backward`, not by `forward`."""
-    result: Tensor = _ScaleForwardBackward.apply(values, forward, backward)  # type: ignore[no-untyped-call]  # not typed in torch
+def scale_values_and_gradients(values: Tensor, forward_scale: float = 1.0, backward_scale: float = 1.0) -> Tensor:
+    """Return `values` x `forward_scale`. In the backward pass the gradient is multiplied by `backward_scale`, not by `forward_scale`."""
+    result: Tensor = _ScaleForwardBackward.apply(values, forward_scale, backward_scale)  # type: ignore[no-untyped-call]  # not typed in torch
     return result
 
 
 class UnitScaledLinear(nn.Linear):
     """Linear layer of a block with u-muP scaling. The gradient of its weight is a sum over tokens of values with unit scale."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, multiply: LinearFunction = functional.linear) -> None:
-        super().__init__(inputs, outputs, bias=bias)
-        self.multiply = multiply
-        self.scales = inputs**-0.5, inputs**-0.5
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, linear_function: LinearFunction = functional.linear) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.multiply = linear_function
+        self.scales = in_features**-0.5, in_features**-0.5
         """Factors of the output and of the input's gradient. They must be equal if other layers follow, as in a block."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -127,15 +127,15 @@ def count_residual_branches(architecture: TransformerArchitectureConfig) -> int:
     return architecture.num_layers * (1 if architecture.umup.normalize_depth_to_num_layers else 2)
 
 
-def compute_lr_multiplier(name: str, size: torch.Size, architecture: TransformerArchitectureConfig) -> float:
-    """Return the u-muP learning rate multiplier of the parameter `name`; `size`: shape of the full parameter. 1 without u-muP."""
+def compute_lr_multiplier(parameter_name: str, parameter_shape: torch.Size, architecture: TransformerArchitectureConfig) -> float:
+    """Return the u-muP learning rate multiplier of a parameter; `parameter_shape`: its unsharded shape. 1 without u-muP."""
     if not architecture.umup.enable:
         return 1.0
-    if name == "embedding.weight":
-        return float(size[1] ** -0.5)
-    if not name.startswith("blocks."):
+    if parameter_name == "embedding.weight":
+        return float(parameter_shape[1] ** -0.5)
+    if not parameter_name.startswith("blocks."):
         return 1.0
-    return float(count_residual_branches(architecture) ** -0.5 * (size[1] ** -0.5 if len(size) > 1 else 1.0))
+    return float(count_residual_branches(architecture) ** -0.5 * (parameter_shape[1] ** -0.5 if len(parameter_shape) > 1 else 1.0))
 
 
 def _compute_residual_weights(ratio: float) -> tuple[float, float]:

@@ -23,7 +23,7 @@ class ContrastiveObjective(EmbeddingObjective):
         self._config = config
 
     def compute_sample_losses(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each query, and whether its own positive is the most similar candidate.
+        """Return the loss of each query in nats, and whether its own positive is the most similar candidate.
 
         `vectors` (samples, rows per sample, dimensions): for each sample the vectors of the query, its positive, and its negatives.
         """

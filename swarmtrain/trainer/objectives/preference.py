@@ -1,7 +1,7 @@
 """Preference loss over pairs of responses: direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290).
 
-Samples are ordered in pairs, the preferred response followed by the rejected response. Each sample runs twice in the same forward
-pass: once with LoRA or adapters, and once without them, which gives the reference model's output. So no second
+Samples are ordered in pairs, the preferred response followed by the rejected response. Each forward pass processes every sample
+twice: once with LoRA or adapters, and once without them, which gives the reference model's output. So no second
 model is needed, and every form of parallelism works without changes.
 """
 
@@ -64,7 +64,7 @@ class PreferenceObjective(Objective):
         return correct_count
 
     @contextmanager
-    def generating_text(self, model: nn.Module) -> Iterator[None]:
+    def enter_generation_mode(self, model: nn.Module) -> Iterator[None]:
         """Context manager that makes LoRA and adapters of `model` apply to the full batch."""
         restricted = [module for module in _find_adapters(model) if module.first_half_only]
         for module in restricted:

@@ -57,7 +57,7 @@ class OptimizerUpdate:
 
 
 class Optimizer:
-    """Optimizer of all trained parameters: each has the update rule, learning rate and weight decay of its training group."""
+    """Updates all trained parameters, each with the update rule, learning rate and weight decay of its training group."""
 
     def __init__(self, model: ParallelModel, config: Config) -> None:
         """Create the update rules of all groups. Raises TrainingError if the training_groups do not match the model's parameters."""
@@ -87,7 +87,7 @@ class Optimizer:
 
     @torch.no_grad()
     def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
-        """Unscale and clip the gradients of step `number`, and do all communication of the step. Return the update that `step` will apply.
+        """Unscale and clip the gradients of step `number`, and run all collectives of the step. Return the update that `step` will apply.
 
         `extra_scalars`, tensors on the device, are read together with the gradient norm: this is the only point in a step at which the
         host waits for the device.
@@ -127,7 +127,7 @@ class Optimizer:
         Raises ValueError if no step is prepared.
         """
         if self._prepared_update is None:
-            raise ValueError("skip_step() without prepare_step()")
+            raise ValueError("skip_step() requires a prepared step: call prepare_step() first")
         self._prepared_update = replace(self._prepared_update, skipped=True)
         return self._prepared_update
 
@@ -180,10 +180,10 @@ class Optimizer:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor)
 
 
-def _build_min_loss_scale_error(scaler: LossScaler, number: int, non_finite: Mapping[str, int]) -> TrainingError:
+def _build_min_loss_scale_error(scaler: LossScaler, step: int, non_finite_counts: Mapping[str, int]) -> TrainingError:
     return TrainingError(
-        f"at the lowest loss scale {scaler.current_state.factor:g}, {gradient_checks.describe_non_finite_gradients(non_finite)}",
-        place=f"step {number}",
+        f"at the lowest loss scale {scaler.current_state.factor:g}, {gradient_checks.describe_non_finite_gradients(non_finite_counts)}",
+        place=f"step {step}",
         hint="lower learning_rate_scheduler.learning_rate, or train with transformer_architecture.precision: bfloat16",
     )
 
@@ -197,12 +197,12 @@ def _build_frozen_row_masks(model: ParallelModel, config: Config) -> dict[str, T
 
 
 def _build_update_rules(
-    group: ParameterGroup, model: ParallelModel, config: Config, partly_frozen: Collection[str]
+    group: ParameterGroup, model: ParallelModel, config: Config, partly_frozen_names: Collection[str]
 ) -> Iterator[tuple[ParameterGroup, float, UpdateRule]]:
     """Yield each update rule of `group`, with the settings of its parameters and its learning rate multiplier.
 
-    `partly_frozen`: names of parameters with frozen rows; they have no weight decay. Raises TrainingError if such a parameter uses Muon,
-    which would also update its frozen rows.
+    `partly_frozen_names`: names of parameters with frozen rows; they have no weight decay. Raises TrainingError if such a parameter uses
+    Muon, which would also update its frozen rows.
     """
     parameters_by_rule: dict[tuple[float, OptimizerMethod, bool], dict[str, nn.Parameter]] = defaultdict(dict)
     shapes = model.shard_layout.shapes
@@ -214,7 +214,7 @@ def _build_update_rules(
         parameters_by_rule[
             lr_multiplier,
             param_groups.choose_optimizer_method(group, name, parameter.dim(), config.optimizer.method),
-            name in partly_frozen,
+            name in partly_frozen_names,
         ][name] = parameter
     for (lr_multiplier, method, is_partly_frozen), parameters in parameters_by_rule.items():
         rule_group = replace(group, weight_decay=0.0) if is_partly_frozen else group

@@ -38,20 +38,20 @@ def describe_non_finite_gradients(counts: Mapping[str, int]) -> str:
     hidden_count = len(names) - _MAX_NAMES_SHOWN
     names_text = ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
     count = sum(counts_by_rank[rank].values())
-    values = f"{count:,} values of rank {rank}'s gradients are" if count > 1 else f"1 value of rank {rank}'s gradients is"
-    return f"{values} not finite, in {names_text}"
+    values = f"{count:,} NaN/Inf values in rank {rank}'s gradients" if count > 1 else f"1 NaN/Inf value in rank {rank}'s gradients"
+    return f"{values}, in {names_text}"
 
 
 @contextmanager
-def explain_torch_errors(number: int) -> Iterator[None]:
-    """Context manager for step `number`: errors of torch's anomaly and determinism checks are re-raised as TrainingError with a hint."""
+def explain_torch_errors(step: int) -> Iterator[None]:
+    """Context manager for step `step`: errors of torch's anomaly and determinism checks are re-raised as TrainingError with a hint."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
         for fragment, hint in _HINT_BY_MESSAGE.items():
             if fragment in text:
-                raise TrainingError(text.partition(". ")[0].strip("."), place=f"step {number}", hint=hint) from None
+                raise TrainingError(text.partition(". ")[0].strip("."), place=f"step {step}", hint=hint) from None
         raise
 
 

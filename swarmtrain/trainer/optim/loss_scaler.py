@@ -28,7 +28,7 @@ class LossScaleState:
     """Number of overflows until the loss scale is lowered: at 1, the next overflow lowers it."""
 
 
-def build_initial_state(config: LossScalerConfig) -> LossScaleState:
+def build_initial_loss_scale_state(config: LossScalerConfig) -> LossScaleState:
     """Return the loss scale state at the start of a run."""
     return LossScaleState(config.initial_scale, 0, config.hysteresis)
 
@@ -50,7 +50,7 @@ class LossScaler:
 
     def __init__(self, config: LossScalerConfig) -> None:
         self._config = config
-        self.state = torch.tensor(astuple(build_initial_state(config)), dtype=torch.float64)
+        self.state = torch.tensor(astuple(build_initial_loss_scale_state(config)), dtype=torch.float64)
 
     @property
     def current_state(self) -> LossScaleState:

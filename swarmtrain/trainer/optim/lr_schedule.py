@@ -34,10 +34,10 @@ def compute_learning_rate(schedule: LearningRateSchedulerConfig, step: int, tota
     return lowest + (highest - lowest) * remaining
 
 
-def _find_decay_start(schedule: LearningRateSchedulerConfig, end: int) -> int:
-    """Return the last step at the highest learning rate, for a schedule whose decay ends on step `end`."""
+def _find_decay_start(schedule: LearningRateSchedulerConfig, decay_end_step: int) -> int:
+    """Return the last step at the highest learning rate, for a schedule whose decay ends on step `decay_end_step`."""
     warmup_end = schedule.learning_rate_warmup_delay_steps + schedule.learning_rate_warmup_steps
     if schedule.learning_rate_decay_style is not DecayStyle.warmup_stable_decay:
         return warmup_end
-    decay_steps = end // 5 if schedule.learning_rate_decay_steps is None else schedule.learning_rate_decay_steps
-    return max(warmup_end, end - decay_steps)
+    decay_steps = decay_end_step // 5 if schedule.learning_rate_decay_steps is None else schedule.learning_rate_decay_steps
+    return max(warmup_end, decay_end_step - decay_steps)

@@ -35,8 +35,9 @@ class Muon:
         *,
         full_precision: bool,
     ) -> None:
-        """`replica_group`: process group of the ranks that hold the same parameter shards; None if no other rank holds them.
+        """Create the update rule for `parameters`.
 
+        `replica_group`: process group of the ranks that hold the same parameter shards; None if no other rank holds them.
         `full_precision`: orthogonalize in the precision of the parameters; else in bfloat16, which is much cheaper.
         """
         self._parameters, self._momentum, self._shard_layout, self._full_precision = (
@@ -77,27 +78,29 @@ class Muon:
         for work in broadcasts:
             work.wait()
 
-    def _compute_momentum(self, name: str) -> Tensor:
-        """Return the momentum of parameter `name`, including this step's gradient.
+    def _compute_momentum(self, parameter_name: str) -> Tensor:
+        """Return the momentum of `parameter_name`, including this step's gradient.
 
         It is computed twice, in `prepare_step` and again in `step`, so that `prepare_step` does not change the stored momentum.
         """
-        grad = get_gradient_or_raise(self._parameters[name])
-        return self.moments["muon_momentum"][name].to(grad.dtype).lerp(grad, 1 - self._momentum)
+        grad = get_gradient_or_raise(self._parameters[parameter_name])
+        return self.moments["muon_momentum"][parameter_name].to(grad.dtype).lerp(grad, 1 - self._momentum)
 
-    def _compute_nesterov_momentum(self, name: str) -> Tensor:
-        """Return the Nesterov momentum of parameter `name`, in the precision in which it is orthogonalized."""
-        direction = get_gradient_or_raise(self._parameters[name]).lerp(self._compute_momentum(name), self._momentum)  # Nesterov momentum
+    def _compute_nesterov_momentum(self, parameter_name: str) -> Tensor:
+        """Return the Nesterov momentum of `parameter_name`, in the precision in which it is orthogonalized."""
+        direction = get_gradient_or_raise(self._parameters[parameter_name]).lerp(
+            self._compute_momentum(parameter_name), self._momentum
+        )  # Nesterov momentum
         return direction if self._full_precision else direction.bfloat16()
 
-    def _orthogonalize_update(self, name: str, direction: Tensor) -> Tensor:
+    def _orthogonalize_update(self, parameter_name: str, direction: Tensor) -> Tensor:
         """Orthogonalize `direction` as a full matrix, and return the result sharded like `direction`.
 
-        If another replica computes the update, return an uninitialized tensor, into which it is broadcast.
+        If another replica computes the update, return an uninitialized tensor, into which that update is broadcast.
         """
-        if self._replica_group and self._owners.get(name, self._replica_group.rank()) != self._replica_group.rank():
+        if self._replica_group and self._owners.get(parameter_name, self._replica_group.rank()) != self._replica_group.rank():
             return torch.empty_like(direction)
-        full_direction = self._shard_layout.wrap_as_dtensor(name, direction)
+        full_direction = self._shard_layout.wrap_as_dtensor(parameter_name, direction)
         if not isinstance(full_direction, DTensor):
             return orthogonalize_matrix(full_direction).contiguous()
         mesh = full_direction.device_mesh
@@ -107,9 +110,9 @@ class Muon:
         sharded = replicated.redistribute(placements=full_direction.placements)
         return sharded if isinstance(direction, DTensor) else sharded.to_local().contiguous()
 
-    def _compute_update_scale(self, name: str) -> float:
+    def _compute_update_scale(self, parameter_name: str) -> float:
         """Return the factor that scales an orthogonalized matrix to the root mean square (RMS) of AdamW's updates."""
-        full_parameter = self._shard_layout.wrap_as_dtensor(name, self._parameters[name].detach())
+        full_parameter = self._shard_layout.wrap_as_dtensor(parameter_name, self._parameters[parameter_name].detach())
         return float(0.2 * max(full_parameter.shape) ** 0.5)
 
 

@@ -31,8 +31,8 @@ class ParameterGroup:
     """Whether the amount of weight decay is independent of the learning rate."""
 
 
-def build_parameter_groups(names: Sequence[str], config: Config) -> list[ParameterGroup]:
-    """Assign the parameters `names` to the config's training groups; without groups, to one group with the default weight decay.
+def build_parameter_groups(parameter_names: Sequence[str], config: Config) -> list[ParameterGroup]:
+    """Assign `parameter_names` to the config's training groups; without groups, to one group with the default weight decay.
 
     Raises TrainingError if a group matches no parameter, or if parameters are in several groups or in none; the message names them.
     """
@@ -40,7 +40,7 @@ def build_parameter_groups(names: Sequence[str], config: Config) -> list[Paramet
     groups = [
         ParameterGroup(
             group.group_name,
-            tuple(name for name in names if _matches_group(group, name)),
+            tuple(name for name in parameter_names if _matches_group(group, name)),
             group.method,
             _compute_weight_decay(group, schedule),
             schedule,
@@ -49,16 +49,16 @@ def build_parameter_groups(names: Sequence[str], config: Config) -> list[Paramet
         for group in group_configs
         for schedule in (group.learning_rate_scheduler or config.learning_rate_scheduler,)
     ]
-    groups_by_name = {name: [group.name for group in groups if name in group.parameter_names] for name in names}
+    groups_by_name = {name: [group.name for group in groups if name in group.parameter_names] for name in parameter_names}
     if empty := [group.name for group in groups if not group.parameter_names]:
-        raise _build_group_error(f"no parameter is in {_format_parameter_names(empty)}", names)
+        raise _build_group_error(f"no parameter is in {_format_parameter_names(empty)}", parameter_names)
     if duplicated := {name: group_names for name, group_names in groups_by_name.items() if len(group_names) > 1}:
         name, group_names = next(iter(duplicated.items()))
         raise _build_group_error(
-            f"{_format_parameter_names(duplicated)}: in more than one group ({name} in {' and '.join(group_names)})", names
+            f"{_format_parameter_names(duplicated)}: in more than one group ({name} in {' and '.join(group_names)})", parameter_names
         )
     if ungrouped := [name for name, group_names in groups_by_name.items() if not group_names]:
-        raise _build_group_error(f"{_format_parameter_names(ungrouped)}: in no group", names)
+        raise _build_group_error(f"{_format_parameter_names(ungrouped)}: in no group", parameter_names)
     return groups
 
 
@@ -69,28 +69,30 @@ def _compute_weight_decay(group: TrainingGroupConfig, schedule: LearningRateSche
     return group.weight_decay / schedule.learning_rate if schedule.learning_rate else 0.0
 
 
-def choose_optimizer_method(group: ParameterGroup, name: str, dimensions: int, default_method: OptimizerMethod) -> OptimizerMethod:
-    """Return the update rule for parameter `name` of `group`. `dimensions`: number of the parameter's dimensions.
+def choose_optimizer_method(
+    group: ParameterGroup, parameter_name: str, dimensions: int, default_method: OptimizerMethod
+) -> OptimizerMethod:
+    """Return the update rule for `parameter_name` of `group`. `dimensions`: number of the parameter's dimensions.
 
     If the group sets no method, `default_method` of the config applies. Muon is then used only for the matrices of blocks; embeddings,
     the output layer and norms use AdamW. Raises TrainingError if the group sets Muon for a parameter that is not a matrix.
     """
     if group.method is OptimizerMethod.muon and dimensions != _MATRIX_DIMENSIONS:
         raise TrainingError(
-            f"{name} has {dimensions} dimensions, but Muon supports only matrices",
+            f"{parameter_name} has {dimensions} dimensions, but Muon supports only matrices",
             place=f"config training_groups, group {group.name}",
             hint="move it to another group with parameters_exclude, or omit method: norms then use AdamW",
         )
     if group.method is not None:
         return group.method
-    if default_method is OptimizerMethod.muon and not (dimensions == _MATRIX_DIMENSIONS and name.startswith("blocks.")):
+    if default_method is OptimizerMethod.muon and not (dimensions == _MATRIX_DIMENSIONS and parameter_name.startswith("blocks.")):
         return OptimizerMethod.adamw
     return default_method
 
 
-def _matches_group(group: TrainingGroupConfig, name: str) -> bool:
-    included = group.parameters_include is None or any(re.search(pattern, name) for pattern in group.parameters_include)
-    return included and not any(re.search(pattern, name) for pattern in group.parameters_exclude)
+def _matches_group(group: TrainingGroupConfig, parameter_name: str) -> bool:
+    included = group.parameters_include is None or any(re.search(pattern, parameter_name) for pattern in group.parameters_include)
+    return included and not any(re.search(pattern, parameter_name) for pattern in group.parameters_exclude)
 
 
 def _format_parameter_names(names: Iterable[str]) -> str:
@@ -99,5 +101,7 @@ def _format_parameter_names(names: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_SHOWN_NAMES]) + (f" and {hidden_count} more" if hidden_count > 0 else "")
 
 
-def _build_group_error(message: str, names: Sequence[str]) -> TrainingError:
-    return TrainingError(message, place="config training_groups", hint=f"use parameter names such as {_format_parameter_names(names)}")
+def _build_group_error(message: str, parameter_names: Sequence[str]) -> TrainingError:
+    return TrainingError(
+        message, place="config training_groups", hint=f"use parameter names such as {_format_parameter_names(parameter_names)}"
+    )

@@ -1,8 +1,8 @@
 """Update rules AdamW and SGD: compute a parameter update from gradients. Muon, the third rule, is in muon.py.
 
 Each rule owns the optimizer state of its parameters. Weight decay is decoupled in all rules: a step multiplies each parameter by 1 -
-learning rate x decay. An update depends only on the step number, the gradients and the state, so only the state's tensors are saved. Each
-has the sharding of its parameter, which may be a DTensor.
+learning rate x decay. An update depends only on the step number, the gradients and the state, so only the state's tensors are saved. A
+state tensor is sharded like its parameter, which may be a DTensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UpdateRule(Protocol):
     """
 
     def prepare_step(self) -> None:
-        """Do all communication of the next step, without changing parameters or optimizer state."""
+        """Run all collectives of the next step, without changing parameters or optimizer state."""
 
     def step(self, number: int, learning_rate: float, weight_decay: float) -> None:
         """Update the parameters in step `number` (the first is 1) from their current gradients."""
@@ -45,7 +45,7 @@ class AdamW:
     """AdamW update rule: Loshchilov and Hutter 2017 (arXiv 1711.05101)."""
 
     def __init__(self, parameters: NamedParameters, config: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-        """`shapes`: shapes of the full parameters, by name."""
+        """Create the update rule for `parameters`. `shapes`: shapes of the full parameters, by name."""
         self._parameters, self._config = parameters, config
         self._fused_names = {name for name, parameter in parameters.items() if can_use_fused_kernel(shapes[name], parameter.device)}
         self.moments = {kind: create_zero_state(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}

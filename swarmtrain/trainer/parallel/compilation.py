@@ -2,7 +2,7 @@
 
 Each block is compiled separately, not the whole model. Blocks usually have the same structure: one compilation then serves all of them. The
 code around the blocks (hooks of fully_shard, pipeline schedules, activation checkpointing) stays the same. Validation
-runs uncompiled: another compilation in the middle of a run would take longer than the validation itself.
+runs in eager mode: another compilation in the middle of a run would take longer than the validation itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _GRAPHS_PER_BLOCK = 2
 
 
 def compile_blocks(model: Transformer, device: torch.device) -> None:
-    """Compile the blocks of `model` when they first run. Raises TrainingError if this machine has no compiler."""
+    """Wrap each block of `model` in torch.compile, which compiles it when it first runs.
+
+    Raises TrainingError if this machine has no C++ compiler, or a GPU but no Triton.
+    """
     _check_compiler(device)
     recompile_limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(recompile_limit, _GRAPHS_PER_BLOCK * len(model.blocks))  # for blocks that differ slightly
@@ -30,10 +33,10 @@ def compile_blocks(model: Transformer, device: torch.device) -> None:
         block.forward = _use_compiled_forward_in_training(torch.compile(block.forward, dynamic=False), block.forward)
 
 
-def _use_compiled_forward_in_training(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(eager)
+def _use_compiled_forward_in_training(compiled_forward: Callable[..., Any], eager_forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(eager_forward)
     def forward(*args: Any, **options: Any) -> Any:
-        return (compiled if torch.is_grad_enabled() else eager)(*args, **options)
+        return (compiled_forward if torch.is_grad_enabled() else eager_forward)(*args, **options)
 
     return forward
 

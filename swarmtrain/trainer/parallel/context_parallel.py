@@ -19,7 +19,7 @@ _SEQUENCE_DIM = 2
 
 
 class ContextParallelGroup:
-    """The ranks of a one-dimensional mesh, which share each sequence (context parallelism)."""
+    """Assigns the positions of each sequence to the ranks of a one-dimensional mesh, and gathers their keys and values."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()

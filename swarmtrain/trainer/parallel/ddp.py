@@ -5,7 +5,7 @@ replica that computes them.
 
 With float32 parameters, gradients are summed in float64. Sums of a small number of 24-bit significands are exact in 53 bits, so the
 result depends neither on the order of additions nor on the number of replicas: a run on three nodes has exactly the same losses as a
-run on one. In float32, a difference in the last bit would grow to one in the second digit of the loss within some hundred steps. Float64
+run on one. In float32, a difference in the last bit would grow to one in the second digit of the loss within a few hundred steps. Float64
 sums double the network traffic.
 
 With bfloat16 the losses cannot be exactly equal anyway, so gradients are summed in float32. A sum of two numbers is rounded only once, so
@@ -33,7 +33,7 @@ class SingleReplicaModel:
     micro_batches_per_step = 1
 
     def __init__(self, model: nn.Module, *, sum_in_fp64: bool) -> None:
-        """`sum_in_fp64`: sum the gradients of micro batches in float64."""
+        """Wrap `model`. `sum_in_fp64`: sum the gradients of micro batches in float64."""
         self._model, self._sum_in_fp64 = model, sum_in_fp64
         self.parameters = list(model.parameters())
         self._accumulated_gradients: dict[Tensor, Tensor] = {}
@@ -65,7 +65,10 @@ class DdpModel:
     """Minimum number of micro batches that each rank runs in a step. Ranks with fewer run empty ones: all must join the all-reduce."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, rows_per_sample: int, sum_in_fp64: bool) -> None:
-        """`rows_per_sample`: number of rows per sample. `sum_in_fp64`: sum the gradients of micro batches and replicas in float64."""
+        """Wrap `model` in DistributedDataParallel.
+
+        `rows_per_sample`: number of rows per sample. `sum_in_fp64`: sum the gradients of micro batches and replicas in float64.
+        """
         self._sum_in_fp64 = sum_in_fp64
         self.parameters = list(model.parameters())
         self._accumulated_gradients: dict[Tensor, Tensor] = {}
@@ -120,8 +123,8 @@ class DdpModel:
         return future
 
 
-def _reduce_bucket_hook(replicas: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return replicas.reduce_bucket(bucket)
+def _reduce_bucket_hook(ddp_model: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return ddp_model.reduce_bucket(bucket)
 
 
 def _accumulate_gradients(parameters: Sequence[Tensor], sums: dict[Tensor, Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Pipeline parallelism: torch's pipeline stages and schedules over the mesh's pipe group.
 
 Modules that a rank does not hold are replaced by a placeholder that returns its input. So the remaining modules keep their names, and a
-stage runs the forward pass of the full model. Only the first stage takes tokens, all others take hidden states; only the last stage returns
-a loss, all others return hidden states.
+stage runs the forward pass of the full model. Only the first stage receives tokens, all others receive hidden states; only the last stage
+returns a loss, all others return hidden states.
 
 Gradients are summed over replicas after the last backward pass, when a pipeline rank is idle while earlier stages drain. They are summed
 in float64 if the model's precision is float32 (see ddp.py). If replicas shard their state (see fsdp.py), each stage gathers its
@@ -41,7 +41,7 @@ _StageLossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def remove_remote_layers(model: Transformer, config: Config, mesh: Mesh) -> None:
-    """Replace in `model`, in place, the modules that other ranks of the pipeline hold."""
+    """Replace the modules of `model` that other ranks of the pipeline hold, in place, with placeholders."""
     stages = partition_layers(config.topology, config.transformer_architecture)
     local_stages = stages[mesh.pipe_rank :: mesh.pipe_size]
     _keep_layers(model, {layer for layers in local_stages for layer in layers})
@@ -58,13 +58,13 @@ class PipelineModel:
         device: torch.device,
         *,
         materialize_shards: Materializer | None,
-        tied_index: int | None,
+        tied_parameter_index: int | None,
     ) -> None:
         """Create the pipeline stages of `model`, which contains only this rank's layers.
 
         `materialize_shards`: function that materializes parameters, if replicas shard the model's state; None if `model` is already
-        materialized. `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no parameter has
-        one.
+        materialized. `tied_parameter_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no
+        parameter has one.
         """
         self._mesh, self._device = mesh, device
         topology, architecture = config.topology, config.transformer_architecture
@@ -79,13 +79,17 @@ class PipelineModel:
         self._parameter_store = (
             FsdpParameters(model, stage_models, config, mesh, materialize_shards, keep_gathered=True)
             if materialize_shards
-            else _ReplicatedParameters(model, mesh, sum_in_fp64=sum_in_fp64, tied_index=tied_index)
+            else _ReplicatedParameters(model, mesh, sum_in_fp64=sum_in_fp64, tied_parameter_index=tied_parameter_index)
         )
-        self._tied_parameter = self._parameter_store.parameters[tied_index] if materialize_shards and tied_index is not None else None
+        self._tied_parameter = (
+            self._parameter_store.parameters[tied_parameter_index] if materialize_shards and tied_parameter_index is not None else None
+        )
         for stage_model in stage_models:
             activation_checkpointing.checkpoint_stage(stage_model, topology.activation_checkpointing_type)
         self._stages = [
-            _build_pipeline_stage(stage_model, index, topology, architecture, rows=micro_batch_rows, mesh=mesh, device=device)
+            _build_pipeline_stage(
+                stage_model, index, topology, architecture, rows_per_micro_batch=micro_batch_rows, mesh=mesh, device=device
+            )
             for stage_model, (index, _) in zip(stage_models, local_stages, strict=True)
         ]
         for stage in self._stages:
@@ -173,9 +177,9 @@ class PipelineModel:
     def _sum_losses(self, losses: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(losses)).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def _pad_rows(self, rows: Tensor, value: int) -> Tensor:
-        """Return `rows` padded to the number of samples that the schedule requires; padding rows are filled with `value`."""
-        padded = torch.full((self._scheduled_rows, rows.shape[1]), value, dtype=rows.dtype, device=self._device)
+    def _pad_rows(self, rows: Tensor, padding_value: int) -> Tensor:
+        """Return `rows` padded to the number of samples that the schedule requires; padding rows are filled with `padding_value`."""
+        padded = torch.full((self._scheduled_rows, rows.shape[1]), padding_value, dtype=rows.dtype, device=self._device)
         padded[: len(rows)] = rows
         return padded
 
@@ -212,14 +216,15 @@ class _HookedStage(PipelineStage):
 class _ReplicatedParameters:
     """Parameters that every replica holds completely. Accumulates their gradients over micro batches and sums them over replicas."""
 
-    def __init__(self, model: Transformer, mesh: Mesh, *, sum_in_fp64: bool, tied_index: int | None) -> None:
-        """`sum_in_fp64`: sum gradients in float64.
+    def __init__(self, model: Transformer, mesh: Mesh, *, sum_in_fp64: bool, tied_parameter_index: int | None) -> None:
+        """Prepare to sum the gradients of `model` over the replicas in `mesh`.
 
-        `tied_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no parameter has one.
+        `sum_in_fp64`: sum gradients in float64.
+        `tied_parameter_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no parameter has one.
         """
         self.parameters = list(model.parameters())
         self._mesh, self._sum_in_fp64 = mesh, sum_in_fp64
-        self._tied_parameter = None if tied_index is None else self.parameters[tied_index]
+        self._tied_parameter = None if tied_parameter_index is None else self.parameters[tied_parameter_index]
         self._accumulated_gradients: dict[nn.Parameter, Tensor] = {}
 
     def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -282,7 +287,7 @@ def _return_output(output: Tensor, _: Tensor) -> Tensor:
 
 
 def _keep_layers(model: Transformer, layers: Collection[int]) -> None:
-    """Remove all layers from `model` except those with indices in `layers`.
+    """Replace all layers of `model`, except those with indices in `layers`, with placeholders.
 
     The embedding is kept with the first layer, the head with the last.
     """
@@ -310,23 +315,23 @@ def _build_stage_model(model: Transformer, layers: Collection[int]) -> Transform
 
 def _build_pipeline_stage(
     stage_model: Transformer,
-    index: int,
+    stage_index: int,
     topology: TopologyConfig,
     architecture: TransformerArchitectureConfig,
     *,
-    rows: int,
+    rows_per_micro_batch: int,
     mesh: Mesh,
     device: torch.device,
 ) -> _HookedStage:
-    """Return the pipeline stage with index `index`, for micro batches of `rows` rows.
+    """Return the pipeline stage with index `stage_index`, for micro batches of `rows_per_micro_batch` rows.
 
     Input and output shapes are set explicitly; otherwise torch would run an extra forward pass to infer them.
     """
     length = architecture.sequence_length
-    tokens = torch.empty((rows, length), dtype=torch.int64, device="meta")
+    tokens = torch.empty((rows_per_micro_batch, length), dtype=torch.int64, device="meta")
     local_sequence_length = length // topology.context_parallel_size // (topology.tensor_parallel_size if topology.sequence_parallel else 1)
     hidden = torch.empty(
-        (rows * stage_model.objective.copies_per_row, local_sequence_length, architecture.hidden_size),
+        (rows_per_micro_batch * stage_model.objective.copies_per_row, local_sequence_length, architecture.hidden_size),
         dtype=next(stage_model.parameters()).dtype,
         device="meta",
         requires_grad=True,
@@ -334,8 +339,19 @@ def _build_pipeline_stage(
     final_output = torch.empty((), device="meta", requires_grad=True)
     if architecture.embedding_size is not None:
         vector_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        final_output = torch.empty((rows, architecture.embedding_size), dtype=vector_dtype, device="meta", requires_grad=True)
-    stage_input, stage_output = tokens if index == 0 else hidden, final_output if index == topology.pipeline_stage_count - 1 else hidden
+        final_output = torch.empty(
+            (rows_per_micro_batch, architecture.embedding_size), dtype=vector_dtype, device="meta", requires_grad=True
+        )
+    stage_input, stage_output = (
+        tokens if stage_index == 0 else hidden,
+        final_output if stage_index == topology.pipeline_stage_count - 1 else hidden,
+    )
     return _HookedStage(
-        stage_model, index, topology.pipeline_stage_count, device, input_args=stage_input, output_args=stage_output, group=mesh.pipe_group
+        stage_model,
+        stage_index,
+        topology.pipeline_stage_count,
+        device,
+        input_args=stage_input,
+        output_args=stage_output,
+        group=mesh.pipe_group,
     )

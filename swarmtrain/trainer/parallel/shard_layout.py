@@ -33,32 +33,34 @@ class ShardLayout:
     pipeline_group: dist.ProcessGroup | None = None
     """Process group of this rank's pipeline, whose other ranks hold the other layers; None without pipeline parallelism."""
 
-    def wrap_as_dtensor(self, name: str, local: Tensor) -> Tensor:
-        """Return `local`, a tensor with the shard layout of parameter `name`, as a DTensor that shares its memory.
+    def wrap_as_dtensor(self, parameter_name: str, local_tensor: Tensor) -> Tensor:
+        """Return `local_tensor`, a tensor with the shard layout of `parameter_name`, as a DTensor that shares its memory.
 
         Unsharded tensors are returned unchanged.
         """
-        if name not in self.tensor_placements and name not in self.fsdp_names:
-            return local
-        shape = self.shapes[name]
+        if parameter_name not in self.tensor_placements and parameter_name not in self.fsdp_names:
+            return local_tensor
+        shape = self.shapes[parameter_name]
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, self._find_placements(name), run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            local_tensor, self.mesh, self._find_placements(parameter_name), run_check=False, shape=shape, stride=stride
+        )
 
-    def find_local_row_indices(self, name: str) -> Tensor:
-        """Return the row indices of the full parameter `name` that are in this rank's shard."""
-        rows = torch.arange(self.shapes[name][0])
+    def find_local_row_indices(self, parameter_name: str) -> Tensor:
+        """Return the row indices of the full parameter `parameter_name` that are in this rank's shard."""
+        rows = torch.arange(self.shapes[parameter_name][0])
         for placement, count, coordinate in zip(
-            self._find_placements(name), self.mesh.shape, self.mesh.get_coordinate() or (), strict=True
+            self._find_placements(parameter_name), self.mesh.shape, self.mesh.get_coordinate() or (), strict=True
         ):
             if placement == Shard(0):
                 rows = ([*rows.chunk(count)] + [rows[:0]] * count)[coordinate]
         return rows
 
-    def is_primary_copy(self, name: str) -> bool:
-        """Return whether this rank counts its shard of parameter `name` in norms; of the ranks that hold it, exactly one does."""
-        if name in self.tied_copies:
+    def is_primary_copy(self, parameter_name: str) -> bool:
+        """Return whether this rank counts its shard of `parameter_name` in norms; of the ranks that hold it, exactly one does."""
+        if parameter_name in self.tied_copies:
             return False
-        coordinates = zip(self._find_placements(name), self.mesh.get_coordinate() or (), strict=True)
+        coordinates = zip(self._find_placements(parameter_name), self.mesh.get_coordinate() or (), strict=True)
         return all(placement.is_shard() or coordinate == 0 for placement, coordinate in coordinates)
 
     def compute_global_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -77,8 +79,8 @@ class ShardLayout:
                 dist.all_reduce(squared_norm, group=group)
         return squared_norm.sqrt().to(example.dtype)
 
-    def _find_placements(self, name: str) -> tuple[Placement, Placement]:
-        return self.tensor_placements.get(name, Replicate()), Shard(0) if name in self.fsdp_names else Replicate()
+    def _find_placements(self, parameter_name: str) -> tuple[Placement, Placement]:
+        return self.tensor_placements.get(parameter_name, Replicate()), Shard(0) if parameter_name in self.fsdp_names else Replicate()
 
 
 def _compute_row_norms(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 parallelize_module creates DTensor parameters, which DistributedDataParallel cannot reduce and some optimizers do not support. So the local
 shard of each is registered as the parameter, with a parametrization that presents it to the layer as a DTensor. All code that handles
-parameters (DDP, fully_shard, AdamW, gradient clipping) gets plain tensors.
+parameters (DDP, fully_shard, AdamW, gradient clipping) receives plain tensors.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     return placements
 
 
-def _has_partial_gradient(name: str, *, sequence_parallel: bool) -> bool:
-    """Return whether the parameters of module `name` are replicated, but each rank computes only a part of their gradient."""
-    is_per_position = name.endswith(_PER_POSITION_MODULES) or (
-        (LORA_KEY in name or ADAPTER_KEY in name) and name.endswith(_SEQUENCE_SHARDED_ADAPTERS)
+def _has_partial_gradient(module_name: str, *, sequence_parallel: bool) -> bool:
+    """Return whether the parameters of `module_name` are replicated, but each rank computes only a part of their gradient."""
+    is_per_position = module_name.endswith(_PER_POSITION_MODULES) or (
+        (LORA_KEY in module_name or ADAPTER_KEY in module_name) and module_name.endswith(_SEQUENCE_SHARDED_ADAPTERS)
     )
-    return name.endswith(_PER_HEAD_MODULES) or (sequence_parallel and is_per_position)
+    return module_name.endswith(_PER_HEAD_MODULES) or (sequence_parallel and is_per_position)
 
 
 def collect_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

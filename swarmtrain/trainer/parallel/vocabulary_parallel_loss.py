@@ -16,7 +16,7 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 
 class VocabularyParallelLoss(nn.Module):
-    """Computes the loss of each token in nats from logits that are sharded evenly over `group`. All its ranks get the same loss."""
+    """Computes the loss of each token in nats from logits that are sharded evenly over `group`. All its ranks compute the same loss."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

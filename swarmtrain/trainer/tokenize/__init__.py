@@ -9,7 +9,7 @@ document_builders     build documents from records: texts, prompts with completi
 chat_template         apply chat templates, and find the assistant's tokens
 pipeline              run a tokenization job: build missing shards, resume after an interruption, merge the shards
 verification          verify that token files are complete and valid
-inspect_samples       show samples as the model receives them
+sample_inspection     show samples as the model receives them
 progress              progress bar on stderr
 command               command line: python -m swarmtrain.trainer data
 """

@@ -130,20 +130,20 @@ class ChatTemplate:
         raise self._jinja.TemplateError(message)
 
 
-def build_loss_mask(encoded: EncodedText, ranges: Sequence[CharRange]) -> Any:
-    """Return the loss mask of an encoded text: True for each token with at least one character in `ranges`."""
-    loss_mask = np.zeros(len(encoded.tokens), dtype=bool)
-    for start, end in ranges:
-        loss_mask |= (encoded.starts < end) & (encoded.ends > start)
+def build_loss_mask(encoded_text: EncodedText, character_ranges: Sequence[CharRange]) -> Any:
+    """Return the loss mask of an encoded text: True for each token with at least one character in `character_ranges`."""
+    loss_mask = np.zeros(len(encoded_text.tokens), dtype=bool)
+    for start, end in character_ranges:
+        loss_mask |= (encoded_text.starts < end) & (encoded_text.ends > start)
     return loss_mask
 
 
-def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, settings: Mapping[str, Any]) -> tuple[str, str]:
+def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, tokenizer_config: Mapping[str, Any]) -> tuple[str, str]:
     """Return the source text of the chat template, and the name that error messages show for it."""
     if template_file is None:
         template_path = Path(tokenizer.name).with_name("chat_template.jinja")
-        if isinstance(settings.get("chat_template"), str):
-            return settings["chat_template"], "tokenizer_config.json"
+        if isinstance(tokenizer_config.get("chat_template"), str):
+            return tokenizer_config["chat_template"], "tokenizer_config.json"
         return (template_path.read_text(), template_path.name) if template_path.is_file() else (_CHATML_TEMPLATE, "ChatML")
     try:
         text = Path(template_file).read_text()

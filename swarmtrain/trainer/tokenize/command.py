@@ -31,17 +31,17 @@ def main(argv: Sequence[str]) -> int:
     return _COMMANDS[argv[0]](json.loads(argv[1]), argv[2:])
 
 
-def _run_tokenize_command(values: dict[str, Any], names: Sequence[str]) -> int:
+def _run_tokenize_command(option_values: dict[str, Any], path_patterns: Sequence[str]) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker pool runs in parallel already
-    options = TokenizeOptions(**values)
+    options = TokenizeOptions(**option_values)
     options = replace(options, workers=options.workers or len(os.sched_getaffinity(0)))
     try:
-        meta = tokenize_source_files(options, names)
+        meta = tokenize_source_files(options, path_patterns)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted: finished shards are kept; run the same command again to resume\n")
         return EXIT_INTERRUPTED
     tokenizer_facts = meta["prepared"]["tokenizer"]
-    loss_tokens_text = f", of which {meta['loss_tokens']:,} count in the loss" if "loss_tokens" in meta else ""
+    loss_tokens_text = f", of which {meta['loss_tokens']:,} are loss tokens" if "loss_tokens" in meta else ""
     size = Path(f"{options.prefix}.bin").stat().st_size
     sys.stdout.write(
         f"{options.prefix}: {meta['document_count']:,} documents, {meta['token_count']:,} tokens{loss_tokens_text}, {size / 1e6:,.1f} MB\n"
@@ -52,11 +52,11 @@ def _run_tokenize_command(values: dict[str, Any], names: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _run_verify_command(options: dict[str, Any], names: Sequence[str]) -> int:
+def _run_verify_command(options: dict[str, Any], prefixes: Sequence[str]) -> int:
     if options["format"] not in list(TokenFileFormat):
         raise TrainingError(f"{options['format']!r} is not one of {', '.join(TokenFileFormat)}", place="data verify --format")
     code = EXIT_OK
-    for name in names:
+    for name in prefixes:
         try:
             report = verify_token_files(Path(name), format=TokenFileFormat(options["format"]), document_token=options["document_token"])
             sys.stdout.write(f"{report}\n")
@@ -67,7 +67,7 @@ def _run_verify_command(options: dict[str, Any], names: Sequence[str]) -> int:
 
 
 def _run_inspect_command(options: dict[str, Any], _: Sequence[str]) -> int:
-    from swarmtrain.trainer.tokenize.inspect_samples import format_samples
+    from swarmtrain.trainer.tokenize.sample_inspection import format_samples
 
     for sample in format_samples(Config.from_json(options["config"]), options["samples"], options["tokenizer"]):
         sys.stdout.write(f"{sample}\n")

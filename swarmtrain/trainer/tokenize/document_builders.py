@@ -23,15 +23,15 @@ def select_token_dtype(vocab_size: int) -> str:
     return next(name for name in ("uint8", "uint16", "uint32") if vocab_size <= np.iinfo(name).max + 1)
 
 
-def find_text_problem(values: Any, key: str) -> str:
-    """Return a description of why `values[key]` is not a valid text; empty if it is."""
-    value = values[key]
+def find_text_problem(record_values: Any, text_key: str) -> str:
+    """Return a description of why `record_values[text_key]` is not a valid text; empty if it is."""
+    value = record_values[text_key]
     if not isinstance(value, str):
-        return f"{key!r} is {'null' if value is None else type(value).__name__}, not a string"
+        return f"{text_key!r} is {'null' if value is None else type(value).__name__}, not a string"
     try:
         value.encode()
     except UnicodeEncodeError:
-        return f"{key!r} contains a lone surrogate, which is not a valid character"
+        return f"{text_key!r} contains a lone surrogate, which is not a valid character"
     return ""
 
 
@@ -48,11 +48,11 @@ class TextBuilder:
 
     has_loss_mask = False
 
-    def __init__(self, tokenizer: BaseTokenizer, key: str, eos_token: int | None) -> None:
-        self.keys: Sequence[str] = (key,)
+    def __init__(self, tokenizer: BaseTokenizer, text_key: str, eos_token: int | None) -> None:
+        self.keys: Sequence[str] = (text_key,)
         self._tokenizer, self._eos_token = tokenizer, eos_token
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.identity_options: Mapping[str, Any] = {"key": key, "eos_token": eos_token}
+        self.identity_options: Mapping[str, Any] = {"key": text_key, "eos_token": eos_token}
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
@@ -105,11 +105,11 @@ class ChatBuilder:
 
     has_loss_mask = True
 
-    def __init__(self, tokenizer: BaseTokenizer, key: str, template: ChatTemplate) -> None:
-        self.keys: Sequence[str] = (key,)
+    def __init__(self, tokenizer: BaseTokenizer, messages_key: str, template: ChatTemplate) -> None:
+        self.keys: Sequence[str] = (messages_key,)
         self._tokenizer, self._template = tokenizer, template
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.identity_options: Mapping[str, Any] = {"key": key, "chat_template": template.source}
+        self.identity_options: Mapping[str, Any] = {"key": messages_key, "chat_template": template.source}
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from swarmtrain.atomic_file import write_atomically
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import formats
 from swarmtrain.trainer.tokenize import document_builders, readers, shards, tokenizer_backends
@@ -38,15 +38,17 @@ _READ_BYTES = 1 << 20
 _FORMAT_VERSION = 1
 
 
-def tokenize_source_files(options: TokenizeOptions, names: Sequence[str], *, min_shard_bytes: int = _MIN_SHARD_BYTES) -> dict[str, Any]:
-    """Tokenize the source files `names` into token files as `options` specify. Return the content of PREFIX.meta.json.
+def tokenize_source_files(
+    options: TokenizeOptions, path_patterns: Sequence[str], *, min_shard_bytes: int = _MIN_SHARD_BYTES
+) -> dict[str, Any]:
+    """Tokenize the source files that match `path_patterns` into token files as `options` specify. Return the content of PREFIX.meta.json.
 
     Raises TrainingError if a file cannot be read or written, or if `options` contradict each other.
     """
     prefix = Path(options.prefix)
     tokenizer = tokenizer_backends.open_tokenizer(options.tokenizer)
     builder = document_builders.select_document_builder(options, tokenizer)
-    files = readers.find_source_files(names)
+    files = readers.find_source_files(path_patterns)
     plan = readers.plan_shards(files, builder.keys, max(min_shard_bytes, sum(file.size for file in files) // _MAX_SHARDS))
     if formats.build_token_file_path(prefix, "bin").exists() and _read_job_identity(prefix) is None:
         raise TrainingError(
@@ -68,24 +70,28 @@ def tokenize_source_files(options: TokenizeOptions, names: Sequence[str], *, min
 
 
 def _build_missing_shards(
-    folder: Path, plan: Sequence[Sequence[FilePart]], files: Sequence[SourceFile], builder: DocumentBuilder, options: TokenizeOptions
+    folder: Path,
+    shard_plan: Sequence[Sequence[FilePart]],
+    source_files: Sequence[SourceFile],
+    builder: DocumentBuilder,
+    options: TokenizeOptions,
 ) -> list[ShardStats]:
-    """Build the shards of `plan` that are not finished, in parallel. Return the statistics of all shards."""
+    """Build the shards of `shard_plan` that are not finished, in parallel. Return the statistics of all shards."""
     shard_stats = {
-        number: finished_stats for number in range(len(plan)) if (finished_stats := shards.read_finished_shard_stats(folder, number))
+        number: finished_stats for number in range(len(shard_plan)) if (finished_stats := shards.read_finished_shard_stats(folder, number))
     }
     stops_on_bad = options.on_bad == "stop"
     if stops_on_bad and (bad_shard := next((each for _, each in sorted(shard_stats.items()) if each.bad_count), None)):
         file_number, position, problem = bad_shard.bad_records[0]
-        raise shards.build_bad_record_error(files[file_number], position, problem)
-    missing = [number for number in range(len(plan)) if number not in shard_stats]
-    sizes = [sum(part.size for part in parts) for parts in plan]
+        raise shards.build_invalid_record_error(source_files[file_number], position, problem)
+    missing = [number for number in range(len(shard_plan)) if number not in shard_stats]
+    sizes = [sum(part.size for part in parts) for parts in shard_plan]
     if shard_stats and missing:
-        _print_status(f"resuming: {len(shard_stats)} of {len(plan)} shards are done")
+        _print_status(f"resuming: {len(shard_stats)} of {len(shard_plan)} shards are done")
     progress_bar = ProgressBar("tokens", sum(sizes), initial=sum(sizes[number] for number in shard_stats))
 
     def build_planned_shard(number: int) -> ShardStats:
-        return shards.build_shard(folder, number, plan[number], files, builder, stop_on_invalid_record=stops_on_bad)
+        return shards.build_shard(folder, number, shard_plan[number], source_files, builder, stop_on_invalid_record=stops_on_bad)
 
     with _open_worker_pool(min(options.workers, len(missing)), build_planned_shard) as workers:
         for finished in workers.run_tasks(missing):
@@ -95,7 +101,7 @@ def _build_missing_shards(
                 progress_bar.update(sizes[number], finished[1].tokens)
             progress_bar.print_if_due()
     progress_bar.close()
-    return [shard_stats[number] for number in range(len(plan))]
+    return [shard_stats[number] for number in range(len(shard_plan))]
 
 
 def _hash_source_files(folder: Path, files: Sequence[SourceFile], worker_count: int) -> list[str]:
@@ -120,38 +126,40 @@ def _hash_source_files(folder: Path, files: Sequence[SourceFile], worker_count: 
 
 
 def _build_job_identity(
-    tokenizer: BaseTokenizer, builder: DocumentBuilder, hashes: Sequence[str], files: Sequence[SourceFile]
+    tokenizer: BaseTokenizer, builder: DocumentBuilder, source_hashes: Sequence[str], source_files: Sequence[SourceFile]
 ) -> dict[str, Any]:
     """Return everything that determines the bytes of the output: tokenizer, options and source files."""
     return {
         "version": _FORMAT_VERSION,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "options": builder.identity_options,
-        "sources": [{"name": file.name, "bytes": file.size, "sha256": sha256} for file, sha256 in zip(files, hashes, strict=True)],
+        "sources": [
+            {"name": file.name, "bytes": file.size, "sha256": sha256} for file, sha256 in zip(source_files, source_hashes, strict=True)
+        ],
     }
 
 
-def _prepare_job_folder(folder: Path, job: dict[str, Any]) -> None:
-    """Prepare `folder` for `job`: keep the finished shards if they were built by the same job, else delete them."""
+def _prepare_job_folder(folder: Path, job_identity: dict[str, Any]) -> None:
+    """Prepare `folder` for `job_identity`: keep the finished shards if they were built by the same job, else delete them."""
     previous = _read_json(folder / "job.json")
-    if previous is not None and previous != job:
-        changed = [name for name in job if previous.get(name) != job[name]]
+    if previous is not None and previous != job_identity:
+        changed = [name for name in job_identity if previous.get(name) != job_identity[name]]
         _print_status(f"starting from scratch: not the same {' and '.join(changed)} as in the interrupted job")
-    if previous != job:
+    if previous != job_identity:
         for path in folder.iterdir():
             if path.name not in ("hashes.json", "lock"):
                 path.unlink()
-        _write_json(folder / "job.json", job)
+        _write_json(folder / "job.json", job_identity)
     for path in folder.glob(".*"):  # temporary files of killed processes
         path.unlink()
 
 
 def _merge_shards(
-    prefix: Path, folder: Path, shard_stats: Sequence[ShardStats], builder: DocumentBuilder, identity: Mapping[str, Any]
+    prefix: Path, folder: Path, shard_stats: Sequence[ShardStats], builder: DocumentBuilder, job_identity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Merge the shards into the token files of `prefix`, and return the content of PREFIX.meta.json, which is written last.
 
-    Raises TrainingError if there is no document.
+    Raises TrainingError if the shards contain no documents.
     """
     documents, tokens = sum(each.documents for each in shard_stats), sum(each.tokens for each in shard_stats)
     if not tokens:
@@ -172,7 +180,7 @@ def _merge_shards(
         **({"loss_mask": True, "loss_tokens": sum(each.loss_tokens for each in shard_stats)} if builder.has_loss_mask else {}),
         "skipped": {"bad": sum(each.bad_count for each in shard_stats), "empty": sum(each.empty_count for each in shard_stats)},
         "sha256": hashes,
-        "prepared": dict(identity),
+        "prepared": dict(job_identity),
     }
     formats.build_token_file_path(prefix, "meta.json").unlink(missing_ok=True)
     formats.build_token_file_path(prefix, "mask.bin").unlink(missing_ok=True)
@@ -182,11 +190,11 @@ def _merge_shards(
     return meta
 
 
-def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
-    """Concatenate the files `paths` into the file `path`, and return its SHA-256."""
+def _concatenate_files(output_path: Path, input_paths: Iterator[Path]) -> str:
+    """Concatenate the files `input_paths` into `output_path`, and return the SHA-256 of the result."""
     sha256 = hashlib.sha256()
-    with path.open("wb") as file:
-        for part_path in paths:
+    with output_path.open("wb") as file:
+        for part_path in input_paths:
             with part_path.open("rb") as stream:
                 for block in iter(partial(stream.read, _READ_BYTES), b""):
                     sha256.update(block)
@@ -196,14 +204,14 @@ def _concatenate_files(path: Path, paths: Iterator[Path]) -> str:
     return sha256.hexdigest()
 
 
-def _write_index_file(path: Path, paths: Sequence[Path]) -> str:
-    """Write the document index (first token and length of each document) to `path`, and return its SHA-256.
+def _write_index_file(index_path: Path, length_file_paths: Sequence[Path]) -> str:
+    """Write the document index (first token and length of each document) to `index_path`, and return its SHA-256.
 
-    `paths`: files with the document lengths of each shard.
+    `length_file_paths`: files with the document lengths of each shard.
     """
     sha256, start = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for part_path in paths:
+    with index_path.open("wb") as file:
+        for part_path in length_file_paths:
             lengths = np.fromfile(part_path, dtype="<i8")
             entries = np.stack([start + np.cumsum(lengths) - lengths, lengths], axis=1).astype("<i8").tobytes()
             start += int(lengths.sum())
@@ -214,12 +222,12 @@ def _write_index_file(path: Path, paths: Sequence[Path]) -> str:
     return sha256.hexdigest()
 
 
-def _report_skipped_records(shard_stats: Sequence[ShardStats], files: Sequence[SourceFile], options: TokenizeOptions) -> None:
+def _report_skipped_records(shard_stats: Sequence[ShardStats], source_files: Sequence[SourceFile], options: TokenizeOptions) -> None:
     """Print the number of skipped records. If `on_bad` is "skip", also list them."""
     bad_records = [each for stats in shard_stats for each in stats.bad_records]
     if options.on_bad == "skip":
         for file_number, position, problem in bad_records[: shards.MAX_NAMED_BAD_RECORDS]:
-            _print_status(f"skipped {readers.format_record_location(files[file_number], position)}: {problem}")
+            _print_status(f"skipped {readers.format_record_location(source_files[file_number], position)}: {problem}")
     if bad := sum(each.bad_count for each in shard_stats):
         _print_status(f"{bad:,} records were skipped, since they could not be read")
     if empty := sum(each.empty_count for each in shard_stats):
@@ -247,8 +255,8 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _open_worker_pool(count: int, function: Any) -> Iterator[WorkerPool[Any, Any]]:
-    workers: WorkerPool[Any, Any] = WorkerPool(count, function)
+def _open_worker_pool(worker_count: int, task_function: Any) -> Iterator[WorkerPool[Any, Any]]:
+    workers: WorkerPool[Any, Any] = WorkerPool(worker_count, task_function)
     try:
         yield workers
     finally:
@@ -272,7 +280,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_text_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _print_status(line: str) -> None:

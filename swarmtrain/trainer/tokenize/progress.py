@@ -22,10 +22,10 @@ class ProgressBar:
         self._start_time = self._last_printed = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
 
-    def update(self, size: int, count: int) -> None:
-        """Add `size` to the completed part, and `count` to the second quantity."""
-        self._done += size
-        self._count += count
+    def update(self, completed_size: int, completed_count: int) -> None:
+        """Add `completed_size` to the completed part, and `completed_count` to the second quantity."""
+        self._done += completed_size
+        self._count += completed_count
 
     def print_if_due(self) -> None:
         """Print the progress if the print interval has passed since the last print."""

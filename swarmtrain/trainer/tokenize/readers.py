@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional_dependency
 
@@ -81,13 +81,13 @@ class SourceRecord:
     """Description of why the record cannot be read; empty if it can."""
 
 
-def find_source_files(names: Sequence[str]) -> list[SourceFile]:
-    """Return the source files that `names` match. A name is a path or a glob; the matches of a glob are sorted.
+def find_source_files(path_patterns: Sequence[str]) -> list[SourceFile]:
+    """Return the source files that `path_patterns` match. A pattern is a path or a glob; the matches of a glob are sorted.
 
-    Raises TrainingError if a name matches no file, or if a file is matched twice.
+    Raises TrainingError if a pattern matches no file, or if a file is matched twice.
     """
     sources = []
-    for name in names:
+    for name in path_patterns:
         matching = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207  # keeps relative names relative
         matching = [each for each in matching if not Path(each).is_dir()]
         if not matching:
@@ -101,15 +101,15 @@ def find_source_files(names: Sequence[str]) -> list[SourceFile]:
     return sources
 
 
-def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes: int) -> list[list[FilePart]]:
+def plan_shards(source_files: Sequence[SourceFile], record_keys: Sequence[str], shard_bytes: int) -> list[list[FilePart]]:
     """Return the file parts of each shard, in order. Each shard has about `shard_bytes` bytes.
 
-    Raises TrainingError if a file cannot be read, or if a Parquet file lacks one of the columns `keys`.
+    Raises TrainingError if a file cannot be read, or if a Parquet file lacks one of the columns `record_keys`.
     """
     plan: list[list[FilePart]] = []
     remaining_bytes = 0
-    for file_number, source in enumerate(sources):
-        for part in _iterate_file_parts(file_number, source, keys, shard_bytes):
+    for file_number, source in enumerate(source_files):
+        for part in _iterate_file_parts(file_number, source, record_keys, shard_bytes):
             if remaining_bytes <= 0:
                 plan.append([])
                 remaining_bytes = shard_bytes
@@ -118,30 +118,30 @@ def plan_shards(sources: Sequence[SourceFile], keys: Sequence[str], shard_bytes:
     return plan
 
 
-def iterate_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
-    """Yield the records of `part`. The values of each readable record include those for `keys`. Blank lines are skipped."""
-    if source.kind is RecordKind.rows:
-        yield from _iterate_parquet_records(source, part, keys)
-    elif source.kind is RecordKind.lines:
-        yield from _iterate_jsonl_records(source, part, keys)
+def iterate_records(source_file: SourceFile, part: FilePart, record_keys: Sequence[str]) -> Iterator[SourceRecord]:
+    """Yield the records of `part`. The values of each readable record include those for `record_keys`. Blank lines are skipped."""
+    if source_file.kind is RecordKind.rows:
+        yield from _iterate_parquet_records(source_file, part, record_keys)
+    elif source_file.kind is RecordKind.lines:
+        yield from _iterate_jsonl_records(source_file, part, record_keys)
     else:
         try:
-            yield SourceRecord(0, {keys[0]: Path(source.name).read_bytes().decode()})
+            yield SourceRecord(0, {record_keys[0]: Path(source_file.name).read_bytes().decode()})
         except UnicodeDecodeError as error:
             yield SourceRecord(0, None, f"is not UTF-8: {error.reason} at byte {error.start}")
 
 
-def format_record_location(source: SourceFile, position: int) -> str:
+def format_record_location(source_file: SourceFile, position: int) -> str:
     """Return file name and line or row number of the record at `position`, for messages. Reads the lines before it to count them."""
-    if source.kind is RecordKind.text:
-        return source.name
-    if source.kind is RecordKind.rows:
-        return f"{source.name} row {position + 1}"
+    if source_file.kind is RecordKind.text:
+        return source_file.name
+    if source_file.kind is RecordKind.rows:
+        return f"{source_file.name} row {position + 1}"
     lines, remaining = 1, position
-    with Path(source.name).open("rb") as file:
+    with Path(source_file.name).open("rb") as file:
         while remaining and (block := file.read(min(remaining, _READ_BYTES))):
             lines, remaining = lines + block.count(b"\n"), remaining - len(block)
-    return f"{source.name} line {lines}"
+    return f"{source_file.name} line {lines}"
 
 
 def hash_file(name: str) -> str:
@@ -168,37 +168,37 @@ def _compute_file_fingerprint(name: str) -> str:
     return f"{file_stat.st_size} {file_stat.st_mtime_ns} {file_stat.st_ctime_ns} {file_stat.st_ino}"
 
 
-def _iterate_file_parts(file_number: int, source: SourceFile, keys: Sequence[str], shard_bytes: int) -> Iterator[FilePart]:
-    if source.kind is RecordKind.text:
-        yield FilePart(file_number, 0, source.size, source.size)
-    elif source.kind is RecordKind.lines:
-        for first in range(0, source.size, shard_bytes):
-            end = min(first + shard_bytes, source.size)
+def _iterate_file_parts(file_number: int, source_file: SourceFile, record_keys: Sequence[str], shard_bytes: int) -> Iterator[FilePart]:
+    if source_file.kind is RecordKind.text:
+        yield FilePart(file_number, 0, source_file.size, source_file.size)
+    elif source_file.kind is RecordKind.lines:
+        for first in range(0, source_file.size, shard_bytes):
+            end = min(first + shard_bytes, source_file.size)
             yield FilePart(file_number, first, end, end - first)
     else:
-        metadata = _open_parquet(source).metadata
+        metadata = _open_parquet(source_file).metadata
         columns = metadata.schema.to_arrow_schema().names
-        if missing := next((key for key in keys if key not in columns), None):
+        if missing := next((key for key in record_keys if key not in columns), None):
             raise TrainingError(
-                f"{source.name}: has no column {missing}", place=ERROR_PLACE, hint=f"choose one of its columns: {', '.join(columns)}"
+                f"{source_file.name}: has no column {missing}", place=ERROR_PLACE, hint=f"choose one of its columns: {', '.join(columns)}"
             )
         for group in range(metadata.num_row_groups):
             yield FilePart(file_number, group, group + 1, metadata.row_group(group).total_byte_size)
 
 
-def _iterate_jsonl_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
-    with Path(source.name).open("rb", buffering=_READ_BYTES) as file:
+def _iterate_jsonl_records(source_file: SourceFile, part: FilePart, record_keys: Sequence[str]) -> Iterator[SourceRecord]:
+    with Path(source_file.name).open("rb", buffering=_READ_BYTES) as file:
         position = part.first
         if position:
             file.seek(position - 1)
             position += len(file.readline()) - 1
         while position < part.end and (line := file.readline()):
             if not line.isspace():
-                yield _parse_jsonl_record(position, line, keys)
+                yield _parse_jsonl_record(position, line, record_keys)
             position += len(line)
 
 
-def _parse_jsonl_record(position: int, line: bytes, keys: Sequence[str]) -> SourceRecord:
+def _parse_jsonl_record(position: int, line: bytes, record_keys: Sequence[str]) -> SourceRecord:
     try:
         value = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
     except UnicodeDecodeError as error:
@@ -209,20 +209,20 @@ def _parse_jsonl_record(position: int, line: bytes, keys: Sequence[str]) -> Sour
         return SourceRecord(position, None, f"cannot be read: {error}")
     if not isinstance(value, dict):
         return SourceRecord(position, None, "is not a JSON object")
-    if missing := next((key for key in keys if key not in value), None):
+    if missing := next((key for key in record_keys if key not in value), None):
         return SourceRecord(position, None, f"has no key {missing!r}; its keys: {', '.join(map(repr, value)) or 'none'}")
     return SourceRecord(position, value)
 
 
-def _iterate_parquet_records(source: SourceFile, part: FilePart, keys: Sequence[str]) -> Iterator[SourceRecord]:
-    file, arrow_error = _open_parquet(source), import_optional_dependency("pyarrow").ArrowException
+def _iterate_parquet_records(source_file: SourceFile, part: FilePart, record_keys: Sequence[str]) -> Iterator[SourceRecord]:
+    file, arrow_error = _open_parquet(source_file), import_optional_dependency("pyarrow").ArrowException
     position = sum(file.metadata.row_group(group).num_rows for group in range(part.first))
-    batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=range(part.first, part.end), columns=list(keys), use_threads=False)
+    batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=range(part.first, part.end), columns=list(record_keys), use_threads=False)
     while True:
         try:
             batch = next(batches, None)
         except (arrow_error, OSError) as error:
-            raise TrainingError(f"{source.name}: is corrupt: {error}", place=ERROR_PLACE) from None
+            raise TrainingError(f"{source_file.name}: is corrupt: {error}", place=ERROR_PLACE) from None
         if batch is None:
             return
         for values in batch.to_pylist():
@@ -230,9 +230,9 @@ def _iterate_parquet_records(source: SourceFile, part: FilePart, keys: Sequence[
             position += 1
 
 
-def _open_parquet(source: SourceFile) -> Any:
+def _open_parquet(source_file: SourceFile) -> Any:
     arrow = import_optional_dependency("pyarrow")
     try:
-        return import_optional_dependency("pyarrow.parquet").ParquetFile(source.name, memory_map=False)
+        return import_optional_dependency("pyarrow.parquet").ParquetFile(source_file.name, memory_map=False)
     except (arrow.ArrowException, OSError) as error:
-        raise TrainingError(f"{source.name}: is not a Parquet file: {error}", place=ERROR_PLACE) from None
+        raise TrainingError(f"{source_file.name}: is not a Parquet file: {error}", place=ERROR_PLACE) from None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.tokenize import readers
@@ -71,28 +71,28 @@ class DocumentBuilder(Protocol):
 
 
 def list_data_file_suffixes(builder: DocumentBuilder) -> tuple[str, ...]:
-    """Return the suffixes of the names of a shard's data files."""
+    """Return the file name suffixes of a shard's data files: tokens, document lengths, and the loss mask, if any."""
     return ("bin", "len", "mask") if builder.has_loss_mask else ("bin", "len")
 
 
 def build_shard(
     folder: Path,
-    number: int,
-    parts: Sequence[FilePart],
-    files: Sequence[SourceFile],
+    shard_number: int,
+    file_parts: Sequence[FilePart],
+    source_files: Sequence[SourceFile],
     builder: DocumentBuilder,
     *,
     stop_on_invalid_record: bool,
 ) -> ShardStats:
-    """Write shard `number` to `folder`, and return its statistics. `parts`: the file parts whose records it contains.
+    """Write shard `shard_number` to `folder`, and return its statistics. `file_parts`: the file parts whose records it contains.
 
     If `stop_on_invalid_record` is set, raises TrainingError for the first invalid record.
     """
     stats = ShardStats()
-    temporary_paths = {suffix: folder / f".{number:06}.{suffix}.{os.getpid()}" for suffix in list_data_file_suffixes(builder)}
+    temporary_paths = {suffix: folder / f".{shard_number:06}.{suffix}.{os.getpid()}" for suffix in list_data_file_suffixes(builder)}
     streams = {suffix: path.open("wb") for suffix, path in temporary_paths.items()}
     try:
-        for document in _iterate_documents(parts, files, builder, stats, stop_on_invalid_record=stop_on_invalid_record):
+        for document in _iterate_documents(file_parts, source_files, builder, stats, stop_on_invalid_record=stop_on_invalid_record):
             streams["bin"].write(document.tokens.astype(builder.dtype).tobytes())
             streams["len"].write(len(document.tokens).to_bytes(8, "little"))
             if document.loss_mask is not None:
@@ -100,7 +100,7 @@ def build_shard(
                 stats.loss_tokens += int(document.loss_mask.sum())
             stats.documents += 1
             stats.tokens += len(document.tokens)
-        for source in {part.file_number: files[part.file_number] for part in parts}.values():
+        for source in {part.file_number: source_files[part.file_number] for part in file_parts}.values():
             source.check_file_unchanged()
         for stream in streams.values():
             stream.flush()
@@ -109,24 +109,29 @@ def build_shard(
         for stream in streams.values():
             stream.close()
     for suffix, path in temporary_paths.items():
-        path.replace(folder / f"{number:06}.{suffix}")
-    write_atomically(folder / f"{number:06}.json", json.dumps(asdict(stats)))
+        path.replace(folder / f"{shard_number:06}.{suffix}")
+    write_text_atomically(folder / f"{shard_number:06}.json", json.dumps(asdict(stats)))
     return stats
 
 
-def read_finished_shard_stats(folder: Path, number: int) -> ShardStats | None:
-    """Return the statistics of shard `number` in `folder`; None if it is not finished."""
+def read_finished_shard_stats(folder: Path, shard_number: int) -> ShardStats | None:
+    """Return the statistics of shard `shard_number` in `folder`; None if it is not finished."""
     try:
-        return ShardStats(**json.loads((folder / f"{number:06}.json").read_text()))
+        return ShardStats(**json.loads((folder / f"{shard_number:06}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def _iterate_documents(
-    parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder, stats: ShardStats, *, stop_on_invalid_record: bool
+    file_parts: Sequence[FilePart],
+    source_files: Sequence[SourceFile],
+    builder: DocumentBuilder,
+    stats: ShardStats,
+    *,
+    stop_on_invalid_record: bool,
 ) -> Iterator[Document]:
-    """Yield the documents of `parts`, and count invalid and empty records in `stats`."""
-    for number, batch in _iterate_record_batches(parts, files, builder):
+    """Yield the documents of `file_parts`, and count invalid and empty records in `stats`."""
+    for number, batch in _iterate_record_batches(file_parts, source_files, builder):
         problems = [record.problem or builder.find_record_problem(record) for record in batch]
         documents = iter(builder.build_documents([record for record, problem in zip(batch, problems, strict=True) if not problem]))
         for record, problem in zip(batch, problems, strict=True):
@@ -134,18 +139,22 @@ def _iterate_documents(
             if document is not None and not len(document.tokens):
                 stats.empty_count += 1
             elif document is None or (document.loss_mask is not None and not document.loss_mask.any()):
-                _handle_bad_record(
-                    stats, (number, files[number]), record, problem or "has no loss tokens", stop_on_invalid_record=stop_on_invalid_record
+                _handle_invalid_record(
+                    stats,
+                    (number, source_files[number]),
+                    record,
+                    problem or "has no loss tokens",
+                    stop_on_invalid_record=stop_on_invalid_record,
                 )
             else:
                 yield document
 
 
 def _iterate_record_batches(
-    parts: Sequence[FilePart], files: Sequence[SourceFile], builder: DocumentBuilder
+    file_parts: Sequence[FilePart], source_files: Sequence[SourceFile], builder: DocumentBuilder
 ) -> Iterator[tuple[int, list[SourceRecord]]]:
-    for part in parts:
-        source, batch, size = files[part.file_number], list[SourceRecord](), 0
+    for part in file_parts:
+        source, batch, size = source_files[part.file_number], list[SourceRecord](), 0
         for record in readers.iterate_records(source, part, builder.keys):
             batch.append(record)
             size += sum(len(str(record.values[key])) for key in builder.keys) if record.values else 0
@@ -156,7 +165,7 @@ def _iterate_record_batches(
             yield part.file_number, batch
 
 
-def build_bad_record_error(source: SourceFile, position: int, problem: str) -> TrainingError:
+def build_invalid_record_error(source: SourceFile, position: int, problem: str) -> TrainingError:
     """Return the error for an invalid record at `position` of `source`."""
     return TrainingError(
         f"{readers.format_record_location(source, position)}: {problem}",
@@ -165,11 +174,11 @@ def build_bad_record_error(source: SourceFile, position: int, problem: str) -> T
     )
 
 
-def _handle_bad_record(
+def _handle_invalid_record(
     stats: ShardStats, numbered_source: tuple[int, SourceFile], record: SourceRecord, problem: str, *, stop_on_invalid_record: bool
 ) -> None:
     if stop_on_invalid_record:
-        raise build_bad_record_error(numbered_source[1], record.position, problem)
+        raise build_invalid_record_error(numbered_source[1], record.position, problem)
     stats.bad_count += 1
     if len(stats.bad_records) < MAX_NAMED_BAD_RECORDS:
         stats.bad_records.append((numbered_source[0], record.position, problem))

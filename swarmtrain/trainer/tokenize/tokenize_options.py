@@ -19,7 +19,7 @@ class TokenizeOptions:
     tokenizer: str
     """Path of a tokenizer.json, or BYTE_TOKENIZER."""
     key: str | None = None
-    """Key under which a record has its text or its messages. None: "text", or "messages" for conversations."""
+    """Key of the text or the messages of each record. None: "text", or "messages" for conversations."""
     prompt_key: str | None = None
     completion_key: str | None = None
     chat: bool = False

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from swarmtrain.config.files import describe_os_error
 from swarmtrain.config.schema.data import TokenFileFormat
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import formats
 from swarmtrain.trainer.data.memory_map import MemoryMap
@@ -69,13 +69,13 @@ def _verify_hash(prefix: Path, suffix: str, expected_hash: str) -> str:
     return path.name
 
 
-def _compute_token_range(file: MemoryMap) -> tuple[int, int, int]:
-    """Return the lowest token, the highest token, and the number of tokens in `file`."""
+def _compute_token_range(token_file: MemoryMap) -> tuple[int, int, int]:
+    """Return the lowest token, the highest token, and the number of tokens in `token_file`."""
     lowest, highest = np.iinfo(np.int64).max, -1
-    for first in range(0, len(file.tokens), _BLOCK_TOKENS):
-        tokens = file.tokens[first : first + _BLOCK_TOKENS]
+    for first in range(0, len(token_file.tokens), _BLOCK_TOKENS):
+        tokens = token_file.tokens[first : first + _BLOCK_TOKENS]
         lowest, highest = min(lowest, int(tokens.min())), max(highest, int(tokens.max()))
-    return lowest, highest, len(file.tokens)
+    return lowest, highest, len(token_file.tokens)
 
 
 def _count_loss_tokens(prefix: Path, loss_mask: MappedArray | PreadArray) -> int:

@@ -30,15 +30,15 @@ class TaskFailure:
 
 
 class WorkerPool(Generic[TaskT, ResultT]):
-    """Pool of `count` worker processes that run `function`. They are forked, so they inherit the caller's memory."""
+    """Pool of `worker_count` worker processes that run `task_function`. They are forked, so they inherit the caller's memory."""
 
-    def __init__(self, count: int, function: Callable[[TaskT], ResultT]) -> None:
+    def __init__(self, worker_count: int, task_function: Callable[[TaskT], ResultT]) -> None:
         context = multiprocessing.get_context("fork")
         self._idle: list[Connection] = []
         self._processes = []
-        for _ in range(count):
+        for _ in range(worker_count):
             parent_end, child_end = context.Pipe()
-            worker = context.Process(target=_serve_tasks, args=(child_end, function, os.getpid()), daemon=True)
+            worker = context.Process(target=_serve_tasks, args=(child_end, task_function, os.getpid()), daemon=True)
             worker.start()
             child_end.close()
             self._idle.append(parent_end)
@@ -84,20 +84,20 @@ class WorkerPool(Generic[TaskT, ResultT]):
         return result
 
     def kill_workers(self) -> None:
-        """Kill all worker processes immediately."""
+        """Kill all worker processes with SIGKILL, and wait until they have exited."""
         for worker in self._processes:
             worker.kill()
         for worker in self._processes:
             worker.join()
 
 
-def _serve_tasks(connection: Connection, function: Callable[[TaskT], ResultT], parent_pid: int) -> None:
+def _serve_tasks(connection: Connection, task_function: Callable[[TaskT], ResultT], parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
     process.set_parent_death_signal()
     while os.getppid() == parent_pid:
         task = connection.recv()
         try:
-            result: ResultT | TaskFailure = function(task)
+            result: ResultT | TaskFailure = task_function(task)
         except TrainingError as error:
             result = TaskFailure(error.message, error.place, error.hint)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Access policy of the dashboard: on loopback every user of this machine has access, elsewhere only clients that have the token."""
+"""Access policy of the dashboard: clients must send a token, except on loopback without a token file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MIN_TOKEN_LENGTH = 16
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Access policy of the dashboard. If `token` is empty, no token is needed.
+    """Decide which requests may access the dashboard: those with `token`; all if `token` is empty.
 
-    With `loopback_only`, the Host header of a request must be a loopback name of this machine.
+    With `loopback_only`, the Host header of a request must be a loopback name or address.
     """
 
     token: str
@@ -31,9 +31,9 @@ class AccessPolicy:
         return f"swarmtrain-{self.port}"
 
     def is_allowed_host(self, host: str) -> bool:
-        """Return whether the Host header `host` is a name of the dashboard.
+        """Return whether the Host header `host` is allowed: with `loopback_only`, only a loopback name or address.
 
-        On loopback, any other name belongs to a web site whose DNS entry points to this machine (DNS rebinding).
+        Any other name then belongs to a website whose DNS record points to this machine (DNS rebinding).
         """
         if not self.loopback_only:
             return True
@@ -41,7 +41,7 @@ class AccessPolicy:
         return is_loopback(name.strip("[]"))
 
     def has_access(self, cookies: Mapping[str, str], authorization: str) -> bool:
-        """Return whether a request with these cookies and this Authorization header has the right token, or whether no token is needed."""
+        """Return whether `cookies` or the Authorization header `authorization` contains the token; True if `token` is empty."""
         if not self.token:
             return True
         scheme, _, bearer = authorization.partition(" ")
@@ -50,7 +50,7 @@ class AccessPolicy:
         )
 
     def is_valid_token(self, token: str) -> bool:
-        """Return whether `token` is the dashboard's token. The comparison takes constant time."""
+        """Return whether `token` is the dashboard's token, with a constant-time comparison."""
         return bool(self.token) and hmac.compare_digest(token.encode(), self.token.encode())
 
 

@@ -23,7 +23,7 @@ CurveValue = float | None
 
 
 class Curve:
-    """Curve: values by step, in ascending order of steps. A non-finite value is stored as None."""
+    """Curve of one metric: its values by step, in ascending order of steps. A non-finite value is stored as None."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -48,7 +48,7 @@ class Curve:
         del self.steps[index:], self.values[index:]
 
     def downsample_points(self, max_points: int = MAX_POINTS) -> dict[str, list[Any]]:
-        """Return the curve's steps and values, at most `max_points`.
+        """Return the curve's steps and values, downsampled to at most `max_points` points.
 
         A longer curve is divided into intervals, of which only the minimum and the maximum are kept.
         """
@@ -68,10 +68,10 @@ class Curve:
             "values": [_round_value(self.values[index]) for index in chosen_indices],
         }
 
-    def _find_extreme_indices(self, low: int, high: int) -> list[int]:
-        finite_indices = [index for index in range(low, high) if self.values[index] is not None]
+    def _find_extreme_indices(self, start_index: int, end_index: int) -> list[int]:
+        finite_indices = [index for index in range(start_index, end_index) if self.values[index] is not None]
         if not finite_indices:
-            return [low]
+            return [start_index]
         lowest, highest = min(finite_indices, key=self._get_sort_key), max(finite_indices, key=self._get_sort_key)
         return sorted({lowest, highest})
 
@@ -104,17 +104,17 @@ class CurveSet:
                 self._set_value(name, step, value)
 
     def downsample_curves(self, max_points: int = MAX_POINTS) -> dict[str, dict[str, list[Any]]]:
-        """Return the points of all curves that have any, at most `max_points` per curve."""
+        """Return, by curve name, the points of all curves with a finite value, at most `max_points` per curve."""
         return {
             name: curve.downsample_points(max_points)
             for name, curve in self.curves_by_name.items()
             if any(value is not None for value in curve.values)
         }
 
-    def _set_value(self, name: str, step: int, value: Any) -> None:
-        if name not in self.curves_by_name:
-            self.curves_by_name[name] = Curve()
-        self.curves_by_name[name].set_value(step, _convert_to_finite_number(value))
+    def _set_value(self, curve_name: str, step: int, value: Any) -> None:
+        if curve_name not in self.curves_by_name:
+            self.curves_by_name[curve_name] = Curve()
+        self.curves_by_name[curve_name].set_value(step, _convert_to_finite_number(value))
 
     def _truncate_after(self, step: int) -> None:
         self._newest_step = min(self._newest_step, step)
@@ -127,12 +127,12 @@ def _get_event_step(event: Event) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _iterate_scalars(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _iterate_scalars(progress_data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in _SCALARS:
-        if name in data:
-            yield name, data[name]
+        if name in progress_data:
+            yield name, progress_data[name]
     for group, prefix in _GROUP_PREFIXES.items():
-        group_values = data.get(group)
+        group_values = progress_data.get(group)
         if isinstance(group_values, Mapping):
             for name, value in group_values.items():
                 yield f"{prefix}.{name}", value

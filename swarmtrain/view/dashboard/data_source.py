@@ -16,7 +16,7 @@ from swarmtrain.launchers.registry import find_run
 from swarmtrain.plan import build_probe_run_name
 from swarmtrain.protocol import Event
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator
-from swarmtrain.view.dashboard.page_data import PageData, build_line_data, build_page_data
+from swarmtrain.view.dashboard.page_data import PageData, build_output_line_data, build_page_data
 from swarmtrain.view.run_state import load_live_run_events
 
 POLL_SECONDS = 1.5
@@ -29,7 +29,7 @@ _UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
 
 
 class RunDataSource:
-    """Data source of one run; thread-safe. `launcher` is None for a run that is down."""
+    """Provide the page data and output lines of one run; thread-safe. `launcher` is None for a run that is down."""
 
     def __init__(self, run: str, launcher: Launcher | None) -> None:
         self.run = run
@@ -54,8 +54,8 @@ class RunDataSource:
     def get_page_data(self) -> PageData:
         """Return the current page data. If they are outdated, their field `connection_error` contains the reason.
 
-        Raises SwarmtrainError if no data could be read since the start. While one thread waits for a slow manager, all other threads get
-        the previous data.
+        Raises SwarmtrainError if no data could be read since the start. While one thread waits for a slow manager, all other threads
+        receive the previous data.
         """
         if self._poll_lock.acquire(blocking=not self._page_data):
             try:
@@ -75,17 +75,17 @@ class RunDataSource:
         self._ensure_output_reader_running()
         with self._lines_lock:
             skipped = max(0, after_number - (self._line_count - len(self._lines)))
-            return [build_line_data(line) for line in islice(self._lines, skipped, None)], self._line_count
+            return [build_output_line_data(line) for line in islice(self._lines, skipped, None)], self._line_count
 
     def read_last_output_lines(self) -> list[PageData]:
-        """Return the current last lines of all nodes, without waiting for more. Raises SwarmtrainError if they cannot be read."""
+        """Return the last output lines of all nodes, without following the output. Raises SwarmtrainError if they cannot be read."""
         if self._launcher is None:
             self.get_page_data()
             return self.get_output_lines()[0]
         last_lines = list(self._launcher.stream_logs(self.run, follow=False, tail=_TAIL_LINES))
         for line in last_lines:
             self._append_output_line(line)
-        return [build_line_data(line) for line in last_lines]
+        return [build_output_line_data(line) for line in last_lines]
 
     def _refresh_page_data(self) -> None:
         if self._launcher is None:
@@ -145,7 +145,7 @@ class RunDataSource:
         self._line_count += 1
 
     def _ensure_output_reader_running(self) -> None:
-        """Start the thread that reads the output. A thread that has ended is replaced if the run still exists."""
+        """Start the thread that reads the output, unless it is already running or the run is down."""
         with self._lines_lock:
             if self._launcher is None or (self._listener and self._listener.is_alive()):
                 return
@@ -165,7 +165,7 @@ class RunDataSource:
 
 
 def open_data_source(run: str | None) -> RunDataSource:
-    """Return the data source of `run`; None means the only run. Raises RunNotFound if there is no such run and no stored data of it."""
+    """Return the data source of `run`; None means the only run. Raises RunNotFound if the run neither exists nor has stored data."""
     try:
         launcher, run_name = find_run(run)
     except (RunNotFound, *_UNREACHABLE_ERRORS):

@@ -27,8 +27,8 @@ def read_asset(name: str) -> str:
     return files("swarmtrain.view.dashboard").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def render_single_file_page(data: PageData, lines: list[PageData]) -> str:
-    """Return the page with its data, styles and scripts as one HTML text, which makes no requests."""
+def render_single_file_page(page_data: PageData, output_lines: list[PageData]) -> str:
+    """Return the page as one HTML document with inlined data, styles and scripts, which makes no requests."""
     page = read_asset("index.html")
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
@@ -42,14 +42,14 @@ def render_single_file_page(data: PageData, lines: list[PageData]) -> str:
     policy = _CSP_TEMPLATE.format(rest=f"script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}")
     page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>', 1)
     return page.replace(
-        _DATA_PLACEHOLDER, _DATA_PLACEHOLDER.replace("></", f">{_dump_script_safe_json({'page': data, 'lines': lines})}</"), 1
+        _DATA_PLACEHOLDER, _DATA_PLACEHOLDER.replace("></", f">{_dump_script_safe_json({'page': page_data, 'lines': output_lines})}</"), 1
     )
 
 
-def write_html_report(source: RunDataSource, path: Path) -> None:
-    """Write the current page of `source` as one HTML file to `path`. Raises SwarmtrainError if it cannot be written."""
-    lines = source.read_last_output_lines()
-    data = {**source.get_page_data(), "written": time.time()}
+def write_html_report(data_source: RunDataSource, path: Path) -> None:
+    """Write the current page of `data_source` as one HTML file to `path`. Raises SwarmtrainError if a read or the write fails."""
+    lines = data_source.read_last_output_lines()
+    data = {**data_source.get_page_data(), "written": time.time()}
     try:
         path.write_text(render_single_file_page(data, lines), encoding="utf-8")
     except OSError as error:

@@ -26,11 +26,13 @@ _HOT_GPU_CELSIUS = 88.0
 """Temperature in °C at which server GPUs begin to throttle."""
 
 
-def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[TaskState], lines: Iterable[LogLine], now: float) -> PageData:
+def build_page_data(
+    run: str, accumulator: EventAccumulator, tasks: Sequence[TaskState], log_lines: Iterable[LogLine], now: float
+) -> PageData:
     """Return the page data of `run`. Times are in seconds since the epoch, sizes in bytes."""
     timeline = accumulator.timeline.events
     run_status = build_status(run, timeline, tasks, now)
-    diagnosis = diagnose_failure(run, timeline, tasks, lines)
+    diagnosis = diagnose_failure(run, timeline, tasks, log_lines)
     checkpoints = [{**event.data, "time": event.time} for event in timeline if event.kind == protocol.EVENT_CHECKPOINT]
     entries = [
         {"time": entry.time, "kind": entry.kind, "text": entry.text, "node": entry.data.get("node")}
@@ -65,16 +67,16 @@ def build_page_data(run: str, accumulator: EventAccumulator, tasks: Sequence[Tas
 
 
 def build_page_data_from_events(
-    run: str, events: Iterable[Event], tasks: Sequence[TaskState], lines: Iterable[LogLine], now: float
+    run: str, events: Iterable[Event], tasks: Sequence[TaskState], log_lines: Iterable[LogLine], now: float
 ) -> PageData:
     """Return the page data of `run`, computed from all its events, oldest first."""
     accumulator = EventAccumulator()
     for event in events:
         accumulator.add_event(event)
-    return build_page_data(run, accumulator, tasks, lines, now)
+    return build_page_data(run, accumulator, tasks, log_lines, now)
 
 
-def build_line_data(line: LogLine) -> PageData:
+def build_output_line_data(line: LogLine) -> PageData:
     """Return the page data of one output line."""
     return {"node": line.node, "rank": line.rank, "time": line.time, "text": line.text}
 
@@ -131,8 +133,8 @@ def replace_non_finite_numbers(value: Any) -> Any:
     return [replace_non_finite_numbers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _flatten_facts(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for key, item in value.items():
+def _flatten_facts(facts: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, item in facts.items():
         name = f"{prefix}{key}"
         if isinstance(item, Mapping):
             yield from _flatten_facts(item, f"{name}.")

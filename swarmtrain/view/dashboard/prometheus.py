@@ -43,13 +43,13 @@ MetricSample = tuple[str, str, str, Mapping[str, Any], float | None]
 """One Prometheus sample: metric name without the prefix, type (gauge or counter), help text, labels, value."""
 
 
-def render_metrics(data: PageData, now: float) -> str:
-    """Return the metrics of a run in Prometheus format at `now`, in seconds since the epoch. Values that were not reported are left out."""
+def render_metrics(page_data: PageData, now: float) -> str:
+    """Return the metrics of a run in the Prometheus text format at `now`, in seconds since the epoch. Unreported values are omitted."""
     metrics: dict[str, tuple[str, str, list[str]]] = {}
-    for name, kind, help_text, labels, value in _iterate_samples(data, now):
+    for name, kind, help_text, labels, value in _iterate_metric_samples(page_data, now):
         if not isinstance(value, int | float) or not math.isfinite(value):
             continue
-        pairs = ",".join(f'{key}="{_escape_label_value(str(item))}"' for key, item in {"run": data["run"], **labels}.items())
+        pairs = ",".join(f'{key}="{_escape_label_value(str(item))}"' for key, item in {"run": page_data["run"], **labels}.items())
         metrics.setdefault(f"swarmtrain_{name}", (kind, help_text, []))[2].append(f"swarmtrain_{name}{{{pairs}}} {_format_number(value)}")
     blocks = (
         "\n".join([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *lines]) + "\n"
@@ -58,10 +58,10 @@ def render_metrics(data: PageData, now: float) -> str:
     return "".join(blocks)
 
 
-def _iterate_samples(data: PageData, now: float) -> Iterator[MetricSample]:
+def _iterate_metric_samples(page_data: PageData, now: float) -> Iterator[MetricSample]:
     for state in _STATES:
-        yield "run_state", "gauge", "1 for the current state of the run.", {"state": state}, float(data["state"] == state)
-    progress, world, checkpoints, evaluation = data["progress"], data["world"], data["checkpoints"], data["validation"]
+        yield "run_state", "gauge", "1 for the current state of the run.", {"state": state}, float(page_data["state"] == state)
+    progress, world, checkpoints, evaluation = page_data["progress"], page_data["world"], page_data["checkpoints"], page_data["validation"]
     for key, name, help_text in _PROGRESS:
         yield name, "gauge", help_text, {}, progress.get(key)
     yield "validation_loss", "gauge", "Newest validation loss, nats per token.", {}, evaluation.get("loss")
@@ -69,7 +69,7 @@ def _iterate_samples(data: PageData, now: float) -> Iterator[MetricSample]:
         yield "step_phase_seconds", "gauge", "Seconds of a step by phase.", {"phase": phase}, seconds
     for name, value in (progress.get("metrics") or {}).items():
         yield "metric", "gauge", "Custom metrics that the script reports.", {"name": name}, value
-    if (last_progress_time := progress.get("time") or data["started"]) is not None:
+    if (last_progress_time := progress.get("time") or page_data["started"]) is not None:
         yield (
             "since_last_step_seconds",
             "gauge",
@@ -77,19 +77,19 @@ def _iterate_samples(data: PageData, now: float) -> Iterator[MetricSample]:
             {},
             max(0.0, now - last_progress_time),
         )
-    yield "reachable", "gauge", "1 if the last query of the run succeeded.", {}, float(not data.get("connection_error"))
+    yield "reachable", "gauge", "1 if the last query of the run succeeded.", {}, float(not page_data.get("connection_error"))
     yield "world_size", "gauge", "Ranks of the newest world.", {}, world.get("world_size")
-    yield "worlds_total", "counter", "Number of worlds that have formed.", {}, data["worlds"]
-    yield "failures_total", "counter", "Failures that ranks and supervisors reported.", {}, data["failures"]
-    running_nodes = [node["state"] == "running" for node in data["nodes"] if node["node"] != RENDEZVOUS_SERVICE]
+    yield "worlds_total", "counter", "Number of worlds that have formed.", {}, page_data["worlds"]
+    yield "failures_total", "counter", "Failures that ranks and supervisors reported.", {}, page_data["failures"]
+    running_nodes = [node["state"] == "running" for node in page_data["nodes"] if node["node"] != RENDEZVOUS_SERVICE]
     yield "nodes_desired", "gauge", "Number of nodes that the run should have.", {}, len(running_nodes)
     yield "nodes_running", "gauge", "Number of nodes whose container or process is running.", {}, sum(running_nodes)
-    yield "straggler", "gauge", "1 if the other ranks wait for a straggler.", {}, float(bool(data["straggler"]))
+    yield "straggler", "gauge", "1 if the other ranks wait for a straggler.", {}, float(bool(page_data["straggler"]))
     if checkpoints:
         yield "checkpoint_step", "gauge", "Step of the newest checkpoint.", {}, checkpoints[-1].get("step")
         yield "checkpoint_age_seconds", "gauge", "Seconds since the newest checkpoint.", {}, max(0.0, now - checkpoints[-1]["time"])
         yield "checkpoint_seconds", "gauge", "Seconds spent writing the newest checkpoint.", {}, checkpoints[-1].get("seconds")
-    for node in data["nodes"]:
+    for node in page_data["nodes"]:
         yield from _iterate_node_samples(node)
 
 

@@ -1,6 +1,6 @@
 """HTTP server of the dashboard: the page, its data as JSON, the output lines, and /metrics.
 
-It uses Starlette on uvicorn, which the extra `dashboard` installs.
+The server is a Starlette application on uvicorn; the extra `dashboard` installs both.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _UNAUTHORIZED_TEXT = (
 _UNKNOWN_HOST_TEXT = "This page is served only to the machine that it runs on, under the names localhost and 127.0.0.1.\n"
 
 
-def serve_dashboard(source: RunDataSource, *, host: str, port: int, token_file: Path | None, open_browser: bool) -> None:
-    """Serve the dashboard of `source` until Ctrl-C. Raises SwarmtrainError if it cannot be served at `host` and `port`."""
+def serve_dashboard(data_source: RunDataSource, *, host: str, port: int, token_file: Path | None, open_browser: bool) -> None:
+    """Serve the dashboard of `data_source` until Ctrl-C. Raises SwarmtrainError if it cannot be served at `host` and `port`."""
     try:
         import uvicorn
         from starlette.applications import Starlette  # noqa: F401  # report whichever of the two is missing
@@ -49,21 +49,21 @@ def serve_dashboard(source: RunDataSource, *, host: str, port: int, token_file: 
             "without further dependencies"
         )
         raise SwarmtrainError(f"needs {error.name}, which is not installed", place="dashboard", hint=hint) from None
-    source.get_page_data()
+    data_source.get_page_data()
     listener = _bind_socket(host, port)
     policy = create_access_policy(host, listener.getsockname()[1], token_file)
     url = _format_url(host, policy.port)
-    print_message(f"dashboard of {source.run}: {url}{f'?token={policy.token}' if policy.token and token_file is None else ''}")
+    print_message(f"dashboard of {data_source.run}: {url}{f'?token={policy.token}' if policy.token and token_file is None else ''}")
     print_message("Ctrl-C stops the dashboard; the run continues")
     if open_browser:
         webbrowser.open(f"{url}?token={policy.token}" if policy.token else url)
-    config = uvicorn.Config(create_app(source, policy), log_level="error", access_log=False, server_header=False, lifespan="off")
+    config = uvicorn.Config(create_app(data_source, policy), log_level="error", access_log=False, server_header=False, lifespan="off")
     config.timeout_graceful_shutdown = 2
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
-    """Return the dashboard of `source` as an ASGI application, protected by `policy`."""
+def create_app(data_source: RunDataSource, policy: AccessPolicy) -> Starlette:
+    """Return the dashboard of `data_source` as an ASGI application, protected by `policy`."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.gzip import GZipMiddleware
@@ -80,24 +80,24 @@ def create_app(source: RunDataSource, policy: AccessPolicy) -> Starlette:
 
     def serve_page_data(request: Request) -> Response:
         try:
-            data = source.get_page_data()
+            data = data_source.get_page_data()
         except SwarmtrainError as error:
             return Response(json.dumps({"error": str(error)}), 503, media_type="application/json")
         body = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
         version = hashlib.sha256(body.encode()).hexdigest()[:16]
-        age = {"Swarmtrain-Age": f"{source.compute_data_age():.0f}"}
+        age = {"Swarmtrain-Age": f"{data_source.compute_data_age():.0f}"}
         if request.query_params.get("version") == version:
             return Response(status_code=204, headers=age)
         return Response(f'{{"version":"{version}","page":{body}}}', headers=age, media_type="application/json")
 
     def serve_output_lines(request: Request) -> Response:
         after = request.query_params.get("after", "0")
-        new_lines, last_number = source.get_output_lines(int(after) if after.isdecimal() else 0)
+        new_lines, last_number = data_source.get_output_lines(int(after) if after.isdecimal() else 0)
         return Response(json.dumps({"lines": new_lines, "last": last_number}, allow_nan=False), media_type="application/json")
 
     def serve_metrics(_: Request) -> Response:
         try:
-            text = prometheus.render_metrics(source.get_page_data(), time.time())
+            text = prometheus.render_metrics(data_source.get_page_data(), time.time())
         except SwarmtrainError as error:
             return PlainTextResponse(f"{error}\n", 503)
         return Response(text, media_type=prometheus.CONTENT_TYPE)

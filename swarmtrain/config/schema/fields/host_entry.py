@@ -59,7 +59,7 @@ def check_host_entry(text: str) -> str:
 
 
 def check_gpu_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the GPU ids `ids` unchanged if each is a number or a name in the driver: 0, 2, GPU-8f6a…, MIG-…
+    """Return the GPU ids `ids` unchanged if each is a GPU number or UUID, as nvidia-smi -L shows: 0, 2, GPU-8f6a…, MIG-…
 
     Raises ValueError if one is invalid.
     """

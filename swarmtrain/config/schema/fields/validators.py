@@ -42,18 +42,18 @@ def check_image_reference(text: str) -> str:
     return text
 
 
-def check_mounts(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Return `pairs` if each has a valid source (a path or a volume name) and a valid target. Raises ValueError with the reason if not."""
-    for source, target in pairs:
+def check_mounts(mounts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return `mounts` if each has a valid source (a path or a volume name) and a valid target. Raises ValueError with the reason if not."""
+    for source, target in mounts:
         if source.startswith((".", "~")):
             raise ValueError(f"{source}: a mount's source is a path on every node, so it must be absolute (or the name of a volume)")
         if not source.startswith("/") and not _VOLUME.fullmatch(source):
             raise ValueError(f"{source!r} is neither an absolute path nor a valid volume name (letters, digits, _ . and -)")
         if not PurePosixPath(target).is_absolute() or PurePosixPath(target) == PurePosixPath("/"):
             raise ValueError(f"{target}: a mount's target must be an absolute path in the container, other than /")
-    if duplicates := format_duplicates([_SHM, *(str(PurePosixPath(target)) for _, target in pairs)]):
+    if duplicates := format_duplicates([_SHM, *(str(PurePosixPath(target)) for _, target in mounts)]):
         raise ValueError(f"{duplicates} is the target of two mounts; {_SHM} is always mounted, with size shm_size")
-    return pairs
+    return mounts
 
 
 def check_volumes(volume_options: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:

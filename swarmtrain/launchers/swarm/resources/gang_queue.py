@@ -1,4 +1,4 @@
-"""Gang scheduling of GPUs: a run gets all of its GPUs at once, or waits. Otherwise two runs that each hold half of them would deadlock.
+"""Gang scheduling of GPUs: a run acquires all of its GPUs at once, or waits. Otherwise two runs with half of the GPUs each would deadlock.
 
 Swarm assigns free resources to services one by one, in no particular order. So a run that finds too few free resources creates no
 service: it records its request as a queue entry in the swarm (a config object, separate from the run's lock), and polls. Resources that
@@ -139,7 +139,7 @@ def _describe_resource_shortage(
         return ""
     holders = [f"{_describe_resource_holder(stack)} has {count}" for stack, count in sorted(supply.claimed.items())]
     holders += [f"run {run} waits for {count}" for run, count in claimed_earlier.items()]
-    return f"{supply.host} has {supply.declared}, {requested} wanted, {', '.join(holders)}"
+    return f"{supply.host} has {supply.declared}, {requested} requested, {', '.join(holders)}"
 
 
 def _count_requested_resources(earlier_request: ResourceRequest, node: ApiObject, nodes: list[ApiObject]) -> int:
@@ -155,15 +155,16 @@ def _read_own_queue_entry(engine: DockerEngine, request: ResourceRequest) -> Api
     return entry
 
 
-def list_earlier_requests(entries: list[ApiObject], request: ResourceRequest, ttl_seconds: float) -> list[ResourceRequest]:
-    """Return the requests of runs that entered the queue earlier, in queue order.
+def list_earlier_requests(queue_entries: list[ApiObject], request: ResourceRequest, ttl_seconds: float) -> list[ResourceRequest]:
+    """Return the requests for the same resource kind that entered the queue before `request`, in queue order.
 
-    The age of a request is computed from the managers' timestamps only, so this machine's clock does not matter.
+    A request that was not renewed for `ttl_seconds` seconds is omitted. Its age is computed from the managers' timestamps only, so this
+    machine's clock does not matter.
     """
-    positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_queue_position(entry) for entry in entries}
-    renewed_at = {entry["ID"]: datetime.fromisoformat(entry["UpdatedAt"]).timestamp() for entry in entries}
+    positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_queue_position(entry) for entry in queue_entries}
+    renewed_at = {entry["ID"]: datetime.fromisoformat(entry["UpdatedAt"]).timestamp() for entry in queue_entries}
     now = max(renewed_at.values(), default=0.0)
-    live_entries = [entry for entry in entries if now - renewed_at[entry["ID"]] < ttl_seconds]
+    live_entries = [entry for entry in queue_entries if now - renewed_at[entry["ID"]] < ttl_seconds]
     live_requests = [_parse_resource_request(entry) for entry in sorted(live_entries, key=_get_queue_position)]
     return [
         live_request

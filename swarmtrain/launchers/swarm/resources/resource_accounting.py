@@ -107,13 +107,13 @@ def _build_resource_supply(node: ApiObject, claims: Mapping[tuple[str, str, str]
 
 
 def _list_pinned_services(
-    nodes: list[ApiObject], services: list[ApiObject], tasks: list[ApiObject], kind: str
+    nodes: list[ApiObject], services: list[ApiObject], tasks: list[ApiObject], resource_kind: str
 ) -> Iterator[tuple[ApiObject, ApiObject, int]]:
-    """Yield (service, node, amount) for each service that has or will have resources of `kind` on a specific node."""
+    """Yield (service, node, amount) for each unfinished service that is pinned to a node and reserves `resource_kind`."""
     finished = _find_finished_services(tasks)
     for service in services:
         template = service["Spec"].get("TaskTemplate") or {}
-        count = count_resources(get_reserved_resources(template), kind) * int(
+        count = count_resources(get_reserved_resources(template), resource_kind) * int(
             service["Spec"]["Mode"].get("Replicated", {}).get("Replicas", 0)
         )
         constraints = (template.get("Placement") or {}).get("Constraints") or []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 from swarmtrain.trainer.checkpoint import manifest
 from swarmtrain.trainer.checkpoint.manifest import Manifest
@@ -65,21 +65,21 @@ def discard_staging_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit_checkpoint(save_dir: Path, staging_folder: Path, content: Manifest, generation: int | None = None) -> Path:
-    """Write the manifest `content` to `staging_folder`, and publish the folder as the checkpoint of its step. Return its new path.
+def commit_checkpoint(save_dir: Path, staging_folder: Path, checkpoint_manifest: Manifest, generation: int | None = None) -> Path:
+    """Write `checkpoint_manifest` to `staging_folder`, and publish the folder as the checkpoint of its step. Return its new path.
 
     `generation`: generation of the committing world; None: the generation in the manifest. The two differ if an earlier world wrote the
     checkpoint, and this world only copies it. Raises WorldError if a newer world has taken over, CheckpointError if a file is missing,
     OSError if the disk cannot be written.
     """
-    _wait_for_manifest_files(staging_folder, content)
+    _wait_for_manifest_files(staging_folder, checkpoint_manifest)
     with (staging_folder / manifest.MANIFEST_NAME).open("x") as file:
-        file.write(content.to_text())
+        file.write(checkpoint_manifest.to_text())
         file.flush()
         os.fsync(file.fileno())
     _fsync_folder(staging_folder)
-    target = build_checkpoint_path(save_dir, content.step)
-    fence.check_fence(save_dir, content.generation if generation is None else generation)
+    target = build_checkpoint_path(save_dir, checkpoint_manifest.step)
+    fence.check_fence(save_dir, checkpoint_manifest.generation if generation is None else generation)
     if target.exists():
         # The existing checkpoint is from an older world, or corrupt. The new checkpoint supersedes it.
         remove_checkpoint(target)
@@ -158,13 +158,13 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(removed_folder, ignore_errors=True)
 
 
-def _wait_for_manifest_files(folder: Path, content: Manifest) -> None:
-    """Wait until `folder` contains all files of the manifest `content`: a network file system may show files of other nodes late.
+def _wait_for_manifest_files(folder: Path, checkpoint_manifest: Manifest) -> None:
+    """Wait until `folder` contains all files of `checkpoint_manifest`: a network file system may show files of other nodes late.
 
     Raises CheckpointError if a file does not appear within 10 s.
     """
     deadline = time.monotonic() + _VISIBILITY_TIMEOUT_SECONDS
-    for name, expected in content.files.items():
+    for name, expected in checkpoint_manifest.files.items():
         while not (folder / name).is_file() or (folder / name).stat().st_size != expected["size"]:
             if time.monotonic() > deadline:
                 raise CheckpointError(

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.atomic_file import write_atomically
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint.manifest import FileDigests
 from swarmtrain.trainer.checkpoint.storage import fence
@@ -25,7 +25,7 @@ _VISIBILITY_TIMEOUT_SECONDS = 10.0
 
 def write_completion_marker(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
     """Write the completion marker of `rank`, with `content`, to `folder`. Raises OSError if it cannot be written."""
-    write_atomically(folder / _format_marker_name(rank), json.dumps(content))
+    write_text_atomically(folder / _format_marker_name(rank), json.dumps(content))
 
 
 def find_missing_markers(folder: Path, ranks: Collection[int]) -> set[str]:
@@ -46,10 +46,10 @@ def pop_completion_markers(folder: Path, ranks: Collection[int]) -> list[dict[st
     return contents
 
 
-def collect_completion_markers(folder: Path, ranks: Collection[int], all_written: threading.Event) -> FileDigests:
+def collect_completion_markers(folder: Path, ranks: Collection[int], all_shards_written: threading.Event) -> FileDigests:
     """Wait for the completion markers of `ranks`, remove them, and return the file digests that they contain.
 
-    Raises CheckpointError if a marker does not appear within 10 s after `all_written` is set, OSError if `folder` does not exist.
+    Raises CheckpointError if a marker does not appear within 10 s after `all_shards_written` is set, OSError if `folder` does not exist.
     """
     deadline = float("inf")
     while missing := find_missing_markers(folder, ranks):
@@ -59,7 +59,7 @@ def collect_completion_markers(folder: Path, ranks: Collection[int], all_written
                 place=f"config trainer.save_dir {folder.parent}",
                 hint=fence.NOT_SHARED_HINT,
             )
-        if all_written.wait(_POLL_SECONDS):
+        if all_shards_written.wait(_POLL_SECONDS):
             deadline = min(deadline, time.monotonic() + _VISIBILITY_TIMEOUT_SECONDS)
             time.sleep(_POLL_SECONDS / 10)
     return {name: digest for marker in pop_completion_markers(folder, ranks) for name, digest in marker.items()}

@@ -55,7 +55,7 @@ class _CheckpointIdentity(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeLocalFolders:
-    """The folder `save_dir` on the disk of each of `nodes`, claimed by the world with this `generation`.
+    """Finds checkpoints in the folder `save_dir` on the disk of each of `nodes`, for the world with this `generation`.
 
     All methods are collective: every rank must call them.
     """
@@ -121,12 +121,12 @@ class NodeLocalFolders:
         return path, manifest.read_manifest(path)
 
     def _copy_checkpoint_to_incomplete_nodes(
-        self, local_checkpoint: CheckpointWithManifest | None, valid_names: set[str], source_node: int
+        self, local_checkpoint: CheckpointWithManifest | None, valid_file_names: set[str], source_node: int
     ) -> None:
         """Copy a checkpoint to all nodes that lack some of its files. `source_node` is a node that has its manifest.
 
-        `local_checkpoint`: this node's copy, if any; `valid_names`: names of the valid files in this copy. Leaders copy; a no-op on other
-        ranks.
+        `local_checkpoint`: this node's copy, if any; `valid_file_names`: names of the valid files in this copy. Leaders copy; a no-op on
+        other ranks.
         """
         if self.nodes.leader_group is None:
             return
@@ -134,11 +134,13 @@ class NodeLocalFolders:
             local_checkpoint[1].to_text() if local_checkpoint and self.nodes.node == source_node else "", self.nodes.leader_group
         )[source_node]
         content = Manifest.from_text(text, str(self.save_dir))
-        path, is_complete = commit.build_checkpoint_path(self.save_dir, content.step), valid_names == set(content.files)
+        path, is_complete = commit.build_checkpoint_path(self.save_dir, content.step), valid_file_names == set(content.files)
         # A committed checkpoint is never modified: an incomplete copy is rebuilt in a staging folder, from its valid files.
         folder = path if is_complete else commit.build_staging_path(self.save_dir, content.step, self.generation)
-        self.nodes.run_on_leaders(lambda: None if is_complete else _copy_folder_by_hard_links(path, folder, valid_names), self.save_dir)
-        exchange_files(folder, {name: content.files[name] for name in valid_names}, self.nodes, label=path.name)
+        self.nodes.run_on_leaders(
+            lambda: None if is_complete else _copy_folder_by_hard_links(path, folder, valid_file_names), self.save_dir
+        )
+        exchange_files(folder, {name: content.files[name] for name in valid_file_names}, self.nodes, label=path.name)
         self.nodes.run_on_leaders(
             lambda: None if is_complete else commit.commit_checkpoint(self.save_dir, folder, content, self.generation), self.save_dir
         )
@@ -147,11 +149,11 @@ class NodeLocalFolders:
         return self.nodes.node_names[self.nodes.node_of_rank[rank]]
 
 
-def _copy_folder_by_hard_links(old: Path, new: Path, valid_names: set[str]) -> None:
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    for name in valid_names:
-        os.link(old / name, new / name)
+def _copy_folder_by_hard_links(source_folder: Path, target_folder: Path, file_names: set[str]) -> None:
+    shutil.rmtree(target_folder, ignore_errors=True)
+    target_folder.mkdir(parents=True)
+    for name in file_names:
+        os.link(source_folder / name, target_folder / name)
 
 
 def _list_candidate_checkpoints(folder: Path, report_warning: WarningReporter) -> list[tuple[Path, str]]:
@@ -161,16 +163,16 @@ def _list_candidate_checkpoints(folder: Path, report_warning: WarningReporter) -
     return [(path, content.to_text()) for path, content in commit.list_checkpoints_newest_first(folder)]
 
 
-def _build_checkpoint_identity(content: Manifest) -> _CheckpointIdentity:
-    return _CheckpointIdentity(content.generation, content.step, content.fingerprint)
+def _build_checkpoint_identity(checkpoint_manifest: Manifest) -> _CheckpointIdentity:
+    return _CheckpointIdentity(checkpoint_manifest.generation, checkpoint_manifest.step, checkpoint_manifest.fingerprint)
 
 
-def _find_valid_files(path: Path, content: Manifest, names: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return those of the files `names` in `path` that match the manifest, and the first mismatch as text (None if all match)."""
+def _find_valid_files(checkpoint_path: Path, checkpoint_manifest: Manifest, file_names: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return those of `file_names` that match the manifest in `checkpoint_path`, and the first mismatch as text (None if all match)."""
     valid_names, fault = [], None
-    for name in names:
+    for name in file_names:
         try:
-            manifest.verify_files(path, content, [name])
+            manifest.verify_files(checkpoint_path, checkpoint_manifest, [name])
             valid_names.append(name)
         except CheckpointError as error:
             fault = fault or error.message

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError, WorldError
 
 LOG = logging.getLogger("swarmtrain")
@@ -35,7 +35,7 @@ def claim_generation(save_dir: Path, exclusive_lower_bound: int) -> int:
 
 
 def try_claim_generation(save_dir: Path, generation: int) -> bool:
-    """Claim `generation` by creating its fence file. Return whether this succeeded; False if it was already claimed.
+    """Claim `generation` by creating its fence file. Return True if the claim succeeded, False if `generation` was already claimed.
 
     Raises CheckpointError if save_dir cannot be written.
     """
@@ -52,11 +52,11 @@ def try_claim_generation(save_dir: Path, generation: int) -> bool:
     return True
 
 
-def wait_for_fence_file(save_dir: Path, generation: int, timeout_seconds: float = 60.0) -> None:
+def wait_for_fence_file(save_dir: Path, generation: int, timeout: float = 60.0) -> None:
     """Wait until this node sees the fence file that rank 0 has created: a network file system may show it late.
 
-    Raises CheckpointError if save_dir cannot be written on this node, or if the file does not appear within `timeout_seconds`: save_dir is
-    then not the same folder as on rank 0.
+    Raises CheckpointError if save_dir cannot be written on this node, or if the file does not appear within `timeout` seconds:
+    save_dir is then not the same folder as on rank 0.
     """
     start_time, is_logged = time.monotonic(), False
     while True:
@@ -69,14 +69,14 @@ def wait_for_fence_file(save_dir: Path, generation: int, timeout_seconds: float 
         except OSError:
             pass  # the folder is not visible yet
         waited = time.monotonic() - start_time
-        if waited > timeout_seconds:
+        if waited > timeout:
             raise CheckpointError(
                 "is not the same folder as on rank 0's node",
                 place=f"config trainer.save_dir {save_dir}",
                 hint=NOT_SHARED_HINT,
             )
         if waited > _LOG_AFTER_SECONDS and not is_logged:
-            LOG.warning("waiting up to %.0f s for %s to show the file that rank 0 wrote there", timeout_seconds, save_dir)
+            LOG.warning("waiting up to %.0f s for %s to show the file that rank 0 wrote there", timeout, save_dir)
             is_logged = True
         time.sleep(_POLL_SECONDS)
     try:
@@ -123,7 +123,7 @@ def check_fence(save_dir: Path, generation: int) -> None:
         )
     if newest_generation < generation:
         raise CheckpointError(
-            f"is no longer the same folder: fence/{generation} is gone",
+            f"is no longer the same folder: fence/{generation} is missing",
             place=f"config trainer.save_dir {save_dir}",
             hint="check that the disk is still mounted there",
         )

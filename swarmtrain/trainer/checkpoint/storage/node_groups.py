@@ -21,7 +21,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """The nodes of one world, from the perspective of the rank `rank`. Nodes are indexed in the order of their leaders' ranks."""
+    """The nodes of one world, from the perspective of `rank`. Nodes are indexed in the order of their leaders' ranks."""
 
     rank: int
     node_of_rank: tuple[int, ...]

@@ -32,8 +32,9 @@ from swarmtrain.trainer.checkpoint.storage.tensor_storage import (
 class NodeLocalWriter(TensorStorageWriter):
     """Writes the shards that are assigned to this rank.
 
-    A node writes every shard that one of its ranks holds completely, even if it is the shard of another node's rank. After torch's save(),
-    `stage_assigned_shards` assigns the node's shards to its ranks, and copies this rank's shards into the staging buffer.
+    A node writes every shard that one of its ranks holds completely, even if it is the shard of another node's rank. After save()
+    of torch.distributed.checkpoint (DCP), `stage_assigned_shards` assigns the node's shards to its ranks, and copies this rank's shards
+    into the staging buffer.
     """
 
     def __init__(self, folder: Path, nodes: NodeGroups, staging_buffer: StagingBuffer) -> None:
@@ -56,7 +57,7 @@ class NodeLocalWriter(TensorStorageWriter):
     def stage_assigned_shards(self) -> None:
         """Assign the shards of each node to its ranks, and copy this rank's shards into the staging buffer.
 
-        Called by all ranks together, after torch's save().
+        Called by all ranks together, after save() of torch.distributed.checkpoint (DCP).
         """
         self.tensor_index = collectives.run_on_rank_zero(lambda: self.tensor_index)
         parts = group_tensor_chunks_by_file(self.tensor_index)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.manifest import FileDigests
@@ -31,14 +31,14 @@ _LOG_AFTER_SECONDS = 2.0
 _LOG_INTERVAL_SECONDS = 10.0
 
 
-def exchange_files(folder: Path, available: FileDigests, nodes: NodeGroups, *, label: str | None = None) -> FileDigests:
+def exchange_files(folder: Path, local_file_digests: FileDigests, nodes: NodeGroups, *, label: str | None = None) -> FileDigests:
     """Copy files between the nodes until `folder` on each node has all files that any node has. Return the digests of all files.
 
-    Called by all leaders together. `available`: digests of the files in `folder` on this node. If files with the same name differ, the
-    copy of the first node is sent to the others. `label`: name of the transfer in progress messages, which are logged if it takes long.
+    Called by all leaders together. `local_file_digests`: digests of the files in `folder` on this node. If files with the same name differ,
+    the copy of the first node is sent to the others. `label`: name of the transfer in progress messages, which are logged if it takes long.
     Raises CheckpointError on every leader if the transfer fails on any leader.
     """
-    offers = collectives.all_gather_objects(available, nodes.leader_group)
+    offers = collectives.all_gather_objects(local_file_digests, nodes.leader_group)
     all_files = {name: dict(digest) for offer in reversed(offers) for name, digest in offer.items()}
     source_of = {
         name: next(number for number, offer in enumerate(offers) if offer.get(name) == digest) for name, digest in all_files.items()
@@ -74,23 +74,23 @@ class _FileSender:
         self._buffer = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
         self.fault: str | None = None
 
-    def iterate_blocks(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield the bytes of the files `names` in blocks.
+    def iterate_blocks(self, file_names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield the bytes of the files `file_names` in blocks.
 
         If a file cannot be read, blocks with arbitrary bytes are sent in its place; the receiver detects this by the file's SHA-256.
         """
-        for name in names:
+        for name in file_names:
             for start in range(0, self._files[name]["size"], _BLOCK_BYTES):
                 yield self._read_block(name, start)
 
-    def _read_block(self, name: str, start: int) -> Tensor:
-        block = self._buffer[: min(_BLOCK_BYTES, self._files[name]["size"] - start)]
+    def _read_block(self, file_name: str, start: int) -> Tensor:
+        block = self._buffer[: min(_BLOCK_BYTES, self._files[file_name]["size"] - start)]
         try:
-            with (self._folder / name).open("rb") as file:
+            with (self._folder / file_name).open("rb") as file:
                 file.seek(start)
                 file.readinto(block.numpy().data)
         except OSError as error:
-            self.fault = f"{name}: {describe_os_error(error)}"
+            self.fault = f"{file_name}: {describe_os_error(error)}"
         return block
 
 
@@ -104,12 +104,12 @@ class _FileReceiver:
         self._last_logged = self._start_time + _LOG_AFTER_SECONDS - _LOG_INTERVAL_SECONDS
         self.fault: str | None = None
 
-    def iterate_receive_buffers(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield a buffer for each block of the files `names`.
+    def iterate_receive_buffers(self, file_names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield a buffer for each block of the files `file_names`.
 
         The caller fills the buffer with the received block. The block is written to disk when the next buffer is requested.
         """
-        for name in names:
+        for name in file_names:
             yield from self._receive_file(name)
 
     def _receive_file(self, name: str) -> Iterator[Tensor]:
@@ -133,8 +133,8 @@ class _FileReceiver:
         if self.fault is None and digest.hexdigest() != self._files[name]["sha256"]:
             self.fault = f"{name} was corrupted in transfer: its SHA-256 does not match"
 
-    def _log_progress(self, size: int) -> None:
-        self._received_bytes += size
+    def _log_progress(self, block_size: int) -> None:
+        self._received_bytes += block_size
         if self._label and time.monotonic() - self._last_logged > _LOG_INTERVAL_SECONDS:
             self._last_logged = time.monotonic()
-            LOG.warning("%s is copied from another node: %.0f of %.0f MB", self._label, self._received_bytes / 1e6, self._total_bytes / 1e6)
+            LOG.warning("copying %s from another node: %.0f of %.0f MB", self._label, self._received_bytes / 1e6, self._total_bytes / 1e6)

@@ -38,12 +38,12 @@ def sync_sidecar_files(nodes: NodeGroups, save_dir: Path, step: int) -> None:
     nodes.run_on_leaders(lambda: None if is_source else _move_files(staging_folder, save_dir, list(names)), save_dir)
 
 
-def _count_recorded_steps(path: Path, step: int) -> int:
-    """Return the number of lines of the metrics file for steps up to `step`; 0 if there is no file."""
-    if not path.exists():
+def _count_recorded_steps(metrics_path: Path, last_step: int) -> int:
+    """Return the number of lines of the metrics file for steps up to `last_step`; 0 if there is no file."""
+    if not metrics_path.exists():
         return 0
-    with path.open(errors="replace") as file:
-        return sum(_parse_step(line) <= step for line in file)
+    with metrics_path.open(errors="replace") as file:
+        return sum(_parse_step(line) <= last_step for line in file)
 
 
 def _parse_step(line: str) -> float:
@@ -66,7 +66,7 @@ def _recreate_folder(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _move_files(folder: Path, save_dir: Path, names: list[str]) -> None:
+def _move_files(staging_folder: Path, save_dir: Path, names: list[str]) -> None:
     for name in names:
-        (folder / name).replace(save_dir / name)
-    folder.rmdir()
+        (staging_folder / name).replace(save_dir / name)
+    staging_folder.rmdir()

@@ -62,18 +62,20 @@ class StorageBackend(Protocol):
         """
         ...
 
-    def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
-        """Return the writer for this rank's shard of the checkpoint in the staging folder `folder`."""
+    def build_storage_writer(self, staging_folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+        """Return the writer for this rank's shard of the checkpoint in `staging_folder`."""
         ...
 
     def assign_shards(self, writer: TensorStorageWriter) -> None:
-        """Assign to `writer` the shards that this rank writes. Called after torch's save()."""
+        """Assign to `writer` the shards that this rank writes. Called after save() of torch.distributed.checkpoint (DCP)."""
         ...
 
-    def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
-        """Wait until `folder` has all shards, call `commit_files` with the digests of all files, and return the checkpoint's path.
+    def commit_checkpoint(
+        self, staging_folder: Path, all_shards_written: threading.Event, commit_files: Callable[[FileDigests], Path]
+    ) -> Path:
+        """Wait until `staging_folder` has all shards, call `commit_files` with the digests of all files, and return the checkpoint's path.
 
-        Called by leaders, in a background thread. `all_written` is set when all ranks have written their shards.
+        Called by leaders, in a background thread. `all_shards_written` is set when all ranks have written their shards.
 
         Raises CheckpointError if a file is missing or cannot be written, WorldError if a newer world has taken over.
         """
@@ -105,14 +107,17 @@ class SharedStorage:
             lambda: commit.run_and_convert_os_errors(self._save_dir, lambda: commit.create_staging_folder(self._save_dir, step, generation))
         )
 
-    def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
-        return TensorStorageWriter(folder, self._runtime.rank, staging_buffer)
+    def build_storage_writer(self, staging_folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+        return TensorStorageWriter(staging_folder, self._runtime.rank, staging_buffer)
 
     def assign_shards(self, writer: TensorStorageWriter) -> None: ...
 
-    def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
+    def commit_checkpoint(
+        self, staging_folder: Path, all_shards_written: threading.Event, commit_files: Callable[[FileDigests], Path]
+    ) -> Path:
         return commit.run_and_convert_os_errors(
-            self._save_dir, lambda: commit_files(collect_completion_markers(folder, range(self._runtime.world_size), all_written))
+            self._save_dir,
+            lambda: commit_files(collect_completion_markers(staging_folder, range(self._runtime.world_size), all_shards_written)),
         )
 
     def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
@@ -156,18 +161,20 @@ class NodeLocalStorage:
         )
         return commit.build_staging_path(self._save_dir, step, generation)
 
-    def build_storage_writer(self, folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
-        return NodeLocalWriter(folder, self.nodes, staging_buffer)
+    def build_storage_writer(self, staging_folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
+        return NodeLocalWriter(staging_folder, self.nodes, staging_buffer)
 
     def assign_shards(self, writer: TensorStorageWriter) -> None:
         if isinstance(writer, NodeLocalWriter):
             writer.stage_assigned_shards()
 
-    def commit_checkpoint(self, folder: Path, all_written: threading.Event, commit_files: Callable[[FileDigests], Path]) -> Path:
+    def commit_checkpoint(
+        self, staging_folder: Path, all_shards_written: threading.Event, commit_files: Callable[[FileDigests], Path]
+    ) -> Path:
         available = self.nodes.run_on_leaders(
-            lambda: collect_completion_markers(folder, self.nodes.local_ranks, all_written), self._save_dir
+            lambda: collect_completion_markers(staging_folder, self.nodes.local_ranks, all_shards_written), self._save_dir
         )
-        files = exchange_files(folder, available, self.nodes)
+        files = exchange_files(staging_folder, available, self.nodes)
         return self.nodes.run_on_leaders(lambda: commit_files(files), self._save_dir)
 
     def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
@@ -182,15 +189,15 @@ class NodeLocalStorage:
                 )
         return checkpoint
 
-    def _obtain_next_generation(self, highest: int) -> int:
-        """Return a generation that is higher than `highest` and unused by any other world of this run.
+    def _obtain_next_generation(self, highest_generation: int) -> int:
+        """Return a generation that is higher than `highest_generation` and unused by any other world of this run.
 
         If there is a coordinator, it assigns the generation, since other worlds may have run on other nodes.
         """
         return (
-            CoordinatorClient(self._runtime.coordinator_address).request_generation(highest)
+            CoordinatorClient(self._runtime.coordinator_address).request_generation(highest_generation)
             if self._runtime.coordinator_address
-            else highest + 1
+            else highest_generation + 1
         )
 
 

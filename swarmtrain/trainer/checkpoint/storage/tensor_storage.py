@@ -68,15 +68,15 @@ def format_shard_file_name(number: int) -> str:
 
 
 class TensorStorageWriter(StorageWriter):
-    """Writes the shard with index `part_number` of a checkpoint to `folder`, in two phases.
+    """Writes the shard with index `shard_number` of a checkpoint to `folder`, in two phases.
 
-    torch's save() copies the shard into `staging_buffer`; then `write_staged_shards` writes it to disk. After the first phase,
-    `tensor_index` on rank 0 is the index of the tensors in all shards.
+    save() of torch.distributed.checkpoint (DCP) copies the shard into `staging_buffer`; then `write_staged_shards` writes it to disk. After
+    the first phase, `tensor_index` on rank 0 is the index of the tensors in all shards.
     """
 
-    def __init__(self, folder: Path, part_number: int, staging_buffer: StagingBuffer) -> None:
+    def __init__(self, folder: Path, shard_number: int, staging_buffer: StagingBuffer) -> None:
         self.folder = folder
-        self.file_name = format_shard_file_name(part_number)
+        self.file_name = format_shard_file_name(shard_number)
         self.tensor_index: dict[str, Any] = {}
         self._staging_buffer = staging_buffer
         self._staged_parts: dict[str, memoryview] = {}
@@ -92,10 +92,10 @@ class TensorStorageWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def _stage_shards(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """Copy the tensors of each shard into the staging buffer. `parts`: tensors of each shard, by file name."""
-        staged, start = self._staging_buffer.stage_tensors([tensor for tensors in parts.values() for tensor in tensors]), 0
-        for name, tensors in parts.items():
+    def _stage_shards(self, tensors_by_file: Mapping[str, Sequence[Tensor]]) -> None:
+        """Copy the tensors of each shard into the staging buffer. `tensors_by_file`: tensors of each shard, by file name."""
+        staged, start = self._staging_buffer.stage_tensors([tensor for tensors in tensors_by_file.values() for tensor in tensors]), 0
+        for name, tensors in tensors_by_file.items():
             end = start + sum(tensor.nbytes for tensor in tensors)
             self._staged_parts[name], start = staged[start:end], end
 
@@ -196,10 +196,10 @@ class TensorStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _read_item(self, item: ReadItem, target: Tensor) -> None:
-        """Read the values of `item` into `target`.
+    def _read_item(self, item: ReadItem, target_tensor: Tensor) -> None:
+        """Read the values of `item` into `target_tensor`.
 
-        If they are contiguous in the file and `target` has their dtype and layout, they are read into `target` without an
+        If they are contiguous in the file and `target_tensor` has their dtype and layout, they are read into `target_tensor` without an
         intermediate copy.
         """
         name, offset, dtype, sizes = self._locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
@@ -207,8 +207,10 @@ class TensorStorageReader(StorageReader):
         if sizes:  # only the requested rows of a chunk are read
             offset += starts[0] * sizes[1:].numel() * dtype.itemsize
             starts, sizes = torch.Size([0, *starts[1:]]), torch.Size([lengths[0], *sizes[1:]])
-        is_direct = sizes == lengths and target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
-        chunk_values = target if is_direct else torch.empty(sizes, dtype=dtype)
+        is_direct = (
+            sizes == lengths and target_tensor.is_contiguous() and target_tensor.device.type == "cpu" and target_tensor.dtype == dtype
+        )
+        chunk_values = target_tensor if is_direct else torch.empty(sizes, dtype=dtype)
         data = chunk_values.reshape(-1).view(torch.uint8).numpy().data
         with (self.folder / name).open("rb") as file:
             file.seek(offset)
@@ -217,7 +219,7 @@ class TensorStorageReader(StorageReader):
         if not is_direct:
             for dimension, (start, length) in enumerate(zip(starts, lengths, strict=True)):
                 chunk_values = chunk_values.narrow(dimension, start, length)
-            target.copy_(chunk_values)
+            target_tensor.copy_(chunk_values)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
@@ -232,10 +234,10 @@ class TensorStorageReader(StorageReader):
         return True
 
 
-def resolve_item_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """Return the tensor to write for `item`. Raises CheckpointError if `item` is not a tensor."""
-    data = planner.resolve_data(item)
-    if item.type is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
+def resolve_item_tensor(write_item: WriteItem, planner: SavePlanner) -> Tensor:
+    """Return the tensor to write for `write_item`. Raises CheckpointError if `write_item` is not a tensor."""
+    data = planner.resolve_data(write_item)
+    if write_item.type is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
         raise CheckpointError("the state to save contains a value that is not a tensor")
     return data
 
@@ -246,9 +248,9 @@ def describe_first_failure(error: CheckpointException) -> str:
     return f"rank {rank}: {message}"
 
 
-def _build_index_entry(name: str, entry: Any, locations: Mapping[MetadataIndex, tuple[str, int]]) -> dict[str, Any]:
+def _build_index_entry(tensor_name: str, tensor_metadata: Any, locations: Mapping[MetadataIndex, tuple[str, int]]) -> dict[str, Any]:
     chunks = []
-    for chunk in entry.chunks:
-        file, offset = locations[MetadataIndex(name, chunk.offsets)]
+    for chunk in tensor_metadata.chunks:
+        file, offset = locations[MetadataIndex(tensor_name, chunk.offsets)]
         chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset})
-    return {"dtype": str(entry.properties.dtype).removeprefix("torch."), "size": list(entry.size), "chunks": chunks}
+    return {"dtype": str(tensor_metadata.properties.dtype).removeprefix("torch."), "size": list(tensor_metadata.size), "chunks": chunks}

@@ -4,8 +4,8 @@ A sink receives metrics lines: mappings of metric names to numbers, with the ste
 generated from prompts (see generated_samples.py).
 
 Each world opens its sinks again, and no step appears twice in a sink: lines of steps after the resumed step, which an earlier world has
-written, are discarded, and the lines of the resumed step are written again from metrics.jsonl. So all sinks get the same values, even if
-the earlier world ended after it had written them to only one sink.
+written, are discarded, and the lines of the resumed step are written again from metrics.jsonl. So all sinks receive the same values, even
+if the earlier world ended after it had written them to only one sink.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from swarmtrain.config.entry_points import METRICS_SINK_GROUP, list_entry_points
 from swarmtrain.config.schema.logger import LoggerConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.metrics.sinks.csv_table import CsvTable
+from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
-from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.tensorboard import EventFile
 from swarmtrain.trainer.metrics.sinks.wandb_run import WandbRun
 from swarmtrain.trainer.runtime import Runtime
@@ -28,8 +28,8 @@ from swarmtrain.trainer.runtime import Runtime
 class Sink(Protocol):
     """Interface of a metric sink. An open sink raises no errors: a failure of its destination never stops training."""
 
-    def write(self, values: dict[str, Any]) -> None:
-        """Write the metrics line `values`, which has the key `step`. None represents NaN/Inf."""
+    def write_metrics(self, metrics_line: dict[str, Any]) -> None:
+        """Write `metrics_line`, which has the key `step`. The value None represents NaN/Inf."""
 
     def close(self) -> None:
         """Write pending metrics, for at most 30 s, and close the sink."""
@@ -64,13 +64,15 @@ class Sinks:
             sink = create_sink(runtime, folder or Path.cwd(), self._history)
             self._sinks.append(sink)
 
-    def write(self, values: dict[str, Any]) -> None:
-        """Write the metrics line `values` to each sink. Metrics of the resumed step that are already in the history are omitted."""
-        if values["step"] == self._history.step:
-            values = {name: value for name, value in values.items() if name == "step" or name not in self._history.last_step_metric_names}
-        if len(values) > 1:
+    def write_metrics(self, metrics_line: dict[str, Any]) -> None:
+        """Write `metrics_line` to each sink. Metrics of the resumed step that are already in the history are omitted."""
+        if metrics_line["step"] == self._history.step:
+            metrics_line = {
+                name: value for name, value in metrics_line.items() if name == "step" or name not in self._history.last_step_metric_names
+            }
+        if len(metrics_line) > 1:
             for sink in self._sinks:
-                sink.write(values)
+                sink.write_metrics(metrics_line)
 
     def close(self) -> None:
         """Close all sinks."""
@@ -83,10 +85,10 @@ def get_metrics_folder(runtime: Runtime) -> Path | None:
     return runtime.config.logger.log_dir or runtime.config.trainer.save_dir
 
 
-def _list_configured_sinks(logger: LoggerConfig) -> list[SinkFactory]:
+def _list_configured_sinks(logger_config: LoggerConfig) -> list[SinkFactory]:
     """Return the class of each sink that the config selects. Raises SwarmtrainError if a class is missing or cannot be imported."""
-    is_selected_by_key = {"csv": logger.use_csv, "tensorboard": logger.use_tensorboard, "wandb": logger.use_wandb}
-    names = [name for name, is_selected in is_selected_by_key.items() if is_selected] + [*logger.sinks]
+    is_selected_by_key = {"csv": logger_config.use_csv, "tensorboard": logger_config.use_tensorboard, "wandb": logger_config.use_wandb}
+    names = [name for name, is_selected in is_selected_by_key.items() if is_selected] + [*logger_config.sinks]
     return [_BUILT_IN_SINKS.get(name) or _load_installed_sink(name) for name in dict.fromkeys(names)]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
-from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.runtime import Runtime
 
 CsvRow = dict[str, str]
@@ -30,9 +30,9 @@ class CsvTable:
         if self._last_row:
             self._file.append_bytes(self._encode_rows([self._last_row]))
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write_metrics(self, metrics_line: dict[str, Any]) -> None:
         """Append a row, or add cells to the last row if it has the same step."""
-        (row,) = _merge_lines_by_step([values])
+        (row,) = _merge_lines_by_step([metrics_line])
         extends_last_row = bool(self._last_row) and row["step"] == self._last_row["step"]
         if new_columns := [name for name in row if name not in self._columns]:
             self._add_columns(new_columns)

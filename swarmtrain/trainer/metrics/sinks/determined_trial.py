@@ -1,4 +1,4 @@
-"""Integration with Determined AI: if the run is a Determined trial, the Determined master gets its metrics, and may preempt it.
+"""Integration with Determined AI: if the run is a trial, its metrics are reported to the Determined master, which may preempt it.
 
 No setting is needed: Determined's containers contain its Python package, and environment variables that identify a trial.
 """
@@ -25,7 +25,7 @@ _POLL_SECONDS, _CLOSE_TIMEOUT_SECONDS = 0.2, 30.0
 
 
 class DeterminedTrial:
-    """Determined trial, as seen by rank 0. A no-op on other ranks, and outside a trial."""
+    """Reports rank 0's metrics to the Determined master, and polls it for preemption. A no-op on other ranks, and outside a trial."""
 
     def __init__(self, runtime: Runtime) -> None:
         """Connect to the Determined master, on rank 0 of a trial. Collective: all ranks must call it.
@@ -54,14 +54,14 @@ class DeterminedTrial:
             else 0
         )
 
-    def write(self, values: dict[str, Any]) -> None:
-        """Report the metrics line `values` to the Determined master.
+    def write_metrics(self, metrics_line: dict[str, Any]) -> None:
+        """Report `metrics_line` to the Determined master.
 
         Validation losses are reported as validation metrics. Other metrics are reported as training metrics, at logged steps.
         """
-        if self._context is None or self._reporting_failed or extract_samples(values):
+        if self._context is None or self._reporting_failed or extract_samples(metrics_line):
             return
-        step, metrics = values["step"], {name: value for name, value in values.items() if name != "step" and value is not None}
+        step, metrics = metrics_line["step"], {name: value for name, value in metrics_line.items() if name != "step" and value is not None}
         if "validation_loss" in metrics:
             self._run_and_log_error(lambda: self._context.train.report_validation_metrics(step, metrics))
         elif step % self._log_interval == 0 or step == self._total_steps:

@@ -11,10 +11,10 @@ GeneratedSample = dict[str, str]
 """A generated sample, with the keys `prompt` and `text`."""
 
 
-def extract_samples(values: Mapping[str, Any]) -> Sequence[GeneratedSample]:
-    """Return the generated samples in the metrics line `values`.
+def extract_samples(metrics_line: Mapping[str, Any]) -> Sequence[GeneratedSample]:
+    """Return the generated samples in `metrics_line`.
 
-    Empty if there are none, or if a custom script logs a number under the same key.
+    The result is empty if there are none, or if a custom script logs a number under the same key.
     """
-    samples = values.get(SAMPLES_KEY)
+    samples = metrics_line.get(SAMPLES_KEY)
     return samples if isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples) else []

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
-from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 
 FILE_NAME = "metrics.jsonl"
 
@@ -33,9 +33,9 @@ class MetricsFile:
         self._file = RecordFile(folder / name, "".join(line for line, _ in retained).encode())
         self.history = ResumeHistory(resumed_step, [values for _, values in retained])
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write_metrics(self, metrics_line: dict[str, Any]) -> None:
         """Append one line. The first write error is logged as a warning, and training continues."""
-        self._file.append_bytes((json.dumps(values) + "\n").encode())
+        self._file.append_bytes((json.dumps(metrics_line) + "\n").encode())
 
     @property
     def path(self) -> Path:
@@ -54,7 +54,7 @@ def read_last_metrics_step(folder: Path) -> int:
     )
 
 
-def append_missing_step_metrics(folder: Path, step: int, values: dict[str, Any]) -> None:
+def append_missing_step_metrics(folder: Path, step: int, metrics: dict[str, Any]) -> None:
     """Append a line for `step` to the `metrics.jsonl` of `folder`, if the file's last step is the previous step.
 
     Used if rank 0 died before writing this line. Raises OSError if the file cannot be read or written.
@@ -65,7 +65,7 @@ def append_missing_step_metrics(folder: Path, step: int, values: dict[str, Any])
     if complete and complete[-1]["step"] == step - 1:
         separator = "" if lines[-1].endswith("\n") else "\n"
         with path.open("a") as file:
-            file.write(separator + json.dumps({"step": step, **values}) + "\n")
+            file.write(separator + json.dumps({"step": step, **metrics}) + "\n")
 
 
 def _read_metrics_lines_or_raise(path: Path) -> list[str]:

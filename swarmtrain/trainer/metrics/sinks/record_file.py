@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
 
 LOG = logging.getLogger("swarmtrain")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample, extract_samples
 from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
-from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.runtime import Runtime
 
 
@@ -38,25 +38,25 @@ class EventFile:
         header = self._encode_record(Event(wall_time=time.time(), file_version="brain.Event:2")) + self._encode_record(session_start)
         self._file = RecordFile(folder / "tensorboard" / name, header)
         for line in history.last_step_lines:
-            self.write(line)
+            self.write_metrics(line)
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write_metrics(self, metrics_line: dict[str, Any]) -> None:
         """Write the numbers of a metrics line as scalars, and its generated samples as text. Other values are ignored."""
-        points = {name: value for name, value in values.items() if name != "step" and isinstance(value, int | float)}
+        points = {name: value for name, value in metrics_line.items() if name != "step" and isinstance(value, int | float)}
         summary_values = [self._summary_class.Value(tag=name, simple_value=value) for name, value in points.items()]
-        summary_values += [self._build_text_summary(number, sample) for number, sample in enumerate(extract_samples(values))]
+        summary_values += [self._build_text_summary(number, sample) for number, sample in enumerate(extract_samples(metrics_line))]
         summary = self._summary_class(value=summary_values)
-        self._file.append_bytes(self._encode_record(self._event_class(wall_time=time.time(), step=values["step"], summary=summary)))
+        self._file.append_bytes(self._encode_record(self._event_class(wall_time=time.time(), step=metrics_line["step"], summary=summary)))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _build_text_summary(self, number: int, sample: GeneratedSample) -> Any:
+    def _build_text_summary(self, sample_index: int, sample: GeneratedSample) -> Any:
         """Return a generated sample as a TensorBoard text summary, in Markdown."""
         text = "\n".join(f"    {line}" for line in f"{sample['prompt']}{sample['text']}".splitlines())
         tensor = self._tensor_class(dtype="DT_STRING", string_val=[text.encode()])
-        return self._summary_class.Value(tag=f"samples/{number}", metadata=self._text_metadata, tensor=tensor)
+        return self._summary_class.Value(tag=f"samples/{sample_index}", metadata=self._text_metadata, tensor=tensor)
 
     def _encode_record(self, event: Any) -> bytes:
         buffer = io.BytesIO()

@@ -9,13 +9,13 @@ _BLOCK_BYTES, _HEADER_BYTES = 1 << 15, 7
 """Size in bytes of a block and of a record header in LevelDB's log format."""
 
 
-def truncate_offline_files(folder: Path, run: str, step: int) -> int | None:
-    """Truncate the offline files of `run` in `folder` before `step`: later steps are recomputed and logged again.
+def truncate_offline_files(folder: Path, run_id: str, step: int) -> int | None:
+    """Truncate the offline files of `run_id` in `folder` before `step`: later steps are recomputed and logged again.
 
     Return the last remaining step; -1 if no step remains, None if there are no files. Raises any error that W&B's reader raises.
     """
     last_step = None
-    for path in sorted(folder.glob(f"offline-run-*-{run}/run-{run}.wandb")):
+    for path in sorted(folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")):
         end, file_last_step = _find_truncation_point(path, step)
         last_step = max(file_last_step, -1 if last_step is None else last_step)
         staging = path.with_name(f".{path.name}")
@@ -26,12 +26,12 @@ def truncate_offline_files(folder: Path, run: str, step: int) -> int | None:
     return last_step
 
 
-def _compute_block_padding(end: int) -> int:
-    """Return the number of zero bytes that pad a W&B file after byte `end`.
+def _compute_block_padding(end_offset: int) -> int:
+    """Return the number of zero bytes that pad a W&B file after byte `end_offset`.
 
     If the rest of the block is too small for a record header, it is padded.
     """
-    remaining = -end % _BLOCK_BYTES
+    remaining = -end_offset % _BLOCK_BYTES
     return remaining if remaining < _HEADER_BYTES else 0
 
 

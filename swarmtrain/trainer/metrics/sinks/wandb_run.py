@@ -16,11 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from swarmtrain.config import Config
-from swarmtrain.config.files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.metrics.sinks import wandb_offline
+from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample, extract_samples
-from swarmtrain.trainer.metrics.sinks.resume_history import ResumeHistory
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
@@ -29,7 +29,7 @@ _CONNECT_TIMEOUT_SECONDS, _CLOSE_TIMEOUT_SECONDS = 10, 30
 
 
 class WandbRun:
-    """One W&B run, which continues across restarts.
+    """Logs metrics to one W&B run, which continues across restarts.
 
     The W&B service cannot delete history, and accepts steps only in ascending order. So steps after the resumed step that an earlier world
     has logged remain in an online run. The files of an offline run are truncated.
@@ -77,15 +77,15 @@ class WandbRun:
             _kill_wandb_service()
         # Log again the lines that the wandb process may not have sent when an earlier world was killed.
         for line in history.lines:
-            self.write(line)
+            self.write_metrics(line)
 
-    def write(self, values: dict[str, Any]) -> None:
-        """Log the metrics line `values`, unless the W&B run already has a later step."""
-        if values["step"] >= self._min_step:
-            self._min_step = values["step"]
-            if samples := extract_samples(values):
-                values = {**values, SAMPLES_KEY: self._build_samples_table(samples)}
-            self._call_wandb_or_disable_sink("log", values, self._min_step)
+    def write_metrics(self, metrics_line: dict[str, Any]) -> None:
+        """Log `metrics_line`, unless the W&B run already contains a later step."""
+        if metrics_line["step"] >= self._min_step:
+            self._min_step = metrics_line["step"]
+            if samples := extract_samples(metrics_line):
+                metrics_line = {**metrics_line, SAMPLES_KEY: self._build_samples_table(samples)}
+            self._call_wandb_or_disable_sink("log", metrics_line, self._min_step)
 
     def _build_samples_table(self, samples: Sequence[GeneratedSample]) -> Any:
         import wandb
@@ -98,7 +98,7 @@ class WandbRun:
         thread.start()
         thread.join(_CLOSE_TIMEOUT_SECONDS)
         if thread.is_alive():
-            LOG.warning("wandb: not everything was uploaded; run `wandb sync` on log_dir")
+            LOG.warning("wandb: some metrics were not uploaded; run `wandb sync` on log_dir")
             _kill_wandb_service()
 
     def _call_wandb_or_disable_sink(self, method: str, *arguments: Any) -> None:
@@ -111,7 +111,7 @@ class WandbRun:
             self._run = None
 
 
-def _build_init_options(wandb: Any, runtime: Runtime, folder: Path, mode: str, key: str | None) -> dict[str, Any]:
+def _build_init_options(wandb: Any, runtime: Runtime, folder: Path, mode: str, api_key: str | None) -> dict[str, Any]:
     logger = runtime.config.logger
     return {
         "mode": mode,
@@ -124,7 +124,7 @@ def _build_init_options(wandb: Any, runtime: Runtime, folder: Path, mode: str, k
         "dir": str(folder),
         "config": runtime.config.model_dump(mode="json"),
         "settings": wandb.Settings(
-            api_key=key if mode == "online" else None,
+            api_key=api_key if mode == "online" else None,
             base_url=logger.wandb_host,
             init_timeout=_CONNECT_TIMEOUT_SECONDS,
             console="off",

@@ -19,12 +19,12 @@ class Lora(nn.Module):
     B is initialized with zeros, so that LoRA initially does not change the model's output.
     """
 
-    def __init__(self, inputs: int, outputs: int, config: LoraConfig, layer_name: str) -> None:
-        """Add a LoRA adapter to a linear layer. The layer's name, `layer_name`, seeds the dropout."""
+    def __init__(self, in_features: int, out_features: int, config: LoraConfig, layer_name: str) -> None:
+        """Create the matrices A and B for a linear layer. `layer_name` seeds the dropout."""
         super().__init__()
         self.dropout = Dropout(config.dropout, layer_name)
-        self.a = nn.Linear(inputs, config.rank, bias=False)
-        self.b = nn.Linear(config.rank, outputs, bias=False)
+        self.a = nn.Linear(in_features, config.rank, bias=False)
+        self.b = nn.Linear(config.rank, out_features, bias=False)
         self.scale = config.alpha / config.rank
 
     def forward(self, input: Tensor, noise: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ class LoraAdapters(nn.ModuleDict):
     """The LoRA matrices of one module's linear layers, by layer name."""
 
     def __init__(self, architecture: TransformerArchitectureConfig, module_name: str, layers: Iterable[tuple[str, nn.Linear]]) -> None:
-        """`module_name` identifies the module: dropout is seeded by it."""
+        """Create LoRA for those of `layers` that the config selects. `module_name` and the layer names seed the dropout."""
         config = architecture.lora_config
         lora_layers = {name: layer for name, layer in layers if config and name in config.layers}
         self.first_half_only = False
@@ -51,15 +51,15 @@ class LoraAdapters(nn.ModuleDict):
             }
         )
 
-    def forward_with_lora(self, name: str, layer: nn.Module, input: Tensor, noise: Tensor | None) -> Tensor:
-        """Return the output of `layer` plus the output of the LoRA adapter `name`, if there is one.
+    def forward_with_lora(self, layer_name: str, layer: nn.Module, input: Tensor, noise: Tensor | None) -> Tensor:
+        """Return the output of `layer` plus its low-rank update, if the config selects `layer_name` for LoRA.
 
         `noise` (batch, sequence): see Dropout.
         """
         output: Tensor = layer(input)
-        if name not in self:
+        if layer_name not in self:
             return output
-        lora_output: Tensor = self[name](input, noise)
+        lora_output: Tensor = self[layer_name](input, noise)
         return output + (zero_second_half_of_batch(lora_output) if self.first_half_only else lora_output)
 
 

@@ -31,7 +31,7 @@ from benchmarks.measurement import (
     wait_until,
 )
 from swarmtrain import images, process, protocol
-from swarmtrain.config.loading import load_config
+from swarmtrain.config.loader import load_config
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
@@ -66,7 +66,7 @@ class ServiceTimes:
 
 
 def measure_services() -> Iterator[BenchmarkRow]:
-    """Measure deployment and removal of 100 services on four engines."""
+    """Measure the wall time, in seconds, to deploy and remove 100 services on four engines."""
     with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
         _provide_image(engine)
@@ -75,7 +75,7 @@ def measure_services() -> Iterator[BenchmarkRow]:
         results, baselines = [], []
         for round_number in range(_REPEATS + 1):
             result, baseline = _measure_swarmtrain(engine, plan), _measure_docker(engine)
-            print_progress(f"ours {result}, docker's {baseline}")
+            print_progress(f"swarmtrain {result}, docker {baseline}")
             if round_number:  # the first round pulls the image
                 results.append(result)
                 baselines.append(baseline)
@@ -83,7 +83,7 @@ def measure_services() -> Iterator[BenchmarkRow]:
 
 
 def measure_status_and_plan() -> Iterator[BenchmarkRow]:
-    """Measure the wall time of `status` and `plan` for a run of 100 services."""
+    """Measure the wall time, in seconds, of `status` and `plan` for a run of 100 services."""
     with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
         _provide_image(engine)
@@ -151,7 +151,7 @@ def _measure_docker(engine: DockerEngine) -> ServiceTimes:
     created, running = _wait_for_services(engine, started_at)
     started_at = time.time()
     process.run_command([*docker, "rm", _RUN_NAME])
-    wait_until(lambda: not _has_leftovers(engine), "something is left of the stack", interval=0.3)
+    wait_until(lambda: not _has_leftovers(engine), "the removal of the stack", interval=0.3)
     return ServiceTimes(created, running, time.time() - started_at)
 
 
@@ -190,7 +190,7 @@ def _provide_image(engine: DockerEngine) -> None:
 
 
 def build_idle_program() -> bytes:
-    """Return a Linux program that pauses until a signal ends it: an ELF header, one segment, three instructions."""
+    """Return an x86-64 ELF executable that pauses until a signal terminates it: ELF header, one segment, three instructions."""
     if platform.machine() != "x86_64":
         raise BenchmarkUnavailableError(f"its containers' program is built for x86_64, not {platform.machine()}")
     # mov eax, 34 (pause); syscall; jmp back

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ResumeHistory:
-    """Metrics lines of the steps up to `step`, the step from which the run resumes. Empty if the run has no metrics file."""
+    """Metrics lines of the steps up to and including `step`, the step from which the run resumes. Empty if the run has no metrics file."""
 
     step: int
     lines: Sequence[dict[str, Any]]

@@ -75,13 +75,15 @@ _NAMES_BY_FAMILY = {
 class TensorMapping:
     """Mapping between swarmtrain's parameters and the tensors of a Hugging Face model family, in both directions."""
 
-    def __init__(self, family: ModelFamily, architecture: TransformerArchitectureConfig, sizes: Mapping[str, Sequence[int]]) -> None:
-        """`sizes`: shapes of swarmtrain's parameters, by name."""
-        self._names, self._shape, self._sizes = _NAMES_BY_FAMILY.get(family.model_type, _LLAMA_NAMES), architecture, sizes
+    def __init__(
+        self, family: ModelFamily, architecture: TransformerArchitectureConfig, parameter_shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        """`parameter_shapes`: shapes of swarmtrain's parameters, by name."""
+        self._names, self._shape, self._sizes = _NAMES_BY_FAMILY.get(family.model_type, _LLAMA_NAMES), architecture, parameter_shapes
         self._interleaves_heads, self._transposes = family.model_type == "gpt_neox", family.model_type == "gpt2"
         self.sources: dict[str, list[str]] = {}
         """For each tensor of the family, the swarmtrain parameters that it consists of: a single one, or query, key and value."""
-        for name in sizes:
+        for name in parameter_shapes:
             self.sources.setdefault(self._map_parameter_name(name), []).append(name)
         self._locations = {
             name: (huggingface_name, index) for huggingface_name, our_names in self.sources.items() for index, name in enumerate(our_names)
@@ -102,9 +104,9 @@ class TensorMapping:
         """Name of the learned position embeddings; None if there are none. This tensor may have more positions than a training sample."""
         return next((huggingface_name for huggingface_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
 
-    def find_unfused_tensor_name(self, name: str) -> str | None:
-        """Return the name of the family's tensor that equals parameter `name`; None if that tensor is fused or transposed."""
-        huggingface_name, _ = self._locations[name]
+    def find_unfused_tensor_name(self, parameter_name: str) -> str | None:
+        """Return the name of the family's tensor that equals `parameter_name`; None if that tensor is fused or transposed."""
+        huggingface_name, _ = self._locations[parameter_name]
         return huggingface_name if len(self.sources[huggingface_name]) == 1 and not self._is_transposed(huggingface_name) else None
 
     def compute_tensor_shape(self, huggingface_name: str) -> tuple[int, ...]:

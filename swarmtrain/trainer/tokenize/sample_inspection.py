@@ -38,17 +38,17 @@ def format_samples(config: Config, count: int, tokenizer: str | None = None) -> 
 
 
 def _format_sample(
-    data: TokenDataset, number: int, sample: int, decoders: Mapping[Path, DecodeFunction], *, reset_positions: bool
+    data: TokenDataset, sample_number: int, sample_id: int, decoders: Mapping[Path, DecodeFunction], *, reset_positions: bool
 ) -> Iterator[str]:
-    ids = np.array([sample])
+    ids = np.array([sample_id])
     targets = data.load_samples(ids).targets[0].numpy()
-    file, spans, target_shift = data.locate_sample(sample)
+    file, spans, target_shift = data.locate_sample(sample_id)
     loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
     summary = (
         f"{int(spans.count.sum())} of {data.sequence_length} inputs, {loss_tokens} "
         f"tokens count in the {'loss' if target_shift else 'embedding'}"
     )
-    yield f"sample {number}: sample id {sample}, in {file.prefix}; {summary}"
+    yield f"sample {sample_number}: sample id {sample_id}, in {file.prefix}; {summary}"
     order = np.argsort(spans.column)
     for column, start, size in zip(spans.column[order].tolist(), spans.start[order].tolist(), spans.count[order].tolist(), strict=True):
         is_in_loss = np.concatenate([[False] * target_shift, targets[column : column + size] != IGNORE_INDEX])
@@ -58,32 +58,32 @@ def _format_sample(
 
 
 def _format_token_span(
-    file: MemoryMap, column: int, start: int, labels: LabelArray, decode: DecodeFunction, *, reset_positions: bool
+    token_file: MemoryMap, column: int, first_token_index: int, labels: LabelArray, decode: DecodeFunction, *, reset_positions: bool
 ) -> Iterator[str]:
     """Yield a line for each run of consecutive tokens of one document with the same label.
 
-    `column`: column of the span's first token in the sample; `start`: index of this token in the file. `labels`: one label per token. The
-    number of tokens is the number of inputs plus the target shift: with a shift of 1, the last token is only a target.
+    `column`: column of the span's first token in the sample; `first_token_index`: index of this token in the file. `labels`: one label per
+    token. The number of tokens is the number of inputs plus the target shift: with a shift of 1, the last token is only a target.
     """
-    tokens = file.tokens[start : start + len(labels)]
-    documents = file.find_documents_at(np.arange(start, start + len(tokens), dtype=np.int64))
+    tokens = token_file.tokens[first_token_index : first_token_index + len(labels)]
+    documents = token_file.find_documents_at(np.arange(first_token_index, first_token_index + len(tokens), dtype=np.int64))
     changes = np.flatnonzero((np.diff(documents) != 0) | (labels[1:] != labels[:-1])) + 1
     for first, end in zip([0, *changes.tolist()], [*changes.tolist(), len(tokens)], strict=True):
         position = first - int(np.searchsorted(documents, documents[first])) if reset_positions else column + first
-        boundary = " begins" if int(file.documents[documents[first], 0]) == start + first else ""
+        boundary = " begins" if int(token_file.documents[documents[first], 0]) == first_token_index + first else ""
         token_range = f"tokens {column + first}-{column + end - 1}, positions {position}-{position + end - first - 1}"
         yield (
             f"  {labels[first]} {token_range}, document {documents[first]}{boundary}: {_truncate_text(decode(tokens[first:end].tolist()))}"
         )
 
 
-def _build_decoder(file: MemoryMap, tokenizer: str | None) -> DecodeFunction:
-    """Return a function that decodes tokens of `file` to text.
+def _build_decoder(token_file: MemoryMap, tokenizer: str | None) -> DecodeFunction:
+    """Return a function that decodes tokens of `token_file` to text.
 
     `tokenizer`: path of the tokenizer; None: the tokenizer recorded in the file. If the recorded tokenizer is missing or has changed, or if
     none is recorded, the function returns the token ids as text. Raises TrainingError if `tokenizer` cannot be read.
     """
-    recorded = file.meta.get("prepared", {}).get("tokenizer", {})
+    recorded = token_file.meta.get("prepared", {}).get("tokenizer", {})
     name = tokenizer or recorded.get("name")
     if name is None:
         return _format_token_ids

@@ -76,15 +76,15 @@ def main(request: Mapping[str, Any]) -> None:
                 sys.stderr.write(f"note: ended at {model.architecture.sequence_length} tokens, the maximum sequence length of the model\n")
 
 
-def _write_samples(options: SampleOptions, streams: Sequence[TextStream], model: ModelSource, *, stream_output: bool) -> None:
+def _write_samples(options: SampleOptions, text_streams: Sequence[TextStream], model: ModelSource, *, stream_output: bool) -> None:
     rows = [
         {"prompt": prompt, "text": stream.text, "tokens": len(stream.tokens)}
-        for prompt, stream in zip(options.prompts, streams, strict=True)
+        for prompt, stream in zip(options.prompts, text_streams, strict=True)
     ]
     if options.json:
         _write_stdout(f"{json.dumps({'source': str(model.path), 'step': model.step, 'samples': rows}, ensure_ascii=False)}\n")
     elif stream_output:
-        _write_stdout(f"{streams[0].flush_text()}\n")
+        _write_stdout(f"{text_streams[0].flush_text()}\n")
     else:
         _write_stdout("\n".join(f"{row['prompt']}{row['text']}\n" for row in rows))
 

@@ -1,4 +1,4 @@
-"""Datasets: text as memory-mapped tokens, arrays, folders of images. Edit it as needed; it does not depend on ranks or nodes.
+"""Datasets: text as memory-mapped tokens, arrays, folders of images. Edit this file as needed; it does not depend on ranks or nodes.
 
 The quickstart's data needs no download: it is the source text of the running Python's standard library, one token per byte.
 """
@@ -24,19 +24,19 @@ _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".t
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def write_python_sources(training: Path, validation: Path) -> None:
-    """Write the standard library's source text to the prefixes `training` and `validation`, unless it is already written.
+def write_python_sources(training_prefix: Path, validation_prefix: Path) -> None:
+    """Write the standard library's source text as token files to `training_prefix` and `validation_prefix`, unless they exist.
 
-    About 10 % of the files are for validation, selected by a hash of the name: every node with the same Python gets the same split.
+    About 10 % of the files are validation data, selected by a hash of the name: every node with the same Python computes the same split.
     """
     source = f"standard library of Python {platform.python_version()}"
-    if _read_source(training) == _read_source(validation) == source:
+    if _read_source(training_prefix) == _read_source(validation_prefix) == source:
         return
     files = dict(_list_library_files())
     validation_names = {
         name for name in files if int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 100 < _VALIDATION_PERCENT
     }
-    for prefix, names in ((training, files.keys() - validation_names), (validation, validation_names)):
+    for prefix, names in ((training_prefix, files.keys() - validation_names), (validation_prefix, validation_names)):
         documents = (np.frombuffer(files[name].read_bytes(), dtype=np.uint8) for name in sorted(names))
         write_token_files(prefix, documents, "uint8", {"source": source})
 
@@ -68,7 +68,7 @@ class ImageFolderDataset:
     """Images in a folder with one subfolder per class. A label is an index into `classes`, the sorted class names."""
 
     def __init__(self, folder: Path | str, size: tuple[int, int], mode: str = "RGB") -> None:
-        """`size`: (width, height) to which images are resized. `mode` is Pillow's: RGB, or L for grayscale.
+        """Find the images in `folder`, which are resized to `size`, (width, height). `mode` is Pillow's: RGB, or L for grayscale.
 
         Raises TrainingError if there are no images.
         """
@@ -95,7 +95,10 @@ class CaptionedImageDataset:
     """Captioned images: a folder with images and `metadata.jsonl`, whose lines have `file_name` and `text`, as in Hugging Face datasets."""
 
     def __init__(self, folder: Path | str, size: tuple[int, int], mode: str = "RGB") -> None:
-        """`size`, `mode`: see ImageFolderDataset. Raises TrainingError if there are no images, or a line is invalid."""
+        """Read the metadata in `folder`. `size`, `mode`: see ImageFolderDataset.
+
+        Raises TrainingError if there are no images, or a line is invalid.
+        """
         self._size, self._mode = size, mode
         path, hint = Path(folder) / "metadata.jsonl", 'each line must be {"file_name": …, "text": …}'
         self._images: list[tuple[Path, str]] = []
@@ -106,7 +109,7 @@ class CaptionedImageDataset:
         except OSError as error:
             raise TrainingError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
         except (ValueError, LookupError, TypeError):
-            raise TrainingError(f"line {len(self._images) + 1} contains no image", place=str(path), hint=hint) from None
+            raise TrainingError(f"line {len(self._images) + 1} is invalid", place=str(path), hint=hint) from None
         if not self._images:
             raise TrainingError("contains no images", place=str(path), hint=hint)
 
@@ -123,23 +126,23 @@ def require_single_prefix(prefixes: Sequence[Path]) -> Path:
     """Return the only prefix in `prefixes`. Raises TrainingError if the number of prefixes is not 1."""
     if len(prefixes) != 1:
         raise TrainingError(
-            f"{len(prefixes)} prefixes, but the data set python_sources writes only one",
+            f"{len(prefixes)} prefixes, but the dataset python_sources writes only one",
             place="config data",
             hint="set data_prefixes and validation_data_prefixes to one prefix each",
         )
     return prefixes[0]
 
 
-def compute_bigram_loss(training: Path, validation: Path) -> float:
-    """Return the cross-entropy, in nats per byte, of `validation` under a byte-bigram model of `training` with add-one smoothing.
+def compute_bigram_loss(training_prefix: Path, validation_prefix: Path) -> float:
+    """Return the validation loss, in nats per byte, of a byte-bigram model of the training data with add-one smoothing.
 
     This is the baseline: a model with a lower loss has learned more than the frequencies of byte pairs.
     """
     counts = np.ones((256, 256))
-    for first, second in _iterate_byte_pairs(MemoryMap(training)):
+    for first, second in _iterate_byte_pairs(MemoryMap(training_prefix)):
         counts += np.bincount(first.astype(np.int64) * 256 + second, minlength=256 * 256).reshape(256, 256)
     log_probabilities = np.log(counts) - np.log(counts.sum(axis=1, keepdims=True))
-    losses = [-log_probabilities[first, second] for first, second in _iterate_byte_pairs(MemoryMap(validation))]
+    losses = [-log_probabilities[first, second] for first, second in _iterate_byte_pairs(MemoryMap(validation_prefix))]
     return float(np.concatenate(losses).mean())
 
 
@@ -173,9 +176,9 @@ def _list_library_files() -> Iterator[tuple[str, Path]]:
             yield name.as_posix(), path
 
 
-def _iterate_byte_pairs(data: MemoryMap) -> Iterator[tuple[Tokens, Tokens]]:
-    for start, length in data.documents:
-        document = data.tokens[start : start + length]
+def _iterate_byte_pairs(token_file: MemoryMap) -> Iterator[tuple[Tokens, Tokens]]:
+    for start, length in token_file.documents:
+        document = token_file.tokens[start : start + length]
         yield document[:-1], document[1:]
 
 

@@ -24,7 +24,7 @@ def _get_processor_name() -> str:
 
 
 def has_bfloat16() -> bool:
-    """Return whether the processor has bfloat16 arithmetic; without it, bfloat16 takes several times as long as float32."""
+    """Return whether the processor supports bfloat16 instructions; without them, bfloat16 takes several times as long as float32."""
     try:
         return (
             re.search(r"^(flags|Features)\b.*\b(avx512_bf16|amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text(), re.MULTILINE) is not None

@@ -33,11 +33,11 @@ _EXIT_GRACE_SECONDS = 10.0
 def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int:
     """Run all ranks of `plan`, with `rank` attached to this terminal, and return the exit code of `rank`.
 
-    Raises PlanError if the plan has no such rank.
+    Raises PlanError if `rank` is not a rank of `plan`.
     """
     if rank >= plan.world_size:
         raise PlanError(f"unknown rank; valid ranks: 0 to {plan.world_size - 1}", place=f"--attach {rank}")
-    folder = history_store.resolve_run_directory(plan.run)
+    folder = history_store.resolve_run_folder(plan.run)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="swarmtrain-") as private_folder:
         shared_env = _build_shared_env(plan, Path(private_folder))
@@ -50,19 +50,21 @@ def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int
 
 @contextmanager
 def _run_other_ranks(
-    argv: list[str], environments: list[dict[str, str]], rank: int, folder: Path, report_progress: ProgressReporter
+    argv: list[str], environments: list[dict[str, str]], attached_rank: int, log_folder: Path, report_progress: ProgressReporter
 ) -> Iterator[None]:
     children: dict[Path, subprocess.Popen[bytes]] = {}
     try:
         for other_rank, environment in enumerate(environments):
-            if other_rank != rank:
-                log = folder / f"rank{other_rank}.log"
+            if other_rank != attached_rank:
+                log = log_folder / f"rank{other_rank}.log"
                 with log.open("wb") as output:
                     children[log] = process.start_process(
                         argv, env=environment, stdout=output, stderr=subprocess.STDOUT, new_session=True, die_with_parent=True
                     )
         if children:
-            report_progress(f"rank {rank} is attached to this terminal; the output of the other ranks is in {folder}/rank*.log")
+            report_progress(
+                f"rank {attached_rank} is attached to this terminal; the output of the other ranks is in {log_folder}/rank*.log"
+            )
         yield
     finally:
         for log, child in children.items():

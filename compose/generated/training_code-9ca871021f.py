@@ -29,7 +29,7 @@ from swarmtrain.trainer import (
 
 
 class Options(BaseModel, extra="forbid"):
-    """The config's `script` key: this file's own options."""
+    """Options of this file: the config's `script` key."""
 
     dataset: Literal["files", "python_sources"] = "files"
     """files: the token files of data_prefixes exist. python_sources: datautils writes them, for training and for validation."""
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def prepare_data(config: Config, runtime: Runtime) -> dict[str, float]:
-    """Write the data on this node, and return the baseline: the validation loss of a byte-bigram model."""
+    """Write the data on this node; on rank 0, return the baseline: the validation loss, in nats per byte, of a byte-bigram model."""
     training, validation = (
         datautils.require_single_prefix(config.data.data_prefixes),
         datautils.require_single_prefix(config.data.validation_data_prefixes),
@@ -60,7 +60,7 @@ def prepare_data(config: Config, runtime: Runtime) -> dict[str, float]:
 
 
 def format_summary(result: TrainingResult, extra_metrics: dict[str, float]) -> str:
-    """Return the summary line."""
+    """Return a one-line summary of `result`: the validation loss before and after training, and the baseline."""
     if result.initial_validation_loss is None or result.final_validation_loss is None:
         return f"done: {result.step} steps"
     baseline = f"; byte-bigram baseline {extra_metrics['bigram_baseline_loss']:.2f}" if extra_metrics else ""

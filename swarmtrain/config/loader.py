@@ -15,9 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
-from swarmtrain.config.explanations import convert_validation_error
-from swarmtrain.config.files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.overrides import apply_overrides
+from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
+from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.config.yaml_document import YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 
@@ -80,13 +80,13 @@ def _read_config_text(path: Path) -> str:
     return text
 
 
-def _build_root_type_problem(values: Any, source: str | None) -> Problem:
-    if values is None:
+def _build_root_type_problem(root_value: Any, source: str | None) -> Problem:
+    if root_value is None:
         name = source or "config.yml"
         return Problem(
             "", "is empty", hint=f"swarmtrain init {name} --force writes every key with its default; {{}} alone uses all defaults"
         )
-    return Problem("", f"must be a mapping of keys such as runner and trainer, not {describe_value(values)}", 1)
+    return Problem("", f"must be a mapping of keys such as runner and trainer, not {describe_value(root_value)}", 1)
 
 
 def sort_and_limit_problems(problems: list[Problem]) -> tuple[Problem, ...]:

@@ -11,8 +11,8 @@ import time
 import pytest
 
 GUARDED = (
-    "import sys, time; from swarmtrain.entrypoint.liveness import start_heartbeat_watchdog; "
-    "start_heartbeat_watchdog(interval=0.1, max_missed=4); print('guarded', flush=True); "
+    "import sys, time; from swarmtrain.entrypoint.supervisor_watchdog import start_heartbeat_watchdog; "
+    "start_heartbeat_watchdog(interval=0.1, max_missed_heartbeats=4); print('guarded', flush=True); "
 )
 
 

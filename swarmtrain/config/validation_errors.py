@@ -18,11 +18,17 @@ from swarmtrain.errors import Problem
 
 
 def convert_validation_error(
-    error: ValidationError, model: type[BaseModel], lines: Mapping[str, int], overridden_keys: Collection[str] = (), *, prefix: str = ""
+    error: ValidationError,
+    section_class: type[BaseModel],
+    line_by_key_path: Mapping[str, int],
+    overridden_keys: Collection[str] = (),
+    *,
+    prefix: str = "",
 ) -> list[Problem]:
-    """Return the problems in values that failed validation by the pydantic class `model`, with key paths prefixed by `prefix`.
+    """Return the problems in values that failed validation by the pydantic class `section_class`, with key paths prefixed by `prefix`.
 
-    `lines` maps each key path to its line in the file. Keys in `overridden_keys` come from the command line, so they have no line.
+    `line_by_key_path` maps each key path to its line in the file. Keys in `overridden_keys` come from the command line, so they have no
+    line.
     """
     problems = []
     for detail in error.errors(include_url=False):
@@ -32,41 +38,41 @@ def convert_validation_error(
             keys.append(detail["ctx"]["name"])
         path = f"{prefix}{'.'.join(keys)}"
         is_overridden = any(path == key or key.startswith(f"{path}.") or path.startswith(f"{key}.") for key in overridden_keys)
-        message, hint = _build_problem_message(detail, keys, model)
-        problems.append(Problem(path, message, None if is_overridden else _find_key_line(path, lines), hint))
+        message, hint = _build_problem_message(detail, keys, section_class)
+        problems.append(Problem(path, message, None if is_overridden else _find_key_line(path, line_by_key_path), hint))
     return problems
 
 
-def _find_key_line(path: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of the key path `path`; if it is not in the file, the line of its innermost enclosing section, or None."""
-    while path and path not in lines:
-        path = path.rpartition(".")[0]
-    return lines.get(path)
+def _find_key_line(key_path: str, line_by_key_path: Mapping[str, int]) -> int | None:
+    """Return the line of the key path `key_path`; if it is not in the file, the line of its innermost enclosing section, or None."""
+    while key_path and key_path not in line_by_key_path:
+        key_path = key_path.rpartition(".")[0]
+    return line_by_key_path.get(key_path)
 
 
-def _build_problem_message(detail: ErrorDetails, keys: list[str], model: type[BaseModel]) -> tuple[str, str | None]:
-    code, value = detail["type"], detail.get("input")
+def _build_problem_message(error_details: ErrorDetails, key_path: list[str], section_class: type[BaseModel]) -> tuple[str, str | None]:
+    code, value = error_details["type"], error_details.get("input")
     if code == "extra_forbidden":
-        field_names = _list_field_names(keys[:-1], model)
-        close_matches = difflib.get_close_matches(keys[-1], field_names, n=1, cutoff=0.5)
+        field_names = _list_field_names(key_path[:-1], section_class)
+        close_matches = difflib.get_close_matches(key_path[-1], field_names, n=1, cutoff=0.5)
         return "unknown key" + (
             f"; did you mean {close_matches[0]}?" if close_matches else ""
         ), None if close_matches else f"known keys: {', '.join(sorted(field_names))}"
     if code == "missing":
         return "is required", None
-    message = detail["msg"].removeprefix("Value error, ")
+    message = error_details["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("a valid dictionary", "a mapping").replace("a valid array", "a list")
     message = re.sub(r"must be an object", "must be a mapping", message)
     if code not in ("value_error", "wrong_field"):
         message += f", not {describe_value(value)}"
     if code == "string_type" and isinstance(value, bool | int | float):
         return message, "quote it"
-    return message, detail.get("ctx", {}).get("hint") or None
+    return message, error_details.get("ctx", {}).get("hint") or None
 
 
-def _list_field_names(keys: list[str], root: type[BaseModel]) -> list[str]:
-    model: Any = root
-    for key in keys:
+def _list_field_names(key_path: list[str], root_section_class: type[BaseModel]) -> list[str]:
+    model: Any = root_section_class
+    for key in key_path:
         if key.isdigit():
             continue
         if not (isinstance(model, type) and issubclass(model, BaseModel) and key in model.model_fields):

@@ -3,7 +3,7 @@
     supervisor ── forkserver ── agent ── its own forkserver ── ranks
 
 The servers are multiprocessing's forkservers. An agent's forkserver is forked from the agent, which has all modules imported, so ranks need
-no imports. Ranks are descendants of their agent, so that they die with it. The agent of the next rendezvous round is forked from the
+no imports. Ranks are descendants of their agent, so that they are killed with it. The agent of the next rendezvous round is forked from the
 supervisor's forkserver.
 """
 
@@ -28,7 +28,7 @@ _FORKSERVER_DIED_CODE = 255
 
 
 def preload_forkserver() -> None:
-    """Start a forkserver that imports what agents and ranks need. It lives as long as the thread that calls this."""
+    """Start a forkserver that imports what agents and ranks need. The forkserver lives as long as the calling thread."""
     # multiprocessing removes the semaphores of killed processes, as intended; suppress its warning about that.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     _CONTEXT.set_forkserver_preload(["swarmtrain.entrypoint.supervisor.forkserver_preload"])
@@ -60,14 +60,14 @@ def wait_for_exit_code(process: ForkServerProcess, timeout: float) -> int | None
     return -signal.SIGKILL if process.exitcode == _FORKSERVER_DIED_CODE else process.exitcode
 
 
-def has_rank_processes(process: ForkServerProcess) -> bool:
-    """Return whether the agent `process` has rank processes, or descendants of them. Also True if processes cannot be listed."""
+def has_rank_processes(agent: ForkServerProcess) -> bool:
+    """Return whether `agent` has rank processes, or descendants of them. Also True if processes cannot be listed."""
     process_names = set()
     for entry in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has just exited
-            if os.getsid(int(entry.parent.name)) == process.pid:
+            if os.getsid(int(entry.parent.name)) == agent.pid:
                 process_names.add(entry.read_text().strip())
-    return not process_names or bool(process_names - {process.name, _FORKSERVER_NAME})
+    return not process_names or bool(process_names - {agent.name, _FORKSERVER_NAME})
 
 
 def kill_process_group(process: ForkServerProcess) -> None:
@@ -106,9 +106,9 @@ def _fork_forkserver(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -
         os._exit(0)
 
 
-def _run_as_session_leader(name: str, main: Callable[..., int], *arguments: object) -> NoReturn:
+def _run_as_session_leader(process_name: str, main: Callable[..., int], *arguments: object) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_parent_death_signal()
-    set_process_name(name)
+    set_process_name(process_name)
     raise SystemExit(main(*arguments))

@@ -66,9 +66,9 @@ class StatusRefresher(threading.Thread):
 
 
 def watch_status(load_status: Callable[[], RunStatus], *, interval: float = _REFRESH_SECONDS) -> RunStatus | None:
-    """Show the status until the run has its outcome, and return the last status; None if the run is taken down meanwhile.
+    """Show the status, refreshed every `interval` seconds until the run has its outcome, and return the last status.
 
-    Raises SwarmtrainError if no status can be loaded at the beginning.
+    Returns None if the run is taken down meanwhile. Raises SwarmtrainError if the first status cannot be loaded.
     """
     refresher = StatusRefresher(load_status, interval)
     refresher.start()

@@ -28,7 +28,7 @@ class FailureEvidence:
 
     @property
     def searchable_text(self) -> str:
-        """All text that may explain the failure. If there is a traceback, the output is left out, since it may concern other problems."""
+        """All text that may explain the failure. If there is a traceback, the output is omitted, since it may concern other problems."""
         trace = str(self.data.get("traceback", ""))
         return f"{self.error}\n{trace or self.output}"
 
@@ -54,12 +54,12 @@ class FailureSignature:
     signal: str = ""
     out_of_memory: bool | None = None
 
-    def matches_evidence(self, evidence: FailureEvidence, text: str) -> bool:
-        """Return whether this failure mode matches `evidence` and its text `text`."""
+    def matches_evidence(self, evidence: FailureEvidence, evidence_text: str) -> bool:
+        """Return whether this failure mode matches `evidence` and its text `evidence_text`."""
         return (
             (not self.signal or self.signal == evidence.signal)
             and (self.out_of_memory is None or self.out_of_memory == bool(evidence.data.get("oom")))
-            and (not self.pattern or re.search(self.pattern, text, re.IGNORECASE) is not None)
+            and (not self.pattern or re.search(self.pattern, evidence_text, re.IGNORECASE) is not None)
         )
 
 
@@ -71,7 +71,7 @@ def identify_failure(evidence: FailureEvidence) -> FailureSignature | None:
 
 
 def get_signal_name(number: int) -> str:
-    """Return the name of signal `number`, SIGKILL for 9; empty if it is not a signal."""
+    """Return the name of signal `number`, such as SIGKILL for 9; empty if it is not a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

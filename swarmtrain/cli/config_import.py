@@ -14,7 +14,7 @@ def register_commands(app: typer.Typer) -> None:
 
 
 def import_config(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="File to import.", show_default=False, readable=False)],
+    source_file: Annotated[Path, typer.Argument(metavar="FILE", help="File to import.", show_default=False, readable=False)],
     output: Annotated[Path | None, typer.Option("--output", help="File to write. Default: standard output.", show_default=False)] = None,
     *,
     hostsfile: Annotated[
@@ -40,7 +40,7 @@ def import_config(
     from swarmtrain.view.console import print_message
     from swarmtrain.view.output import print_json
 
-    imported = importers.import_config_file(source, hostsfile=hostsfile, source_format=importers.parse_source_format(format_name))
+    imported = importers.import_config_file(source_file, hostsfile=hostsfile, source_format=importers.parse_source_format(format_name))
     if output is not None:
         importers.write_imported_config(imported, output, force=force)
     if json:

@@ -17,7 +17,7 @@ _TRANSFER_STATUSES = ("Pushing", "Downloading")
 def follow_layer_transfer(
     stream: Iterable[dict[str, Any]], *, location: str, report_progress: ProgressReporter, hint: str | None = None
 ) -> None:
-    """Report the progress of a push or a pull every few seconds, and a summary at the end.
+    """Report the progress of a push or a pull every 3 s, and a summary at the end.
 
     Raises ImageError on an error in the stream.
     """
@@ -56,7 +56,7 @@ def push_image(client: ImageClient, tag: str, *, report_progress: ProgressReport
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes as text with a unit."""
+    """Return `count` bytes as text in kB or MB."""
     return f"{count / 1e3:.0f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:.0f} MB"
 
 

@@ -39,17 +39,17 @@ def compute_entries_digest(entries: Iterable[ArchiveEntry]) -> str:
     return sha256.hexdigest()[:12]
 
 
-def add_entries_to_archive(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, world_writable: str = "") -> None:
-    """Add `entries` and their parent folders to `archive`, without owners and times, which would invalidate the build cache.
+def add_entries_to_archive(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, world_writable_folder: str = "") -> None:
+    """Add `entries` and their parent folders to `archive`, without owners and modification times, which would invalidate the build cache.
 
-    The folder `world_writable` is added with the mode of /tmp: any user that the image runs as can write to it.
+    `world_writable_folder` is added with mode 1777, as /tmp has: any user that the image runs as can write to it.
     """
     added_folders: set[str] = set()
     for name, path in entries:
         for parent in reversed([str(parent) for parent in Path(name).parents if str(parent) != "."]):
             if parent not in added_folders:
                 added_folders.add(parent)
-                archive.addfile(_create_folder_entry(parent, 0o1777 if parent == world_writable else 0o755))
+                archive.addfile(_create_folder_entry(parent, 0o1777 if parent == world_writable_folder else 0o755))
         archive.add(path, name, recursive=False, filter=_anonymize_tar_entry)
 
 

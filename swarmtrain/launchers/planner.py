@@ -30,30 +30,30 @@ class ResolvedConfig:
         return add_notes(make_plan(self.config, inventory, self.cargo, run=run), *self.notes)
 
 
-def resolve_config(config: Config, folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
+def resolve_config(config: Config, working_folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
     """Return `config` with the values that depend on this machine resolved: files, environment variables, the owner of save_dir.
 
-    Paths are relative to `folder`. Raises SwarmtrainError if a file cannot be read. `load_running_config` returns the deployed
+    Paths are relative to `working_folder`. Raises SwarmtrainError if a file cannot be read. `load_running_config` returns the deployed
     config of the run, or None.
     """
-    config = resolve_external_inputs(config, folder, os.environ)  # the hostsfile, the env file, and environment variables
-    cargo = read_cargo(config, folder)  # the script, its files and secrets
+    config = resolve_external_inputs(config, working_folder, os.environ)  # the hostsfile, the env file, and environment variables
+    cargo = read_cargo(config, working_folder)  # the script, its files and secrets
     config, user_note = resolve_container_user(config, load_running_config)  # the owner of save_dir
     return ResolvedConfig(config, cargo, (user_note,))
 
 
-def plan_run(config: Config, run: str, *, folder: Path) -> Plan:
-    """Return the plan for `run` with `config`; files that `config` names are read from `folder`.
+def plan_run(config: Config, run: str, *, working_folder: Path) -> Plan:
+    """Return the plan for `run` with `config`; files that `config` names are read from `working_folder`.
 
     Raises SwarmtrainError if a file cannot be read, or if the run does not fit on the machines.
     """
-    resolved = resolve_config(config, folder, lambda: _load_running_config(config, run))
+    resolved = resolve_config(config, working_folder, lambda: _load_running_config(config, run))
     return resolved.make_plan(read_inventory(resolved.config), run)
 
 
-def plan_run_offline(config: Config, run: str, *, folder: Path) -> Plan:
+def plan_run_offline(config: Config, run: str, *, working_folder: Path) -> Plan:
     """Return the plan for `run` on the config's `hosts`, without querying a cluster. Without `hosts`, the inventory is used."""
-    resolved = resolve_config(config, folder, lambda: None)
+    resolved = resolve_config(config, working_folder, lambda: None)
     return resolved.make_plan(_read_offline_inventory(resolved.config), run)
 
 
@@ -71,16 +71,16 @@ def count_planned_ranks(config: Config) -> int:
         raise EngineError(error.message, place=error.place, hint="set the number of ranks with --ranks N") from None
 
 
-def plan_scaled_run(launcher: Launcher, run: str, nodes: int) -> Plan:
-    """Return the plan of an existing run with `nodes` nodes; a node range that excludes this number is widened to include it.
+def plan_scaled_run(launcher: Launcher, run: str, node_count: int) -> Plan:
+    """Return the plan of an existing run with `node_count` nodes; a node range that excludes this number is widened to include it.
 
     Raises RunNotFound, PlanError.
     """
     config, cargo = load_deployment(launcher, run)
     low, _, high = config.runner.node_range
-    runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, nodes), "max_nodes": max(high, nodes)})
+    runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, node_count), "max_nodes": max(high, node_count)})
     config = config.model_copy(update={"runner": runner})
-    return make_plan(config, read_inventory(config, launcher), cargo, run=run, node_count=nodes)
+    return make_plan(config, read_inventory(config, launcher), cargo, run=run, node_count=node_count)
 
 
 def read_inventory(config: Config, launcher: Launcher | None = None) -> Inventory:
@@ -113,5 +113,7 @@ def derive_run_name(config_file: Path) -> str:
     """
     name = "".join(char if char.isascii() and char.isalnum() else "-" for char in config_file.stem.lower()).strip("-")
     if not name:
-        raise PlanError("cannot be turned into a run name", place=str(config_file), hint="set the run name with --name")
+        raise PlanError(
+            "does not contain a character that is valid in a run name", place=str(config_file), hint="set the run name with --name"
+        )
     return name

@@ -30,13 +30,13 @@ class LoopProgram:
 
 
 class SteppedLoop:
-    """A running training loop. As a context manager, it stops the loop when the body exits."""
+    """Runs a training loop that waits before each step for a request. As a context manager, stops the loop when the body exits."""
 
-    def __init__(self, loop: LoopProgram) -> None:
-        self._log = BUILD / f"{loop.name}.log"
+    def __init__(self, loop_program: LoopProgram) -> None:
+        self._log = BUILD / f"{loop_program.name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_text("")
-        self._ranks = [_LoopRank(loop, environment, self._log) for environment in _build_environments(loop)]
+        self._ranks = [_LoopRank(loop_program, environment, self._log) for environment in _build_environments(loop_program)]
 
     def __enter__(self) -> Self:
         return self
@@ -60,9 +60,9 @@ class SteppedLoop:
 
 
 class _LoopRank:
-    def __init__(self, loop: LoopProgram, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, loop_program: LoopProgram, environment: Mapping[str, str], log: Path) -> None:
         (request_end, self._request_pipe), (self._answer_pipe, answer_end) = os.pipe(), os.pipe()
-        argv = [loop.python, "-m", f"benchmarks.loops.{loop.name}", loop.config]
+        argv = [loop_program.python, "-m", f"benchmarks.loops.{loop_program.name}", loop_program.config]
         env = {**environment, step_control.PIPES_VARIABLE: f"{request_end} {answer_end}", "PYTHONPATH": str(ROOT)}
         with log.open("ab") as output:
             self._program = process.start_process(argv, env=env, cwd=ROOT, stdout=output, stderr=output, pass_fds=(request_end, answer_end))
@@ -86,12 +86,12 @@ class _LoopRank:
         self._answer_file.close()
 
 
-def _build_environments(loop: LoopProgram) -> Sequence[Mapping[str, str]]:
-    single_rank = {**loop.environment, "OMP_NUM_THREADS": "1"}
-    if loop.ranks == 1:
+def _build_environments(loop_program: LoopProgram) -> Sequence[Mapping[str, str]]:
+    single_rank = {**loop_program.environment, "OMP_NUM_THREADS": "1"}
+    if loop_program.ranks == 1:
         return [single_rank]
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
         port = str(free_socket.getsockname()[1])
-    rendezvous = {"WORLD_SIZE": str(loop.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{**single_rank, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(loop.ranks)]
+    rendezvous = {"WORLD_SIZE": str(loop_program.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**single_rank, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(loop_program.ranks)]
