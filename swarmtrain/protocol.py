@@ -206,7 +206,7 @@ EVENT_COORDINATOR_STARTED = "coordinator"
 EVENT_NODE_JOINED = "joined"
 # world, world_size, nodes, ranks: {node: [rank, …]}; printed once every node of the world has joined it
 EVENT_WORLD_FORMED = "world"
-# node, world: the script has returned on that node
+# node, world, and from each rank its number: the script has returned; printed once it has returned on all ranks of that node
 EVENT_SCRIPT_RETURNED = "script_returned"
 # step, steps, loss, tokens_per_second, eta_seconds, learning_rate; if known gradient_norm, max_replica_loss, accuracy, tflops, mfu, phases:
 # seconds of a step by phase (swarmtrain.trainer.health.step_timer), memory: bytes (swarmtrain.trainer.metrics.memory_usage)

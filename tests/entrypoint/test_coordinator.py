@@ -52,6 +52,10 @@ class CoordinatorHarness:
             facts = {"world": name, "world_size": 2 * len(nodes), "nodes": len(nodes), "ranks": {node: [2 * index, 2 * index + 1]}}
             self.coordinator.handle_event(Event(EVENT_WORLD_FORMED, facts))
 
+    def post_returned_ranks(self, world: str, node: str, *ranks: int) -> None:
+        for rank in ranks:
+            self.coordinator.handle_event(Event(EVENT_SCRIPT_RETURNED, {"node": node, "world": world, "rank": rank}))
+
     def post_failure(self, world: str, node: str = "node0", rank: int = 0, error: str = "boom", **facts: Any) -> None:
         self.coordinator.handle_event(
             Event(EVENT_FAILURE, {"world": world, "node": node, "rank": rank, "error": error, "exit_code": 1, **facts})
@@ -428,8 +432,31 @@ def test_a_script_that_reports_nothing_is_done_when_its_world_has_exited(harness
 def test_while_others_finish_no_new_round_is_started_for_a_spare(harness: CoordinatorHarness) -> None:
     harness.coordinator.register_node("spare")
     harness.post_world("b-1/x:1", "node0", "node1")
-    harness.coordinator.handle_event(Event(EVENT_SCRIPT_RETURNED, {"node": "node0", "world": "b-1/x:1"}))
+    harness.post_returned_ranks("b-1/x:1", "node0", 0, 1)
     assert harness.coordinator.close_round("spare", "b-1").round == "b-1"
+    assert harness.outcome is None
+    harness.post_returned_ranks("b-1/x:1", "node1", 2, 3)
+    assert harness.coordinator.close_round("spare", "b-1").round == "b-1"
+    assert harness.outcome is None
+
+
+def test_a_world_whose_ranks_have_all_returned_is_done_although_an_agent_restarts_them(harness: CoordinatorHarness) -> None:
+    """torch's agent does so if a node waits to join; no other node comes back to form a world with it."""
+    harness.post_world("b-1/x:1", "node0", "node1")
+    harness.post_returned_ranks("b-1/x:1", "node1", 2, 3)
+    harness.post_returned_ranks("b-1/x:1", "node0", 1)
+    assert not [data for data in harness.list_events(EVENT_SCRIPT_RETURNED) if data["node"] == "node0"]
+    harness.post_returned_ranks("b-1/x:1", "node0", 0)
+    assert [data["node"] for data in harness.list_events(EVENT_SCRIPT_RETURNED)] == ["node1", "node0"]
+    harness.coordinator.record_node_exit("node0", 0)
+    assert harness.outcome is None
+    assert harness.coordinator.close_round("node1", "b-1").outcome == RunOutcome("done", "all 2 nodes have finished", 0)
+
+
+def test_a_rank_that_has_returned_does_not_finish_its_node(harness: CoordinatorHarness) -> None:
+    harness.post_world("b-1/x:1", "node0", "node1")
+    harness.post_returned_ranks("b-1/x:1", "node0", 0)
+    assert harness.coordinator.close_round("node1", "b-1").round == "b-2"
     assert harness.outcome is None
 
 
@@ -467,7 +494,7 @@ def test_after_one_node_finished_the_others_must(harness: CoordinatorHarness, ac
 
 def test_a_rank_may_fail_next_to_a_finished_rank_of_its_own_node(harness: CoordinatorHarness) -> None:
     harness.post_world("w", "node0", "node1")
-    harness.coordinator.handle_event(Event(EVENT_SCRIPT_RETURNED, {"node": "node0", "world": "w"}))
+    harness.post_returned_ranks("w", "node0", 0)
     harness.post_failure("w", "node0", 1)
     assert harness.outcome is None
 

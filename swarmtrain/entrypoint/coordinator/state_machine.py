@@ -128,6 +128,9 @@ class Coordinator:
                 self._fail_run_with_incomplete_world(f"{node} ended")
             elif not self._worlds.has_finished_node:
                 self._round_number += 1
+            elif self._worlds.newest and self._worlds.newest.is_finished and node in self._worlds.newest.members:
+                # torch's agent restarted ranks that had returned, because a node was waiting to join: nothing is left to run.
+                self._set_done_outcome(self._worlds.newest.node_count)
         if round == self.round or self._outcome:
             return self.supervisor_response
         expected_nodes = self._membership.responsive_nodes - self._quarantine.quarantined_nodes
@@ -149,11 +152,7 @@ class Coordinator:
             world.finished_nodes.add(node)
             finished_nodes = [member for member in world.members if self._membership.has_node_finished(member)]
             if len(finished_nodes) >= world.node_count:
-                self._set_outcome(
-                    RunOutcome(
-                        "done", f"all {len(finished_nodes)} nodes have finished" if len(finished_nodes) > 1 else "its node has finished", 0
-                    )
-                )
+                self._set_done_outcome(len(finished_nodes))
         elif node in self._worlds.unfinished_nodes:
             self._fail_run_with_incomplete_world(f"{node} exited with exit code {exit_code}")
         return self.supervisor_response
@@ -175,6 +174,8 @@ class Coordinator:
         elif event.kind == EVENT_PROGRESS:
             self._record_progress(event)
             self._event_log.write_progress(event)
+        elif event.kind == EVENT_SCRIPT_RETURNED:
+            self._record_returned_rank(event)
         elif event.kind == EVENT_NODE_JOINED:
             self._barrier.expect_node(str(event.data["node"]))
             self._event_log.write_event(event)
@@ -196,11 +197,13 @@ class Coordinator:
         if self._give_up_at is not None and self._clock() >= self._give_up_at:
             self._fail_run()
 
+    def _record_returned_rank(self, event: Event) -> None:
+        node, world = str(event.data["node"]), self._worlds.newest
+        if world and event.data["world"] == world.key and world.record_returned_rank(node, int(event.data["rank"])):
+            self._event_log.write_event(Event(EVENT_SCRIPT_RETURNED, {"node": node, "world": world.key}))
+
     def _record_progress(self, event: Event) -> None:
-        world = self._worlds.newest
-        if event.kind == EVENT_SCRIPT_RETURNED and world and event.data.get("world") == world.key:
-            world.finished_nodes.add(str(event.data.get("node")))
-        elif event.kind == EVENT_TRAINING_FINISHED:
+        if event.kind == EVENT_TRAINING_FINISHED:
             self._set_outcome(RunOutcome("done", f"the last step, {event.data.get('step')}, is done", 0))
         elif event.kind in {EVENT_PROGRESS, EVENT_CHECKPOINT}:
             step = event.data.get("step")
@@ -301,6 +304,9 @@ class Coordinator:
             f"{cause.failed_node_and_rank}: {data.get('error', 'no reason given')}; {reason}" if cause and not omit_cause else reason
         )
         self._set_outcome(RunOutcome("failed", full_reason, cause.exit_code if cause else 1, str(data.get("hint") or "")))
+
+    def _set_done_outcome(self, node_count: int) -> None:
+        self._set_outcome(RunOutcome("done", f"all {node_count} nodes have finished" if node_count > 1 else "its node has finished", 0))
 
     def _set_outcome(self, outcome: RunOutcome) -> None:
         self._give_up_at = None

@@ -26,10 +26,24 @@ class FormedWorld:
     formed_at: float
     finished_nodes: set[str] = field(default_factory=set)
     """Nodes of this world whose ranks have returned, so that this world cannot form again."""
+    returned_ranks: set[int] = field(default_factory=set)
 
     @property
     def members(self) -> set[str]:
         return set(self.ranks)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all ranks of all nodes have returned."""
+        return self.members <= self.finished_nodes
+
+    def record_returned_rank(self, node: str, rank: int) -> bool:
+        """Record that the script has returned on `rank` of `node`. Return whether it has now returned on all ranks of the node."""
+        self.returned_ranks.add(rank)
+        if not self.returned_ranks.issuperset(self.ranks.get(node, (rank + 1,))):
+            return False
+        self.finished_nodes.add(node)
+        return True
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,9 @@ def run_rank() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script's own handler could keep this process alive for 30 s
         if response.run_failed:
             _wait_for_termination()
-    if os.environ["LOCAL_RANK"] == "0":
-        CoordinatorClient(env.coordinator).try_post_event(
-            Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "world": build_world_key(os.environ)})
-        )
+    CoordinatorClient(env.coordinator).try_post_event(
+        Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "rank": int(os.environ["RANK"]), "world": build_world_key(os.environ)})
+    )
 
 
 def build_world_event(env: NodeEnv) -> Event:
