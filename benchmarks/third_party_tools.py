@@ -29,7 +29,7 @@ def install_with_shared_packages(*requirements: str) -> Path:
 
     Raises BenchmarkUnavailableError if the installation fails.
     """
-    return _create_virtual_environment(requirements, shares_packages=True) / "bin" / "python"
+    return _create_virtual_environment(requirements, system_site_packages=True) / "bin" / "python"
 
 
 def clone_repository(url: str) -> Path:
@@ -53,13 +53,13 @@ def build_environment() -> Mapping[str, str]:
     return {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "DSTACK_TELEMETRY": "0"}
 
 
-def _create_virtual_environment(requirements: Sequence[str], *, shares_packages: bool = False) -> Path:
+def _create_virtual_environment(requirements: Sequence[str], *, system_site_packages: bool = False) -> Path:
     folder = BUILD / requirements[0].replace("==", "-")
     if not (folder / ".complete").exists():
         print_progress(f"installing {' '.join(requirements)}")
         try:
             process.run_command([sys.executable, "-m", "venv", "--clear", str(folder)])
-            if shares_packages:
+            if system_site_packages:
                 [packages] = folder.glob("lib/python*/site-packages")
                 (packages / "shared.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
             process.run_command(

@@ -73,7 +73,7 @@ def measure_hugging_face() -> Iterator[BenchmarkRow]:
     baseline_description = f"Hugging Face's Trainer, {third_party_tools.TRANSFORMERS.replace('==', ' ')}, a model of the same shape"
     for precision, goal, compiled_goal in (("float32", 1.0, None), ("bfloat16", 1.1, 1.2)):
         baseline = LoopProgram(
-            "hugging_face", _build_config(_LLAMA_SHAPE, precision), python=python, environment=third_party_tools.build_environment()
+            "huggingface", _build_config(_LLAMA_SHAPE, precision), python=python, environment=third_party_tools.build_environment()
         )
         row = _build_row("train-hf", precision, baseline_description, goal)
         yield _compare_loops(row, LoopProgram("swarmtrain_trainer", _build_config(_LLAMA_SHAPE, precision)), baseline)

@@ -190,7 +190,7 @@ def build_probe_run_name(run: str) -> str:
     return run[: MAX_RUN_NAME_LENGTH - len(_PROBE_SUFFIX)].rstrip("-") + _PROBE_SUFFIX
 
 
-def make_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, node_count: int | None = None) -> Plan:
+def build_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, node_count: int | None = None) -> Plan:
     """Return the plan for `run`. `node_count`, used by `swarmtrain scale`, overrides runner.nodes.
 
     Raises PlanError if the machines of the inventory cannot meet the config's requirements.

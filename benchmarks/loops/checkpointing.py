@@ -10,7 +10,7 @@ import sys
 import time
 
 from swarmtrain.config import Config
-from swarmtrain.trainer import Optimizer, TokenDataset, Transformer, parallelize, start_runtime, train
+from swarmtrain.trainer import Optimizer, TokenDataset, Transformer, parallelize, start_runtime, train_model
 from swarmtrain.trainer.checkpoint import CheckpointManager, Progress
 
 
@@ -29,7 +29,9 @@ def main() -> None:
     CheckpointManager.save = save  # type: ignore[method-assign]
     with start_runtime(config) as runtime:
         model = parallelize(Transformer(architecture, seed), runtime)
-        train(runtime, model, Optimizer(model, config), TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={})
+        train_model(
+            runtime, model, Optimizer(model, config), TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={}
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import time
 from itertools import pairwise
 
 from swarmtrain.config import Config
-from swarmtrain.trainer import Optimizer, TokenDataset, Transformer, parallelize, start_runtime, train
+from swarmtrain.trainer import Optimizer, TokenDataset, Transformer, parallelize, start_runtime, train_model
 from swarmtrain.trainer.optim import OptimizerUpdate
 
 
@@ -32,7 +32,7 @@ def main() -> None:
         optimizer = _TimingOptimizer(model, config)
         optimizer.step_times = []
         started_at = time.process_time()
-        train(runtime, model, optimizer, TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={})
+        train_model(runtime, model, optimizer, TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={})
         run_seconds_per_step = (time.process_time() - started_at) / len(optimizer.step_times)
         median_step_seconds = statistics.median(after - before for before, after in pairwise(optimizer.step_times))
         sys.stdout.write(f"{run_seconds_per_step} {median_step_seconds}\n")

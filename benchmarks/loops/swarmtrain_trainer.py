@@ -6,7 +6,7 @@ import sys
 
 from benchmarks.loops.step_control import StepControl
 from swarmtrain.config import Config
-from swarmtrain.trainer import Optimizer, TokenDataset, Transformer, parallelize, start_runtime, train
+from swarmtrain.trainer import Optimizer, TokenDataset, Transformer, parallelize, start_runtime, train_model
 from swarmtrain.trainer.optim import OptimizerUpdate
 
 
@@ -26,7 +26,7 @@ def main() -> None:
         model = parallelize(Transformer(architecture, seed), runtime)
         optimizer = _ControlledOptimizer(model, config)
         optimizer.step_control = StepControl()
-        train(runtime, model, optimizer, TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={})
+        train_model(runtime, model, optimizer, TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swarmtrain.trainer import Optimizer, Transformer, open_data, parallelize, read_config, read_options, start_runtime, train
+from swarmtrain.trainer import Optimizer, Transformer, open_data, parallelize, read_config, read_options, start_runtime, train_model
 from training_code import Options, prepare_data
 
 ACTIVATIONS: list[torch.Tensor] = []
@@ -31,7 +31,7 @@ def main() -> None:
         for block in transformer.blocks:
             block.register_forward_hook(store_output)
         model = parallelize(transformer, runtime)
-        train(runtime, model, Optimizer(model, config), data, validation_data, extra_metrics=facts)
+        train_model(runtime, model, Optimizer(model, config), data, validation_data, extra_metrics=facts)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from swarmtrain.cli.options import ConfigFileArgument, JsonOption, OverridesOpti
 
 def register_commands(app: typer.Typer) -> None:
     """Register the command `env` on the Typer app `app`."""
-    app.command(name="env")(make_environment)
+    app.command(name="env")(create_environment)
 
 
-def make_environment(
+def create_environment(
     config_file: ConfigFileArgument,
     overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     *,

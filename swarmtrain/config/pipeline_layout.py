@@ -97,13 +97,13 @@ def _partition_layers_by_cost(costs: Sequence[int], stages: int) -> list[int]:
     return first_layers
 
 
-def _fill_stages_up_to_cost(layer_costs: Sequence[int], stages: int, max_stage_cost: int) -> list[int] | None:
+def _fill_stages_up_to_cost(layer_costs: Sequence[int], num_stages: int, max_stage_cost: int) -> list[int] | None:
     """Return the index of each pipeline stage's first layer such that no stage costs more than `max_stage_cost`; None if impossible.
 
     Later stages are filled first, so that early stages have fewer layers: they keep the activations of more micro batches.
     """
     first_layers, end = [], len(layer_costs)
-    for earlier_stages in reversed(range(stages)):
+    for earlier_stages in reversed(range(num_stages)):
         first = end
         while first > earlier_stages and sum(layer_costs[first - 1 : end]) <= max_stage_cost:
             first -= 1

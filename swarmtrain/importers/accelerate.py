@@ -113,7 +113,7 @@ def _map_machines(report: MigrationReport, distributed_type: str, hosts: tuple[s
 def _map_gpus(report: MigrationReport, *, is_multi_node: bool, uses_cpu: bool) -> None:
     ids = report.get_source_value("gpu_ids")
     if is_multi_node and not uses_cpu:
-        report.make_gpus_visible()
+        report.add_gpu_visibility_setting()
     if ids in (None, "all"):
         if report.has_source_key("gpu_ids"):
             report.add_unmapped_key("gpu_ids", UnmappedReason.is_default, "all GPUs of a host")

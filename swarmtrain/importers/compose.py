@@ -177,7 +177,7 @@ def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value:
     if field == "network_mode" and value == "host":
         report.map_key(key, "runner.swarm.network", "host")
     elif field == "runtime" and value == "nvidia":
-        report.make_gpus_visible()
+        report.add_gpu_visibility_setting()
         report.mark_keys_handled(key)
     elif field in ("cap_add", "devices", "ulimits") and re.search(r"IPC_LOCK|infiniband|memlock", str(value)):
         report.map_key(key, "runner.swarm.rdma", True)
@@ -235,7 +235,7 @@ def _map_deploy_section(report: MigrationReport, key: KeyPath) -> None:
             report.set_config_value("runner.default_gpu_count", resource_spec["value"])
         report.mark_keys_handled(source_key)
     if report.has_source_key((*key, "resources", "reservations", "devices")):
-        report.make_gpus_visible()
+        report.add_gpu_visibility_setting()
         report.add_unmapped_key(
             (*key, "resources", "reservations", "devices"),
             UnmappedReason.done_differently,

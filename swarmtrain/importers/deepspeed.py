@@ -85,7 +85,7 @@ def map_hosts(report: MigrationReport, hosts: tuple[str, ...], source_key: KeyPa
     report.map_key(source_key, "runner.hosts", list(hosts))
     if report.get_config_value("runner.runner_type") is None:
         report.set_runner_type("ssh")
-    report.make_gpus_visible()
+    report.add_gpu_visibility_setting()
 
 
 def count_slots(hosts: tuple[str, ...]) -> int | None:

@@ -198,8 +198,8 @@ class MigrationReport:
         else:
             self.set_config_value("runner.runner_type", runner_type)
 
-    def make_gpus_visible(self) -> None:
-        """Make the machine's GPUs visible in containers, if the launcher needs that setting."""
+    def add_gpu_visibility_setting(self) -> None:
+        """Add the setting that makes the machine's GPUs visible in containers, if the launcher needs it."""
         if self.get_config_value("runner.runner_type") in (None, "swarm") and self.get_config_value("runner.swarm.gpu") is None:
             self.set_config_value("runner.swarm.gpu", "visible")
 
@@ -211,7 +211,7 @@ class MigrationReport:
         config = self._validate_config(source_file)
         config_values = config.model_dump(mode="json")
         non_default = {
-            path: value for path, value in self._values.items() if not _is_default_value(path, config_values, _get_default_values())
+            path: value for path, value in self._values.items() if not _is_default_value(path, config_values, _get_config_default_values())
         }
         non_default = {path: value for path, value in non_default.items() if value is not None or path[0] != "topology"}
         if any(path[0] == "topology" for path in non_default):
@@ -342,7 +342,7 @@ def _is_section(field_type: Any) -> bool:
 
 
 @cache
-def _get_default_values() -> dict[str, Any]:
+def _get_config_default_values() -> dict[str, Any]:
     return Config().model_dump(mode="json")
 
 

@@ -348,7 +348,7 @@ def _map_job_launch(report: MigrationReport, job: _ScriptState) -> None:
     for name, (source_key, value) in job.options.items():
         _map_sbatch_option(report, source_key, name, value)
     if _count_gpus_per_node(job):
-        report.make_gpus_visible()
+        report.add_gpu_visibility_setting()
 
 
 def _map_node_counts(report: MigrationReport, job: _ScriptState, launch: LaunchCommand, nodes: int | None, slots: int | None) -> None:
@@ -503,7 +503,7 @@ def _map_container_option(
     elif name == "env":
         variables |= {pair.partition("=")[0]: ((*source_key, pair.partition("=")[0]), pair.partition("=")[2]) for pair in value.split(",")}
     elif name == "nv":
-        report.make_gpus_visible()
+        report.add_gpu_visibility_setting()
     else:
         report.add_unmapped_key(source_key, UnmappedReason.no_counterpart, "", value=value)
 

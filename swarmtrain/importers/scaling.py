@@ -151,7 +151,7 @@ def _map_runner_type(report: MigrationReport, hosts_argument: tuple[str, ...]) -
                 report.set_config_value("runner.default_gpu_count", report.get_source_value("topology.world_size"))
         if not uses_local:
             report.add_note("Scaling passes on the variables in ~/.deepspeed_env if it exists; to use it, set runner.env_file")
-        report.make_gpus_visible()
+        report.add_gpu_visibility_setting()
     if (
         not isinstance(report.get_source_value("runner.default_gpu_count"), int)
         and hosts

@@ -14,7 +14,7 @@ from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common.container_user import resolve_container_user
 from swarmtrain.launchers.registry import create_launcher, load_deployment
-from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inventory, make_plan, read_cargo
+from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inventory, build_plan, read_cargo
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class ResolvedConfig:
     cargo: Cargo
     notes: tuple[str, ...]
 
-    def make_plan(self, inventory: Inventory, run: str) -> Plan:
+    def build_plan(self, inventory: Inventory, run: str) -> Plan:
         """Return the plan for `run` on the machines of `inventory`. Raises PlanError if the machines do not suffice."""
-        return add_notes(make_plan(self.config, inventory, self.cargo, run=run), *self.notes)
+        return add_notes(build_plan(self.config, inventory, self.cargo, run=run), *self.notes)
 
 
 def resolve_config(config: Config, working_folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
@@ -48,13 +48,13 @@ def plan_run(config: Config, run: str, *, working_folder: Path) -> Plan:
     Raises SwarmtrainError if a file cannot be read, or if the run does not fit on the machines.
     """
     resolved = resolve_config(config, working_folder, lambda: _load_running_config(config, run))
-    return resolved.make_plan(read_inventory(resolved.config), run)
+    return resolved.build_plan(read_inventory(resolved.config), run)
 
 
 def plan_run_offline(config: Config, run: str, *, working_folder: Path) -> Plan:
     """Return the plan for `run` on the config's `hosts`, without querying a cluster. Without `hosts`, the inventory is used."""
     resolved = resolve_config(config, working_folder, lambda: None)
-    return resolved.make_plan(_read_offline_inventory(resolved.config), run)
+    return resolved.build_plan(_read_offline_inventory(resolved.config), run)
 
 
 def count_planned_ranks(config: Config) -> int:
@@ -66,7 +66,7 @@ def count_planned_ranks(config: Config) -> int:
     if config.topology.world_size:
         return config.topology.world_size
     try:
-        return make_plan(config, _read_offline_inventory(config), Cargo(()), run="memory").world_size
+        return build_plan(config, _read_offline_inventory(config), Cargo(()), run="memory").world_size
     except EngineError as error:
         raise EngineError(error.message, place=error.place, hint="set the number of ranks with --ranks N") from None
 
@@ -80,7 +80,7 @@ def plan_scaled_run(launcher: Launcher, run: str, node_count: int) -> Plan:
     low, _, high = config.runner.node_range
     runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, node_count), "max_nodes": max(high, node_count)})
     config = config.model_copy(update={"runner": runner})
-    return make_plan(config, read_inventory(config, launcher), cargo, run=run, node_count=node_count)
+    return build_plan(config, read_inventory(config, launcher), cargo, run=run, node_count=node_count)
 
 
 def read_inventory(config: Config, launcher: Launcher | None = None) -> Inventory:

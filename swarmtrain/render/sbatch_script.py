@@ -136,7 +136,7 @@ def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
         shlex.quote(word)
         for word in [
             *argv,
-            *build_apptainer_prefix(slurm.apptainer, plan, job_layout),
+            *build_apptainer_command_prefix(slurm.apptainer, plan, job_layout),
             python,
             "-m",
             NODE_TASK_MODULE,
@@ -145,7 +145,7 @@ def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
     )
 
 
-def build_apptainer_prefix(apptainer: ApptainerConfig, plan: Plan, job_layout: JobLayout) -> list[str]:
+def build_apptainer_command_prefix(apptainer: ApptainerConfig, plan: Plan, job_layout: JobLayout) -> list[str]:
     """Return the command prefix that runs a command in the Apptainer container. Empty if no image is configured."""
     if not apptainer.image:
         return []

@@ -7,7 +7,7 @@ objectives      training objectives: next-token prediction, preference tuning (D
 parallel        one device mesh; tensor, context and pipeline parallelism within a replica, data parallelism between replicas
 optim           AdamW, SGD, Muon, parameter groups, learning rate schedules, gradient clipping
 memory          estimates of each rank's memory, without a cluster
-loop            train(): steps, validation, checkpoints, graceful exit
+loop            train_model(): steps, validation, checkpoints, graceful exit
 checkpoint      checkpoints: written in the background, restored in any topology
 metrics         log lines, events, metric sinks
 health          detection of hangs, stragglers, non-finite losses, diverged replicas
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from swarmtrain.trainer.custom import Run, build_linear_scaling_warmup, instantiate, run
     from swarmtrain.trainer.data.samples import TokenDataset, open_data
-    from swarmtrain.trainer.loop import TrainingResult, train
+    from swarmtrain.trainer.loop import TrainingResult, train_model
     from swarmtrain.trainer.model.objective import EmbeddingObjective, Objective
     from swarmtrain.trainer.model.transformer import Transformer
     from swarmtrain.trainer.optim import Optimizer
@@ -52,7 +52,7 @@ __all__ = [
     "read_options",
     "run",
     "start_runtime",
-    "train",
+    "train_model",
 ]
 
 # Imported on first use: tokenizing data needs neither these modules nor torch, whose import takes seconds.
@@ -73,7 +73,7 @@ _MODULE_BY_NAME = {
     "read_options": "runtime",
     "run": "custom",
     "start_runtime": "runtime",
-    "train": "loop",
+    "train_model": "loop",
 }
 
 

@@ -39,7 +39,7 @@ class TrainingResult:
     final_validation_loss: float | None
 
 
-def train(
+def train_model(
     runtime: Runtime,
     model: ParallelModel,
     optimizer: Optimizer,

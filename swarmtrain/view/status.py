@@ -182,7 +182,7 @@ def suggest_quarantine_remedy(run: str, host: str) -> str:
 def _collect_latest_events(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
     """Return the newest event of each kind, with its time.
 
-    The outcome is dropped if the coordinator starts again after it. The straggler is dropped when a new world forms.
+    The outcome is dropped if the coordinator restarts after it. The straggler is dropped when a new world forms.
     """
     latest: dict[str, dict[str, Any]] = {}
     for event in events:

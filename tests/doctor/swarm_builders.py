@@ -9,7 +9,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.cluster_checks import ApiObject, ClusterSnapshot
 from swarmtrain.images import PinnedImage
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, make_plan
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_plan
 
 AMD64 = (("amd64", "linux"),)
 GIB = 2**30
@@ -91,7 +91,7 @@ def plan_hosts(*hosts: str, gpu: GpuMode = GpuMode.none, **docker: Any) -> Plan:
     image = {"docker_container": "registry.lab:5000/swarmtrain:1"}
     runner = {"hosts": hosts or ("gpu-1", "gpu-2"), "docker_config": {**image, **docker}, "swarm": {"gpu": gpu}}
     config = Config.model_validate({"runner": runner})
-    return make_plan(config, Inventory("the swarm", tuple(Machine(f"gpu-{i}", id=f"id{i}") for i in range(4))), Cargo(()), run="mine")
+    return build_plan(config, Inventory("the swarm", tuple(Machine(f"gpu-{i}", id=f"id{i}") for i in range(4))), Cargo(()), run="mine")
 
 
 def build_swarm(*workers: ApiObject, **fields: Any) -> ClusterSnapshot:

@@ -16,7 +16,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import CHECKS, ProbeResults
 from swarmtrain.doctor.report import CheckResult, DoctorReport
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, make_plan
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_plan
 
 GIB = 1 << 30
 NODES = ("node0", "node1", "node2")
@@ -28,7 +28,7 @@ def plan_three_nodes(*, shared: bool = True, **runner: Any) -> Plan:
     settings = {"nodes": 3, "docker_config": docker, **runner}
     config = Config.model_validate({"runner": settings, "trainer": {"save_dir": Path("runs/job"), "save_dir_shared": shared}})
     machines = tuple(Machine(host=f"gpu-{index}") for index in range(3))
-    return make_plan(config, Inventory("the test", machines), Cargo(()), run="job")
+    return build_plan(config, Inventory("the test", machines), Cargo(()), run="job")
 
 
 def build_mount(target: str, **changes: Any) -> dict[str, Any]:

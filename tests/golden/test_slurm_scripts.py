@@ -15,7 +15,7 @@ import pytest
 
 from swarmtrain.config import Config
 from swarmtrain.launchers.planner import read_inventory
-from swarmtrain.plan import Cargo, RunFile, make_plan
+from swarmtrain.plan import Cargo, RunFile, build_plan
 from swarmtrain.render.sbatch_script import JobLayout, compute_job_digest, render_sbatch_script
 
 GOLDEN = Path(__file__).parent / "slurm"
@@ -76,6 +76,6 @@ def test_the_script_of_a_config(name: str) -> None:
 def render_demo_script(name: str) -> str:
     config = Config.from_json(json.dumps({"runner": {"runner_type": "slurm", **CONFIGS[name]}, "trainer": {"save_dir": "/scratch/runs"}}))
     cargo = Cargo((RunFile.from_content("training_code.py", b""),), (RunFile.from_content("TOKEN", b"hush"),))
-    plan = make_plan(config, read_inventory(config), cargo, run="demo")
+    plan = build_plan(config, read_inventory(config), cargo, run="demo")
     # The config's digest changes with every new key, and is irrelevant here.
     return render_sbatch_script(plan, SITE).replace(compute_job_digest(plan), "DIGEST")

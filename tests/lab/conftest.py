@@ -22,7 +22,7 @@ from swarmtrain.images.base_image import ensure_base_image
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state, teardown
-from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
+from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
 
 LAB_PARTS = ("swarm", "ssh")
 IMAGE = f"{REGISTRY_ADDRESS}/swarmtrain:test"
@@ -114,7 +114,7 @@ def plan_run(launcher: SwarmLauncher, stub_image: str) -> Callable[..., Plan]:
         settings = {"nodes": nodes, "min_nodes": 1, "max_nodes": 3, "stop_grace": 10, "docker_config": docker, **runner}
         config = Config.model_validate({"runner": settings})
         cargo = Cargo((RunFile.from_content("training_code.py", script),), (RunFile.from_content("TOKEN", b"hidden"),))
-        return make_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN)
+        return build_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN)
 
     return make
 

@@ -16,7 +16,7 @@ from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import RunNotFound, StackError
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
-from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
+from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
 
 pytestmark = pytest.mark.test_all_only("waits for several runs in a queue; the order of the queue is in tests/unit/test_gang_queue.py")
 
@@ -54,7 +54,7 @@ def plan_gpu_run(launcher: SwarmLauncher, stub_image: str) -> Callable[..., Plan
         }
         cargo = Cargo((RunFile.from_content("training_code.py", b"train()\n"),))
         config = Config.model_validate({"runner": runner})
-        return make_plan(config, launcher.read_inventory(config.runner), cargo, run=run)
+        return build_plan(config, launcher.read_inventory(config.runner), cargo, run=run)
 
     return make
 

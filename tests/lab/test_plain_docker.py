@@ -14,7 +14,7 @@ from swarm_helpers import DISCARD, RUN, find_docker_programs, is_run_removed, li
 from swarmtrain import protocol
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan, make_plan
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack, write_stack
 
 # Characters that Swarm, or a parser of the stack file, would substitute if they were not escaped.
@@ -59,7 +59,7 @@ def test_every_command_on_what_docker_stack_deploy_started(
     launcher.deploy_run(plan, print_line)
     assert list_task_ids(launcher._engine) == tasks
     config, cargo = launcher.load_deployment(RUN)
-    launcher.deploy_run(make_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN, node_count=3), print_line)
+    launcher.deploy_run(build_plan(config, launcher.read_inventory(config.runner), cargo, run=RUN, node_count=3), print_line)
     assert list_task_ids(launcher._engine).items() >= tasks.items()
     launcher.stop_run(RUN, print_line)
     assert {task.state for task in launcher.list_tasks(RUN) if task.node != protocol.RENDEZVOUS_SERVICE} == {"stopped"}

@@ -28,7 +28,7 @@ from swarmtrain.launchers.common.history_store import resolve_run_folder
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.operations.runs import remove_run
-from swarmtrain.plan import Plan, make_plan
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack, write_stack
 from swarmtrain.view.logs import LogFilter, print_logs
 from swarmtrain.view.run_state import show_history
@@ -127,7 +127,7 @@ def test_a_run_is_seen_changed_and_taken_down(lab: Lab, launcher: SwarmLauncher,
     # Scaling does not touch the other nodes, and needs only what is stored in the swarm.
     config, cargo = later.load_deployment(RUN)
     assert cargo.code == plan_run().cargo.code
-    three = make_plan(config, later.read_inventory(config.runner), cargo, run=RUN, node_count=3)
+    three = build_plan(config, later.read_inventory(config.runner), cargo, run=RUN, node_count=3)
     later.deploy_run(three, print_line)
     assert list_task_ids(engine) == {**first, "demo_node2": list_task_ids(engine)["demo_node2"]}
     later.deploy_run(plan_run(), print_line)

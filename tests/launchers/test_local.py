@@ -21,7 +21,7 @@ from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.planner import plan_scaled_run
-from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
+from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.view.status import build_status
@@ -89,7 +89,7 @@ def plan_run(
     }
     config = Config.from_json(json.dumps({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
     code = (RunFile.from_content("training_code.py", script.encode()), RunFile.from_content("beside.py", b""))
-    return make_plan(config, launcher.read_inventory(config.runner), Cargo(code, (RunFile.from_content("TOKEN", b"hush"),)), run="demo")
+    return build_plan(config, launcher.read_inventory(config.runner), Cargo(code, (RunFile.from_content("TOKEN", b"hush"),)), run="demo")
 
 
 def list_run_pids(folder: Path) -> list[int]:

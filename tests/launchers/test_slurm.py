@@ -23,7 +23,7 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.planner import plan_scaled_run
 from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
-from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
+from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
 from swarmtrain.process import run_command
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 from swarmtrain.view.status import build_status
@@ -105,7 +105,7 @@ def plan_run(name: str = "demo", *, script: str = TRAIN, nodes: int = 2, min_nod
     }
     config = Config.from_json(json.dumps({"runner": runner, "topology": {"global_batch_size": 12, "micro_batch_size": 1}}))
     cargo = Cargo((RunFile.from_content("training_code.py", script.encode()),), (RunFile.from_content("TOKEN", b"hush"),))
-    return make_plan(config, SlurmLauncher().read_inventory(config.runner), cargo, run=name)
+    return build_plan(config, SlurmLauncher().read_inventory(config.runner), cargo, run=name)
 
 
 def wait_for_event(
@@ -315,12 +315,12 @@ def test_plain_srun_finds_its_world(launcher: SlurmLauncher, lab: Lab, tmp_path:
     }
     (tmp_path / "config.yml").write_text(json.dumps(config))
     (tmp_path / "script.py").write_text(
-        "import training_code\nfrom swarmtrain.trainer import collectives, train\n"
+        "import training_code\nfrom swarmtrain.trainer import collectives, train_model\n"
         "def shown(runtime, *rest, **facts):\n"
         "    place = (runtime.rank, runtime.local_rank, runtime.node)\n"
         "    print('world', sorted(collectives.all_gather_objects(place)), flush=True)\n"
-        "    return train(runtime, *rest, **facts)\n"
-        "training_code.train = shown\ntraining_code.main()\n"
+        "    return train_model(runtime, *rest, **facts)\n"
+        "training_code.train_model = shown\ntraining_code.main()\n"
     )
     command = ["srun", "--nodes=2", "--ntasks=2", "--nodelist=n01,n02", "--time=2", sys.executable, "script.py", "config.yml"]
     printed = run_command(command, env={"MASTER_ADDR": lab.get_status()[0].address}, timeout=60)

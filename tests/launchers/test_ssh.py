@@ -27,7 +27,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.planner import plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
-from swarmtrain.plan import Cargo, Plan, RunFile, make_plan
+from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 
 pytestmark = pytest.mark.test_all_only("one life of a run over SSH is in the contract")
@@ -114,7 +114,7 @@ def build_config(folder: Path, *, nodes: int, min_nodes: int | None = None, scri
 
 def plan_run(config: Config, run: str = "demo") -> Plan:
     code = tuple(RunFile.from_content(name, Path(name).read_bytes()) for name in ("training_code.py", "beside.py"))
-    return make_plan(
+    return build_plan(
         config, SshLauncher().read_inventory(config.runner), Cargo(code, (RunFile.from_content("TOKEN", SECRET.encode()),)), run=run
     )
 

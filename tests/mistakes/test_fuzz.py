@@ -27,7 +27,7 @@ from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.planner import derive_run_name
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
-from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo
+from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, build_plan, read_cargo
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render import compose_file
 from swarmtrain.render.sbatch_script import JobLayout, render_sbatch_script
@@ -83,7 +83,7 @@ class ConfigFuzzer:
         cluster = Inventory("the swarm", tuple(Machine(f"node{index}", resources={"NVIDIA-GPU": 2}) for index in range(5)))
         cargo = read_cargo(config, self.folder)
         hosts = config.runner.host_entries
-        return make_plan(
+        return build_plan(
             config, build_offline_inventory(hosts) if hosts else cluster, cargo, run=derive_run_name(path) if name is None else name
         )
 

@@ -132,7 +132,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_text_is_tokenized_without_torch() -> None:
     """torch takes seconds to import, and gigabytes to install. The trainer's public names are available all the same."""
     found = "import sys, swarmtrain.trainer as trainer, swarmtrain.trainer.tokenize.command\nassert 'torch' not in sys.modules\n"
-    every = "[getattr(trainer, name) for name in reversed(trainer.__all__)]\nfrom swarmtrain.trainer import start_runtime, train"
+    every = "[getattr(trainer, name) for name in reversed(trainer.__all__)]\nfrom swarmtrain.trainer import start_runtime, train_model"
     subprocess.run([sys.executable, "-c", found + every], check=True, timeout=120)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = swarmtrain.trainer.nothing

@@ -14,7 +14,7 @@ import yaml
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, StackError
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, make_plan
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, build_plan
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml, write_stack
 
 CODE = RunFile.from_content("training_code.py", b"print('hello')\n")
@@ -25,7 +25,7 @@ def build_demo_stack(*overrides: str, nodes: int | None = None, secrets: tuple[R
         "runner: {hosts: [a, b, c, d], nodes: 3, min_nodes: 1}\ntopology: {global_batch_size: 24, micro_batch_size: 2}", overrides
     )
     return render_stack(
-        make_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((code,), secrets), run="demo", node_count=nodes)
+        build_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((code,), secrets), run="demo", node_count=nodes)
     )
 
 
@@ -128,7 +128,7 @@ def test_long_names_fit_into_swarms() -> None:
         "runner: {hosts: [a], secrets: {A_LONG_NAME_OF_A_SECRET: key}}\ntopology: {global_batch_size: 1, micro_batch_size: 1}"
     )
     cargo = Cargo((CODE,), (RunFile.from_content("A_LONG_NAME_OF_A_SECRET", b"x"),))
-    found = render_stack(make_plan(config, build_offline_inventory([HostEntry.parse("a")]), cargo, run=run)).document
+    found = render_stack(build_plan(config, build_offline_inventory([HostEntry.parse("a")]), cargo, run=run)).document
     longest = max(len(f"{run}_{key}") for part in ("configs", "secrets") for key in found[part])
     assert (longest, len(found["configs"]), len(found["secrets"])) == (64, 2, 1)
 
@@ -173,7 +173,7 @@ def test_an_internal_network() -> None:
 
 def build_host_network_stack(*overrides: str, machines: tuple[Machine, ...] = (), run: str = "demo") -> Stack:
     config = parse_config("runner: {nodes: 1, swarm: {network: host}}\ntopology: {global_batch_size: 1, micro_batch_size: 1}", overrides)
-    return render_stack(make_plan(config, Inventory("the swarm", machines), Cargo((CODE,)), run=run))
+    return render_stack(build_plan(config, Inventory("the swarm", machines), Cargo((CODE,)), run=run))
 
 
 MACHINES = (Machine("gpu-1", id="one", address="10.0.0.5"), Machine("gpu-2", id="two", address="10.0.0.6", is_manager=True))
@@ -278,7 +278,7 @@ def test_a_thousand_nodes_have_names_of_their_own() -> None:
     config = parse_config(
         f"runner: {{hosts: {[f'h{index}' for index in range(1000)]}}}\ntopology: {{global_batch_size: 1000, micro_batch_size: 1}}"
     )
-    found = render_stack(make_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((CODE,)), run="demo"))
+    found = render_stack(build_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((CODE,)), run="demo"))
     assert len(found.document["services"]) == 1001
 
 
@@ -296,4 +296,4 @@ def plan_host_network(hosts: str) -> Plan:
     config = parse_config(
         "runner: {swarm: {network: host}, master_addr: 10.0.0.9}\ntopology: {global_batch_size: 2, micro_batch_size: 1}", [hosts]
     )
-    return make_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((CODE,)), run="demo")
+    return build_plan(config, build_offline_inventory(config.runner.host_entries), Cargo((CODE,)), run="demo")

@@ -12,7 +12,7 @@ from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import ConfigError
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
-from swarmtrain.plan import Cargo, RunFile, build_offline_inventory, make_plan
+from swarmtrain.plan import Cargo, RunFile, build_offline_inventory, build_plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
 
@@ -92,7 +92,7 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     docker["volumes"] = {"nas": {"type": "nfs", "o": "addr=nas,rw", "device": ":/export"}}
     given = build_ssh_config(runner_type="ssh_docker", hosts=["a slots=0,2", "b slots=1"], env={"TOLD": "quietly"}, docker_config=docker)
     cargo = Cargo((RunFile.from_content("training_code.py", b""),), (RunFile.from_content("TOKEN", b"hush"),))
-    plan = make_plan(given, build_offline_inventory(given.runner.host_entries), cargo, run="demo")
+    plan = build_plan(given, build_offline_inventory(given.runner.host_entries), cargo, run="demo")
     record = SshRunRecord({"a": "python3", "b": "python3"}, {"node0": "a", "node1": "b"}, "10.0.0.1", 20000, 20001, "/", 90.0)
     there = {name: HostContext(PurePosixPath("/state/demo"), "/", gpus, "1000:1000") for name, gpus in (("a", 4), ("b", 0))}
     found = {spec.name: spec for some in build_process_specs(plan, record, there).values() for spec in some}
@@ -118,6 +118,6 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     assert not [word for word in found[RENDEZVOUS_SERVICE].prepare_command if word.startswith("/state")]
     privileged = given.runner.docker_config.model_copy(update={"privileged": True})
     runner = given.runner.model_copy(update={"docker_config": privileged})
-    plan = make_plan(given.model_copy(update={"runner": runner}), build_offline_inventory(given.runner.host_entries), cargo, run="demo")
+    plan = build_plan(given.model_copy(update={"runner": runner}), build_offline_inventory(given.runner.host_entries), cargo, run="demo")
     assert "--privileged" in build_process_specs(plan, record, there)["b"][0].prepare_command
     assert "--privileged" not in node.prepare_command

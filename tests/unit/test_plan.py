@@ -9,7 +9,7 @@ import pytest
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_offline_inventory, make_plan, read_cargo
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_offline_inventory, build_plan, read_cargo
 
 NODE_ID = "abcdefghijklmnopqrstuvwx0"
 
@@ -19,7 +19,7 @@ def build_inventory(*machines: Machine) -> Inventory:
 
 
 def plan_demo(inventory: Inventory, *overrides: str, nodes: int | None = None) -> Plan:
-    return make_plan(
+    return build_plan(
         parse_config("topology: {global_batch_size: 24, micro_batch_size: 2}", overrides),
         inventory,
         Cargo(()),
@@ -149,7 +149,7 @@ def test_scaling_overrides_the_number_of_nodes() -> None:
 @pytest.mark.parametrize("run", ["", "Upper", "a_b", "-a", "a" * 47])
 def test_a_run_name_must_be_valid_in_a_host_name(run: str) -> None:
     with pytest.raises(PlanError, match="must consist of lower-case letters"):
-        make_plan(parse_config("{}"), THREE_MACHINES, Cargo(()), run=run)
+        build_plan(parse_config("{}"), THREE_MACHINES, Cargo(()), run=run)
 
 
 def test_cargo_holds_the_script_the_code_that_travels_with_it_and_the_secrets(tmp_path: Path) -> None:

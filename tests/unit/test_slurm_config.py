@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from swarmtrain.config import Config
 from swarmtrain.launchers.planner import read_inventory
-from swarmtrain.plan import Cargo, make_plan
+from swarmtrain.plan import Cargo, build_plan
 
 
 def build_slurm_config(**runner: object) -> Config:
@@ -36,4 +36,4 @@ def test_what_slurm_would_refuse(runner: dict[str, object], reason: str) -> None
 )
 def test_slots_are_the_gpus_of_a_node(slurm: dict[str, object], slots: int) -> None:
     wanted = build_slurm_config(nodes=2, slurm=slurm)
-    assert [node.slots for node in make_plan(wanted, read_inventory(wanted), Cargo(()), run="demo").nodes] == [slots, slots]
+    assert [node.slots for node in build_plan(wanted, read_inventory(wanted), Cargo(()), run="demo").nodes] == [slots, slots]

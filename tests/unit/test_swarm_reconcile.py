@@ -14,7 +14,7 @@ from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.launchers.swarm.cluster_state import Service, StackState, build_natural_sort_key
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
-from swarmtrain.plan import Cargo, Inventory, Machine, RunFile, make_plan
+from swarmtrain.plan import Cargo, Inventory, Machine, RunFile, build_plan
 from swarmtrain.render.stack_document import render_stack
 
 IMAGE = "registry.lab:5000/swarmtrain:1"
@@ -24,7 +24,7 @@ MACHINES = Inventory("four machines", tuple(Machine(f"gpu-{index}", id=f"id{inde
 def build_desired_specs(nodes: int = 2, script: bytes = b"train()", digest: str = "a", **runner: Any) -> StackSpecs:
     settings = {"nodes": nodes, "min_nodes": 1, "max_nodes": 4, "docker_config": {"docker_container": IMAGE}, **runner}
     config = Config.model_validate({"runner": settings})
-    plan = make_plan(config, MACHINES, Cargo((RunFile.from_content("training_code.py", script),)), run="run")
+    plan = build_plan(config, MACHINES, Cargo((RunFile.from_content("training_code.py", script),)), run="run")
     return build_stack_specs(render_stack(plan), {IMAGE: PinnedImage(f"{IMAGE}@sha256:{digest}", (("amd64", "linux"),))})
 
 

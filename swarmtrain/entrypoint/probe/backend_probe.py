@@ -40,8 +40,8 @@ def inspect_interpreter() -> dict[str, Any]:
     return report
 
 
-def run_all_reduce(backend: str, rank: int, size: int, store: str, interface: str) -> dict[str, float]:
-    """Run an all-reduce of rank + 1 in a process group of `size` processes, and return the sum as {"sum": …}.
+def run_all_reduce(backend: str, rank: int, world_size: int, store_address: str, interface: str) -> dict[str, float]:
+    """Run an all-reduce of rank + 1 in a process group of `world_size` processes, and return the sum as {"sum": …}.
 
     Raises any exception of torch.
     """
@@ -54,10 +54,10 @@ def run_all_reduce(backend: str, rank: int, size: int, store: str, interface: st
     else:
         from swarmtrain.entrypoint.network_interface import choose_route
 
-        os.environ.update(choose_route(interface, store).build_interface_environment(os.environ))
-        host, _, port = store.rpartition(":")
-        tcp_store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=_GROUP_TIMEOUT)
-        dist.init_process_group(backend, store=tcp_store, rank=rank, world_size=size, timeout=_GROUP_TIMEOUT)
+        os.environ.update(choose_route(interface, store_address).build_interface_environment(os.environ))
+        host, _, port = store_address.rpartition(":")
+        tcp_store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=_GROUP_TIMEOUT)
+        dist.init_process_group(backend, store=tcp_store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
     tensor = torch.tensor([rank + 1.0], device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(tensor)
     total = float(tensor.item())

@@ -60,7 +60,7 @@ class DesiredState:
 
     @property
     def processes_to_start(self) -> list[tuple[str, ProcessSpec]]:
-        """The processes to start, with their hosts, the coordinator first. A completed process is not started again."""
+        """The processes to start, with their hosts, the coordinator first. A completed process is not restarted."""
         return [(host, spec) for host, specs in self.specs.items() for spec in specs if self._needs_start(host, spec.name)]
 
     @property
@@ -151,9 +151,9 @@ class SshLauncher:
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
         self._index.write_record(run, replace(record, interpreters=pythons))
         files = _build_run_files(plan, record)
-        host_group.run_on_all_hosts(lambda host: host.call_agent("write_files", run=run, files=files), list(desired.specs))
+        host_group.run_on_hosts(lambda host: host.call_agent("write_files", run=run, files=files), list(desired.specs))
         to_stop = desired.processes_to_stop
-        host_group.run_on_all_hosts(
+        host_group.run_on_hosts(
             lambda host: host.call_agent(
                 "stop_processes", timeout=_compute_stop_timeout(record), run=run, names=to_stop[host.name], grace=record.stop_grace
             ),
@@ -164,11 +164,11 @@ class SshLauncher:
             if removed_names := [name for name in names if not desired.is_process_planned(host, name)]:
                 host_group.hosts[host].call_agent("delete_process_files", run=run, names=removed_names)
                 report_progress(f"{', '.join(removed_names)} removed from {host}")
-        host_group.run_on_all_hosts(lambda host: host.call_agent("remove_run", run=run), removed_hosts)
+        host_group.run_on_hosts(lambda host: host.call_agent("remove_run", run=run), removed_hosts)
         self._index.write_record(run, record)
         to_start = desired.processes_to_start
         if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
-            host_group.run_on_all_hosts(lambda host: host.call_agent("rotate_events", run=run), list(desired.specs))
+            host_group.run_on_hosts(lambda host: host.call_agent("rotate_events", run=run), list(desired.specs))
         for is_coordinator_pass in (True, False):
             now = {
                 host: [
@@ -179,7 +179,7 @@ class SshLauncher:
                 for host, _ in to_start
             }
             now = {host: specs for host, specs in now.items() if specs}
-            host_group.run_on_all_hosts(lambda host, now=now: host.call_agent("start_processes", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
+            host_group.run_on_hosts(lambda host, now=now: host.call_agent("start_processes", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
             for host, specs in now.items():
                 report_progress(f"{', '.join(spec['name'] for spec in specs)} started on {host}")
         if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
@@ -287,14 +287,14 @@ class SshLauncher:
         with host_group, _hold_run_lock(host_group, run, report_progress):
             failed = _stop_nodes(host_group, run, record)
             reached = [host for host in host_group.hosts if host not in failed]
-            host_group.run_on_all_hosts(
+            host_group.run_on_hosts(
                 lambda host: host.call_agent(
                     "stop_processes", timeout=_compute_stop_timeout(record), run=run, names=None, grace=_COORDINATOR_GRACE_SECONDS
                 ),
                 reached,
             )
             _download_history(host_group, run, reached)
-            host_group.run_on_all_hosts(lambda host: host.call_agent("remove_run", run=run), reached)
+            host_group.run_on_hosts(lambda host: host.call_agent("remove_run", run=run), reached)
             if failed:
                 self._index.write_record(run, record.restrict_to_hosts(list(failed)))
                 raise _build_unreachable_hosts_error(failed, run, "down")
@@ -332,7 +332,7 @@ def _read_host_inventory(runner: RunnerConfig) -> Inventory:
     names = [host.name for host in hosts]
     hosts_without_slots = [host.name for host in hosts if not (host.slots or runner.default_gpu_count)]
     with connect_hosts(names, dict.fromkeys(names, _resolve_interpreter(runner))) as host_group:
-        host_info = host_group.run_on_all_hosts(lambda host: host.call_agent("describe_host"), hosts_without_slots)
+        host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host"), hosts_without_slots)
     gpus = {name: {runner.swarm.generic_resource: info["gpus"]} for name, info in host_info.items()}
     origin = "the hosts that the config lists, over SSH" if runner.hosts else "this machine"
     return Inventory(origin, tuple(Machine(host=name, resources=gpus.get(name, {})) for name in names))
@@ -379,7 +379,7 @@ def _compute_desired_state(plan: Plan, host_group: HostGroup, previous_record: S
     host_states, unreachable = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
     for host in unreachable.keys() & planned:
         raise unreachable[host]
-    host_info = host_group.run_on_all_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
+    host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
     coordinator_host = planned[0]
     marker = host_states[coordinator_host]["marker"]
     try:
@@ -497,7 +497,7 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
 
 def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> None:
     """Append the events and logs on the hosts to the history on this machine, before these files are removed from the hosts."""
-    histories = host_group.run_on_all_hosts(
+    histories = host_group.run_on_hosts(
         lambda host: (run_stream.read_log_lines(host, run), run_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
     )
     history_store.resolve_run_folder(run).mkdir(parents=True, exist_ok=True)

@@ -271,12 +271,12 @@ class HostGroup:
         """Return the path of the Python interpreter used on the host `host_name`."""
         return self._pythons[host_name]
 
-    def run_on_all_hosts(self, work: Callable[[Host], T], host_names: Collection[str] | None = None) -> dict[str, T]:
-        """Call `work` for each host, or each in `host_names`, in parallel, and return the results by host.
+    def run_on_hosts(self, function: Callable[[Host], T], host_names: Collection[str] | None = None) -> dict[str, T]:
+        """Call `function` for each host, or each in `host_names`, in parallel, and return the results by host.
 
         Raises the first HostError, after all calls have ended.
         """
-        results, failed = self.collect_results_and_errors(work, host_names)
+        results, failed = self.collect_results_and_errors(function, host_names)
         for error in failed.values():
             raise error
         return results
@@ -302,7 +302,7 @@ class HostGroup:
     def close(self) -> None:
         """Release the connections to all hosts."""
         with contextlib.suppress(HostError):
-            self.run_on_all_hosts(self._release)
+            self.run_on_hosts(self._release)
 
 
 def connect_hosts(names: Sequence[str], interpreters: Mapping[str, str]) -> HostGroup:

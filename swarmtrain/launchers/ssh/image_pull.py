@@ -41,7 +41,7 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
             return ""
         return str(result["output"]).strip() or f"exit code {result['exit_code']}"
 
-    for name, error in host_group.run_on_all_hosts(pull_image_on_host, hosts).items():
+    for name, error in host_group.run_on_hosts(pull_image_on_host, hosts).items():
         if error:
             hint = f"run docker login on this machine, or on {name}; to see the complete error, run: ssh {name} docker pull {image}"
             raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)

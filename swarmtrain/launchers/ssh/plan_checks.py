@@ -116,7 +116,7 @@ def _check_shared_save_dir(plan: Plan, host_group: HostGroup) -> list[Finding]:
     try:
         if not first_host.call_agent("update_marker", path=marker, action="create"):
             return []
-        visible = host_group.run_on_all_hosts(lambda host: bool(host.call_agent("update_marker", path=marker, action="check")))
+        visible = host_group.run_on_hosts(lambda host: bool(host.call_agent("update_marker", path=marker, action="check")))
         first_host.call_agent("update_marker", path=marker, action="remove")
     except HostError:
         return []

@@ -342,10 +342,10 @@ def _run_backend_probe(
     return {"error": lines[-1] if lines else f"exit code {result['exit_code']}"}
 
 
-def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
+def _find_version_differences(probe_result_by_host: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     """Yield a finding for each version difference between hosts. A difference in Python is less severe than one in torch."""
     for component in ("python", "swarmtrain", "torch", "cuda", "nccl"):
-        version_by_host = {name: host_info[component] for name, host_info in hosts.items() if host_info.get(component)}
+        version_by_host = {name: host_info[component] for name, host_info in probe_result_by_host.items() if host_info.get(component)}
         if len(set(version_by_host.values())) > 1:
             versions = ", ".join(f"{version} on {name}" for name, version in version_by_host.items())
             yield Finding(
@@ -356,15 +356,17 @@ def _find_version_differences(hosts: dict[str, dict[str, Any]]) -> Iterator[Find
             )
 
 
-def _find_backend_incompatibility(backend: str, hosts: dict[str, dict[str, Any]]) -> str:
+def _find_backend_incompatibility(backend: str, probe_result_by_host: dict[str, dict[str, Any]]) -> str:
     """Return the reason why `backend` cannot be tested on all hosts; empty if it can be tested."""
     hosts_by_obstacle = {
-        "no probe result": [name for name, host_info in hosts.items() if not host_info],
-        "no torch": [name for name, host_info in hosts.items() if not host_info.get("torch")],
-        "no swarmtrain": [name for name, host_info in hosts.items() if not host_info.get("swarmtrain")],
-        f"torch is built without {backend}": [name for name, host_info in hosts.items() if backend not in host_info.get("backends", ())],
-        "no GPU": [name for name, host_info in hosts.items() if backend == "nccl" and not host_info.get("gpus")],
-        "no mpirun": [name for name, host_info in hosts.items() if backend == "mpi" and not host_info.get("mpirun")],
+        "no probe result": [name for name, host_info in probe_result_by_host.items() if not host_info],
+        "no torch": [name for name, host_info in probe_result_by_host.items() if not host_info.get("torch")],
+        "no swarmtrain": [name for name, host_info in probe_result_by_host.items() if not host_info.get("swarmtrain")],
+        f"torch is built without {backend}": [
+            name for name, host_info in probe_result_by_host.items() if backend not in host_info.get("backends", ())
+        ],
+        "no GPU": [name for name, host_info in probe_result_by_host.items() if backend == "nccl" and not host_info.get("gpus")],
+        "no mpirun": [name for name, host_info in probe_result_by_host.items() if backend == "mpi" and not host_info.get("mpirun")],
     }
     return next((f"{obstacle} on {', '.join(names)}" for obstacle, names in hosts_by_obstacle.items() if names), "")
 
@@ -376,16 +378,16 @@ def _verify_backend(backend: str, runner: RunnerConfig, interpreter: str, host_g
     # Random, so that two simultaneous tests do not collide.
     ports = [runner.master_port] if runner.master_port else random.sample(_PORT_RANGE, _PORT_CANDIDATES)
     try:
-        host_info = host_group.run_on_all_hosts(lambda host: host.call_agent("describe_host", ports=ports if host.name == names[0] else ()))
+        host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host", ports=ports if host.name == names[0] else ()))
         if not (free_ports := [port for port in ports if port not in host_info[names[0]]["taken_ports"]]):
             return f"another process listens on port {ports[0]} of {names[0]}: choose another with -o runner.master_port"
-        store = f"{resolve_host_address(runner, names[0], host_info)}:{free_ports[0]}"
-        question = {"backend": backend, "size": world_size, "store": store, "interface": runner.interface or ""}
+        store_address = f"{resolve_host_address(runner, names[0], host_info)}:{free_ports[0]}"
+        question = {"backend": backend, "world_size": world_size, "store_address": store_address, "interface": runner.interface or ""}
         if backend == "mpi":
             launch = ["mpirun", "-n", str(world_size), *(["-host", ",".join(names)] if names != [LOCALHOST] else [])]
             results = {names[0]: _run_backend_probe(host_group.hosts[names[0]], interpreter, runner, {**question, "rank": 0}, launch)}
         else:
-            results = host_group.run_on_all_hosts(
+            results = host_group.run_on_hosts(
                 lambda host: _run_backend_probe(host, interpreter, runner, {**question, "rank": names.index(host.name)})
             )
     except HostError as error:

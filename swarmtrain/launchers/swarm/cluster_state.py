@@ -244,7 +244,7 @@ def find_replaced_task_ids(tasks: list[Task], service_id: str) -> frozenset[str]
     return frozenset([task.id for task in tasks if task.service_id == service_id][:-1])
 
 
-def build_task_state(node_name: str, tasks: list[Task], service: Service, hosts: Mapping[str, str]) -> TaskState:
+def build_task_state(node_name: str, tasks: list[Task], service: Service, host_name_by_node_id: Mapping[str, str]) -> TaskState:
     """Return the state of `service` as a TaskState, in Swarm's terms.
 
     While a task is pending, `reason` states why the previous task ended.
@@ -259,14 +259,16 @@ def build_task_state(node_name: str, tasks: list[Task], service: Service, hosts:
             candidate for candidate in tasks if candidate.service_id == service.id and candidate.id != task.id and candidate.reason
         ]
         reason = f"restarting after: {earlier_failures[-1].reason}" if earlier_failures else ""
-    return TaskState(node_name, hosts.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus)
+    return TaskState(node_name, host_name_by_node_id.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus)
 
 
-def list_stopping_nodes(tasks: list[Task], services: list[Service], hosts: Mapping[str, str]) -> list[TaskState]:
+def list_stopping_nodes(tasks: list[Task], services: list[Service], host_name_by_node_id: Mapping[str, str]) -> list[TaskState]:
     """Return the states of nodes whose services are removed but whose containers still run."""
     service_ids = {service.id for service in services}
     leftover = [task for task in tasks if task.service_id not in service_ids and task.node_id and not task.is_final]
-    return [TaskState(task.node_name, hosts.get(task.node_id, ""), "stopping", "its service is removed") for task in leftover]
+    return [
+        TaskState(task.node_name, host_name_by_node_id.get(task.node_id, ""), "stopping", "its service is removed") for task in leftover
+    ]
 
 
 def read_host_names(engine: DockerEngine) -> dict[str, str]:

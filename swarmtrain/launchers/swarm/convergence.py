@@ -167,7 +167,7 @@ def _should_stop_waiting(
 
 
 def _raise_if_tasks_failed_to_start(
-    engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], hosts: dict[str, str]
+    engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], host_name_by_node_id: dict[str, str]
 ) -> None:
     complaints = []
     hints = []
@@ -187,7 +187,7 @@ def _raise_if_tasks_failed_to_start(
         )
         if len(failed_tasks) >= limit:
             final_lines = _read_last_log_lines(engine, service, name) if failed_tasks[-1].state == "failed" else ""
-            complaints.append(f"{name} on {hosts.get(failed_tasks[-1].node_id, 'no host')}: {reason}{final_lines}")
+            complaints.append(f"{name} on {host_name_by_node_id.get(failed_tasks[-1].node_id, 'no host')}: {reason}{final_lines}")
             hints.append(hint)
     if complaints:
         raise StackError("cannot be started: " + "; ".join(complaints), place=f"run {stack}", hint=hints[0])

@@ -92,12 +92,16 @@ def _check_secret_content(step: ReconcileStep) -> None:
 
 
 def _apply_service_step(
-    engine: DockerEngine, step: ReconcileStep, configs: Mapping[str, str], secrets: Mapping[str, str], created_names: set[str]
+    engine: DockerEngine,
+    step: ReconcileStep,
+    config_id_by_name: Mapping[str, str],
+    secret_id_by_name: Mapping[str, str],
+    created_names: set[str],
 ) -> None:
     if step.verb is StepVerb.remove:
         engine.delete(f"/services/{step.id}")
         return
-    spec = resolve_config_and_secret_ids(step.spec or {}, configs, secrets)
+    spec = resolve_config_and_secret_ids(step.spec or {}, config_id_by_name, secret_id_by_name)
     image = spec["TaskTemplate"]["ContainerSpec"]["Image"]
     if step.verb is StepVerb.create:
         _create_service(engine, step, spec, image, created_names)
@@ -131,20 +135,20 @@ def update_service(engine: DockerEngine, service_id: str, version: int, spec: Ap
         version = engine.get(f"/services/{service_id}")["Version"]["Index"]
 
 
-def resolve_config_and_secret_ids(spec: ApiSpec, configs: Mapping[str, str], secrets: Mapping[str, str]) -> ApiSpec:
+def resolve_config_and_secret_ids(spec: ApiSpec, config_id_by_name: Mapping[str, str], secret_id_by_name: Mapping[str, str]) -> ApiSpec:
     """Return a service's spec with the ids that its configs and secrets have on this swarm."""
     container = dict(spec["TaskTemplate"]["ContainerSpec"])
-    for kind, ids in (("Config", configs), ("Secret", secrets)):
+    for kind, ids in (("Config", config_id_by_name), ("Secret", secret_id_by_name)):
         if f"{kind}s" in container:
             container[f"{kind}s"] = [_resolve_config_or_secret_id(reference, kind, ids) for reference in container[f"{kind}s"]]
     return {**spec, "TaskTemplate": {**spec["TaskTemplate"], "ContainerSpec": container}}
 
 
-def _resolve_config_or_secret_id(reference: dict[str, Any], kind: str, ids: Mapping[str, str]) -> dict[str, Any]:
+def _resolve_config_or_secret_id(reference: dict[str, Any], kind: str, id_by_name: Mapping[str, str]) -> dict[str, Any]:
     name = reference[f"{kind}Name"]
-    if name not in ids:
+    if name not in id_by_name:
         raise StackError("was removed while the stack was being deployed", place=f"{kind.lower()} {name}", hint="deploy again")
-    return {**reference, f"{kind}ID": ids[name]}
+    return {**reference, f"{kind}ID": id_by_name[name]}
 
 
 def _remove_object(engine: DockerEngine, step: ReconcileStep, report_progress: ProgressReporter) -> None:

@@ -13,7 +13,7 @@ from swarmtrain.config.schema.trainer import TrainerConfig
 from swarmtrain.errors import IncompatibleCheckpoint
 from swarmtrain.trainer.model.peft import ADAPTER_KEY, LORA_KEY
 
-TensorSizes = Mapping[str, tuple[int, ...]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 _MODEL_PREFIX, _OPTIMIZER_PREFIX = "model/", "optimizer/"
 
 
@@ -59,11 +59,11 @@ LOAD_EVERYTHING = LoadRules(should_log=False)
 
 
 def select_tensors_to_load(
-    available_sizes: TensorSizes, expected_sizes: TensorSizes, place: str, rules: LoadRules = LOAD_EVERYTHING, config_changes: str = ""
+    available_shapes: TensorShapes, expected_shapes: TensorShapes, place: str, rules: LoadRules = LOAD_EVERYTHING, config_changes: str = ""
 ) -> list[str]:
-    """Return the names of the `expected_sizes` tensors to load from a checkpoint with the tensors `available_sizes`.
+    """Return the names of the tensors in `expected_shapes` to load from a checkpoint whose tensors are `available_shapes`.
 
-    `available_sizes` and `expected_sizes` map tensor names (model/PARAMETER or optimizer/MOMENT/PARAMETER) to shapes. Optimizer state is
+    `available_shapes` and `expected_shapes` map tensor names (model/PARAMETER or optimizer/MOMENT/PARAMETER) to shapes. Optimizer state is
     initialized instead of loaded if the checkpoint lacks all state of a parameter, or state that does not belong to a single parameter.
     `place` names the checkpoint in errors. `config_changes` is appended to the error message for a different model.
 
@@ -71,24 +71,24 @@ def select_tensors_to_load(
     """
     mismatched = [
         name
-        for name in sorted(available_sizes.keys() | expected_sizes.keys())
-        if name.startswith(_MODEL_PREFIX) and available_sizes.get(name) != expected_sizes.get(name)
+        for name in sorted(available_shapes.keys() | expected_shapes.keys())
+        if name.startswith(_MODEL_PREFIX) and available_shapes.get(name) != expected_shapes.get(name)
     ]
-    if mismatched := [name for name in mismatched if not (_is_allowed_difference(available_sizes, expected_sizes, name, rules))]:
+    if mismatched := [name for name in mismatched if not (_is_allowed_difference(available_shapes, expected_shapes, name, rules))]:
         name = mismatched[0]
-        saved_size, current_size = available_sizes.get(name, "missing"), expected_sizes.get(name, "missing")
+        saved_size, current_size = available_shapes.get(name, "missing"), expected_shapes.get(name, "missing")
         raise IncompatibleCheckpoint(
             f"belongs to a different model: {name} is {saved_size} in the checkpoint and {current_size} in the model; "
             f"mismatched parameters: {len(mismatched)}{config_changes}",
             place=place,
             hint="restore the previous transformer_architecture, or choose another trainer.save_dir",
         )
-    loadable = {name: size for name, size in available_sizes.items() if rules.should_load_tensor(name)}
-    saved_kinds, expected_kinds = _group_moment_names_by_parameter(loadable), _group_moment_names_by_parameter(expected_sizes)
+    loadable = {name: size for name, size in available_shapes.items() if rules.should_load_tensor(name)}
+    saved_kinds, expected_kinds = _group_moment_names_by_parameter(loadable), _group_moment_names_by_parameter(expected_shapes)
     for name in sorted(expected_kinds):
         if f"{_MODEL_PREFIX}{name}" in loadable and saved_kinds[name] and saved_kinds[name] != expected_kinds[name]:
             _raise_optimizer_mismatch(name, saved_kinds[name], expected_kinds[name], place)
-    return [name for name in expected_sizes if name in loadable]
+    return [name for name in expected_shapes if name in loadable]
 
 
 def assign_source_checkpoints(tensor_names_by_checkpoint: Sequence[Collection[str]]) -> dict[str, int]:
@@ -110,11 +110,13 @@ def assign_source_checkpoints(tensor_names_by_checkpoint: Sequence[Collection[st
     return source_of
 
 
-def describe_loaded_tensors(available_sizes: TensorSizes, expected_sizes: TensorSizes, loaded_names: Sequence[str]) -> str:
+def describe_loaded_tensors(available_shapes: TensorShapes, expected_shapes: TensorShapes, loaded_names: Sequence[str]) -> str:
     """Return a log message about the loaded tensors `loaded_names`: how many are loaded, and which parameters are not."""
     clauses = []
     for kind, noun in ((_MODEL_PREFIX, "parameters"), (_OPTIMIZER_PREFIX, "tensors of optimizer state")):
-        expected_names, available_names = ([name for name in sizes if name.startswith(kind)] for sizes in (expected_sizes, available_sizes))
+        expected_names, available_names = (
+            [name for name in sizes if name.startswith(kind)] for sizes in (expected_shapes, available_shapes)
+        )
         taken = {name for name in loaded_names if name.startswith(kind)}
         clauses.append(f"{len(taken)} of {len(expected_names)} {noun} loaded")
         for label, remaining in (
@@ -143,13 +145,13 @@ def diff_configs(saved_config: Mapping[str, Any], current_config: Mapping[str, A
     return sorted(lines)
 
 
-def _is_allowed_difference(available_sizes: TensorSizes, expected_sizes: TensorSizes, tensor_name: str, rules: LoadRules) -> bool:
+def _is_allowed_difference(available_shapes: TensorShapes, expected_shapes: TensorShapes, tensor_name: str, rules: LoadRules) -> bool:
     """Return whether the difference of the tensor `tensor_name` between checkpoint and model is allowed.
 
     A tensor may be missing in the checkpoint or in the model if `rules` allow it. If both have it, its shapes may differ only if it is
     not loaded.
     """
-    in_checkpoint, in_model = tensor_name in available_sizes, tensor_name in expected_sizes
+    in_checkpoint, in_model = tensor_name in available_shapes, tensor_name in expected_shapes
     return rules.is_missing_allowed(tensor_name, in_checkpoint=in_checkpoint, in_model=in_model) and (
         not (in_checkpoint and in_model) or not rules.should_load_tensor(tensor_name)
     )
@@ -170,9 +172,9 @@ def _raise_optimizer_mismatch(
     )
 
 
-def _group_moment_names_by_parameter(sizes: TensorSizes) -> dict[str, set[str]]:
+def _group_moment_names_by_parameter(shapes: TensorShapes) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = defaultdict(set)
-    for name in sizes:
+    for name in shapes:
         group, _, remainder = name.partition("/")
         if group == "optimizer":
             kind, _, parameter = remainder.partition("/")

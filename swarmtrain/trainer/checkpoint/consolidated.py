@@ -103,19 +103,19 @@ class ConsolidatedCheckpoint:
 def open_base_weights(
     folder: Path,
     architecture: TransformerArchitectureConfig,
-    parameter_sizes: Mapping[str, torch.Size],
+    parameter_shapes: Mapping[str, torch.Size],
     *,
     file_shard: tuple[int, int] = (0, 1),
 ) -> BaseWeights:
     """Return the parameters of the model in `folder`, a Hugging Face model or a checkpoint.
 
-    `parameter_sizes`: shapes of the expected parameters, by name. `file_shard`: (index, number of shards); if `folder` is a checkpoint,
+    `parameter_shapes`: shapes of the expected parameters, by name. `file_shard`: (index, number of shards); if `folder` is a checkpoint,
     this process verifies only the files of this shard. Raises IncompatibleCheckpoint, with a list of differences, if the model in `folder`
     has another architecture, or if it already has PEFT parameters or an embedding head; CheckpointError if the model cannot be read.
     """
     if not (folder / manifest.MANIFEST_NAME).exists():
         return BaseWeights(
-            pretrained.build_parameter_loader(folder, architecture, parameter_sizes), pretrained.compute_model_fingerprint(folder)
+            pretrained.build_parameter_loader(folder, architecture, parameter_shapes), pretrained.compute_model_fingerprint(folder)
         )
     checkpoint = ConsolidatedCheckpoint(folder, manifest.read_manifest(folder))
     saved_shape, place = checkpoint.config.transformer_architecture, f"config trainer.init_from {folder}"

@@ -153,7 +153,7 @@ class Run:
     def stop_requested(self) -> bool:
         """Whether a stop was requested on any rank (SIGTERM). Read this property on all ranks together, once per step.
 
-        After the first read, SIGTERM no longer ends the process: the script must save its state, and call sys.exit(75) to be restarted.
+        After the first read, SIGTERM no longer kills the process: the script must save its state, and call sys.exit(75) to be restarted.
         """
         stop = self._install_stop_signal_handler()
         return self._loop.stop_requested if self._loop else collectives.all_reduce_sum([stop.is_set], self._group)[0] > 0

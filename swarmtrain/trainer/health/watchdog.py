@@ -41,7 +41,7 @@ _WINDOW_STEPS = 32
 
 
 class Watchdog:
-    """Context manager that writes stack traces and ends the process if a step of this rank hangs."""
+    """Context manager that writes stack traces and terminates the process if a step of this rank hangs."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -65,7 +65,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _make_placeholder_scalar(args[0].dtype)
+            return _build_placeholder_scalar(args[0].dtype)
         if DTensor in types:
             return NotImplemented  # the operation on the DTensor's local shard is dispatched here as well
         out = func(*args, **(kwargs or {}))
@@ -166,7 +166,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return AllocationKind.backward_gradients if in_backward else AllocationKind.activations
 
 
-def _make_placeholder_scalar(dtype: torch.dtype) -> float | int | bool:
+def _build_placeholder_scalar(dtype: torch.dtype) -> float | int | bool:
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 

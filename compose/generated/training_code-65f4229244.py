@@ -24,7 +24,7 @@ from swarmtrain.trainer import (
     read_config,
     read_options,
     start_runtime,
-    train,
+    train_model,
 )
 
 
@@ -43,7 +43,7 @@ def main() -> None:
         data, validation_data = open_data(config)
         model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
         optimizer = Optimizer(model, config)
-        result = train(runtime, model, optimizer, data, validation_data, extra_metrics=extra_metrics)
+        result = train_model(runtime, model, optimizer, data, validation_data, extra_metrics=extra_metrics)
         if runtime.is_rank_zero:
             sys.stdout.write(format_summary(result, extra_metrics) + "\n")
 
