@@ -19,7 +19,7 @@ from pathlib import Path
 
 from swarmtrain.config import Config, pipeline_layout
 from swarmtrain.config.schema.fields.host_entry import HostEntry
-from swarmtrain.config.schema.runner import GpuMode
+from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.section import format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
@@ -447,3 +447,12 @@ def build_offline_inventory(hosts: Iterable[HostEntry]) -> Inventory:
     """Return the inventory of `hosts`, for a plan without access to a cluster."""
     machines = tuple(Machine(host=host.name, id=host.name if _NODE_ID_PATTERN.fullmatch(host.name) else "") for host in hosts)
     return Inventory("the hosts that the config lists", machines)
+
+
+def build_placeholder_inventory(runner: RunnerConfig) -> Inventory:
+    """Return an inventory of machines with the placeholder names HOST0, HOST1, …, for a plan without access to a cluster.
+
+    They have the labels in `runner`, and there are as many as its nodes.
+    """
+    _, node_count, _ = runner.node_range
+    return Inventory("placeholder hosts", tuple(Machine(host=f"HOST{index}", labels=runner.swarm.labels) for index in range(node_count)))

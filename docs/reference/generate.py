@@ -48,7 +48,7 @@ def render_cli_page() -> str:
 
 def render_config_page() -> str:
     """Return the page of config keys, each with its default and what it is."""
-    header = "# Config\n\nMade from the code by `docs/reference/generate.py`. `swarmtrain init` writes the same as a file to start from.\n"
+    header = "# Config\n\nMade from the code by `docs/reference/generate.py`. `swarmtrain init --full` writes the same as a config file.\n"
     sections = {name: getattr(Config(), name) for name in Config.model_fields}
     descriptions = {name: field.description or "" for name, field in Config.model_fields.items()}
     pages = [_render_section(name, descriptions[name], value) for name, value in sections.items() if isinstance(value, BaseModel)]

@@ -15,7 +15,9 @@ from swarmtrain.errors import EXIT_ERROR, EXIT_INTERRUPTED, SwarmtrainError
 
 HELP = """Distributed PyTorch training on the machines you already have, from one YAML file.
 
-    swarmtrain init config.yml        a commented config to start from
+    swarmtrain demo                   train a small model on a swarm on this one machine
+
+    swarmtrain init                   a config to start from, and its training script
 
     swarmtrain lab up --nodes 3       a real swarm on this one machine
 
@@ -32,10 +34,11 @@ _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def build_app() -> typer.Typer:
     """Return the Typer app with all commands."""
-    from swarmtrain.cli import config_import, configs, data, environment, image, lab, models, runs
+    from swarmtrain.cli import config_import, configs, data, demo, environment, image, lab, models, runs
 
     app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_declare_global_options)
+    demo.register_commands(app)
     configs.register_commands(app)
     environment.register_commands(app)
     config_import.register_commands(app)

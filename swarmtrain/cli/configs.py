@@ -1,4 +1,4 @@
-"""The commands that need no existing run: init, plan, memory, generate, doctor, join."""
+"""The commands that need no existing run: init, schema, plan, memory, generate, doctor, join."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +19,7 @@ from swarmtrain.cli.options import (
 def register_commands(app: typer.Typer) -> None:
     """Register the commands of this module on the Typer app `app`."""
     app.command("init")(create_config)
+    app.command("schema")(print_schema)
     app.command("plan")(show_plan)
     app.command("memory")(estimate_memory)
     app.command("generate")(generate_deployment_file)
@@ -29,17 +30,28 @@ def register_commands(app: typer.Typer) -> None:
 def create_config(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="File to write.")] = Path("config.yml"),
     *,
+    script: Annotated[
+        Path | None, typer.Option("--script", metavar="FILE", help="Your training script, instead of training_code.py.", show_default=False)
+    ] = None,
     preset: Annotated[
         str | None, typer.Option("--preset", metavar="MODEL", help="Architecture preset: gpt2, llama-3.2-1b, …", show_default=False)
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Write every key with its default and its description.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write a commented config with every key and its default."""
-    from swarmtrain.config.template import write_template
+    """Write a config with the keys that are usually set first, its JSON schema, and training_code.py if it is missing."""
+    from swarmtrain.config.starter_files import write_starter_files
     from swarmtrain.view.console import print_message
 
-    write_template(config_file, preset, force=force)
-    print_message(f"wrote {config_file}\nnext: swarmtrain plan {config_file}")
+    written = write_starter_files(config_file, script=script, preset=preset, full=full, force=force)
+    print_message(f"wrote {', '.join(map(str, written))}\nnext: swarmtrain plan {config_file}")
+
+
+def print_schema() -> None:
+    """Print the JSON schema of a config, for the completion of an editor."""
+    from swarmtrain.config.json_schema import render_json_schema
+
+    typer.echo(render_json_schema(), nl=False)
 
 
 def show_plan(
@@ -98,6 +110,9 @@ def generate_deployment_file(
     output: Annotated[Path, typer.Option("--output", help="File to write; its configs are written to generated/ next to it.")] = Path(
         "compose/generated.yml"
     ),
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Do not query a swarm: without runner.hosts, write placeholders HOST0, HOST1, … to replace.")
+    ] = False,
 ) -> None:
     """Write the stack file for `docker stack deploy`; for runner_type docker a file for `docker compose`, for slurm one for `sbatch`."""
     from swarmtrain.config.loader import load_config
@@ -106,7 +121,8 @@ def generate_deployment_file(
     from swarmtrain.view.console import print_message
 
     config = load_config(config_file, overrides)
-    run_plan = plan_run_offline(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
+    run_name = derive_run_name(config_file) if run_name is None else run_name
+    run_plan = plan_run_offline(config, run_name, working_folder=Path.cwd(), use_placeholders=offline)
     print_message(load_launcher_class(config.runner.runner_type).write_deployment_file(run_plan, output))
 
 

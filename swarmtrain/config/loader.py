@@ -83,9 +83,7 @@ def _read_config_text(path: Path) -> str:
 def _build_root_type_problem(root_value: Any, source: str | None) -> Problem:
     if root_value is None:
         name = source or "config.yml"
-        return Problem(
-            "", "is empty", hint=f"swarmtrain init {name} --force writes every key with its default; {{}} alone uses all defaults"
-        )
+        return Problem("", "is empty", hint=f"swarmtrain init {name} --force writes a config to start from; {{}} alone uses all defaults")
     return Problem("", f"must be a mapping of keys such as runner and trainer, not {describe_value(root_value)}", 1)
 
 

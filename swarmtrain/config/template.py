@@ -1,10 +1,9 @@
-"""The commented config of `swarmtrain init`: every field, its default and its description, from the schema."""
+"""The commented config of `swarmtrain init --full`: every field, its default and its description, from the schema."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,8 +12,6 @@ from pydantic.fields import FieldInfo
 
 from swarmtrain.config import Config
 from swarmtrain.config.presets import load_preset
-from swarmtrain.config.user_files import PUBLIC_MODE, describe_os_error, write_files_atomically
-from swarmtrain.errors import SwarmtrainError
 
 _LINE_WIDTH = 110
 
@@ -29,19 +26,6 @@ def render_template(preset: str | None = None) -> str:
     config = Config(transformer_architecture=load_preset(preset))
     head = f"# A swarmtrain config with the architecture of {preset}. All other lines show their defaults: delete what you do not change.\n"
     return head + _render_section(config, "")
-
-
-def write_template(path: Path, preset: str | None = None, *, force: bool = False) -> None:
-    """Write the commented config of `swarmtrain init` to `path`.
-
-    Raises SwarmtrainError if the file exists (unless `force`) or cannot be written.
-    """
-    try:
-        if path.exists() and not force:
-            raise SwarmtrainError("exists already", place=str(path), hint="use --force to overwrite it")
-        write_files_atomically({path: (render_template(preset).encode(), PUBLIC_MODE)})
-    except OSError as error:
-        raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="choose another file") from None
 
 
 def _render_section(section: BaseModel, indent: str) -> str:

@@ -32,7 +32,8 @@ _COMMON_PROGRAMS = {
     "mount": "mount",
     "hostname": "hostname",
 }
-_APT_COMMAND = "apt-get install -y docker.io docker-registry mmdebstrap iproute2 iptables"
+ENGINE_PACKAGES = ("docker.io", "docker-registry", "mmdebstrap", "iproute2", "iptables")
+"""Debian packages of a lab with engines; mmdebstrap builds the base image where none can be pulled."""
 
 
 def build_search_path(engine_folder: Path | None) -> str:
@@ -55,14 +56,24 @@ def check_machine_prerequisites(engine_folder: Path | None, components: Collecti
             place="lab --engine",
             hint="pass the directory that contains dockerd and containerd",
         )
+    if missing := _find_missing_programs(engine_folder, components):
+        packages = sorted(set(missing.values()))
+        hint = f"apt-get install -y {' '.join(ENGINE_PACKAGES if 'docker.io' in packages else packages)}"
+        raise LabError(f"missing: {', '.join(missing)} (Debian packages: {', '.join(packages)})", place="lab", hint=hint)
+
+
+def list_missing_packages() -> list[str]:
+    """Return the Debian packages that a lab with engines needs and this machine lacks."""
+    return sorted(set(_find_missing_programs(None, ("swarm",)).values()))
+
+
+def _find_missing_programs(engine_folder: Path | None, components: Collection[str]) -> dict[str, str]:
+    """Return the programs that this machine lacks for a lab with `components`, and the Debian package of each."""
     packages_by_program = {
         program: package for component in components for program, package in _PROGRAMS_BY_COMPONENT[component].items()
     } | _COMMON_PROGRAMS
-    missing = [program for program in packages_by_program if not shutil.which(program, path=build_search_path(engine_folder))]
-    if missing:
-        packages = sorted({packages_by_program[program] for program in missing})
-        hint = _APT_COMMAND if "docker.io" in packages else f"apt-get install -y {' '.join(packages)}"
-        raise LabError(f"missing: {', '.join(missing)} (Debian packages: {', '.join(packages)})", place="lab", hint=hint)
+    search_path = build_search_path(engine_folder)
+    return {program: package for program, package in packages_by_program.items() if not shutil.which(program, path=search_path)}
 
 
 def check_root() -> None:

@@ -14,7 +14,16 @@ from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common.container_user import resolve_container_user
 from swarmtrain.launchers.registry import create_launcher, load_deployment
-from swarmtrain.plan import Cargo, Inventory, Plan, add_notes, build_offline_inventory, build_plan, read_cargo
+from swarmtrain.plan import (
+    Cargo,
+    Inventory,
+    Plan,
+    add_notes,
+    build_offline_inventory,
+    build_placeholder_inventory,
+    build_plan,
+    read_cargo,
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,25 @@ def plan_run(config: Config, run: str, *, working_folder: Path) -> Plan:
     return resolved.build_plan(read_inventory(resolved.config), run)
 
 
-def plan_run_offline(config: Config, run: str, *, working_folder: Path) -> Plan:
-    """Return the plan for `run` on the config's `hosts`, without querying a cluster. Without `hosts`, the inventory is used."""
+def plan_run_offline(config: Config, run: str, *, working_folder: Path, use_placeholders: bool = False) -> Plan:
+    """Return the plan for `run` on the config's `hosts`, without querying a cluster.
+
+    Without `hosts`, the cluster is queried, unless `use_placeholders`: then the plan has placeholders instead of host names. Raises
+    EngineError if the cluster cannot be queried.
+    """
     resolved = resolve_config(config, working_folder, lambda: None)
-    return resolved.build_plan(_read_offline_inventory(resolved.config), run)
+    runner = resolved.config.runner
+    if use_placeholders and not runner.hosts:
+        plan = resolved.build_plan(build_placeholder_inventory(runner), run)
+        if runner.capabilities.hosts is not HostSource.cluster:
+            return plan
+        placeholders = ", ".join(node.host for node in plan.nodes)
+        return add_notes(plan, f"replace {placeholders} in the file by host names of the swarm (docker node ls)")
+    try:
+        return resolved.build_plan(_read_offline_inventory(resolved.config), run)
+    except EngineError as error:
+        hint = "list the host names in runner.hosts, or use placeholders: swarmtrain generate --offline"
+        raise EngineError(error.message, place=error.place, hint=hint) from None
 
 
 def count_planned_ranks(config: Config) -> int:

@@ -7,7 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from swarmtrain.config.schema.section import Section
 
@@ -45,6 +47,10 @@ class LogRanks(Section):
         numbers = value.get("ranks") if isinstance(value, dict) else None
         return {**value, "ranks": tuple(numbers)} if isinstance(numbers, list) else value
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [handler(core_schema), {"type": "array", "items": {"type": "integer"}}]}
+
     def has_rank(self, rank: int, coordinates: Mapping[str, int]) -> bool:
         """Return whether `rank` is selected; `coordinates` has its pipe, data and model coordinates."""
         expected = {"pipe": self.pipe_parallel_rank, "data": self.data_parallel_rank, "model": self.model_parallel_rank}
@@ -58,7 +64,9 @@ def _parse_sinks(value: Any) -> Any:
     return value
 
 
-SinkOptions = Annotated[dict[str, dict[str, Any]], BeforeValidator(_parse_sinks)]
+SinkOptions = Annotated[
+    dict[str, dict[str, Any]], BeforeValidator(_parse_sinks, json_schema_input_type=dict[str, dict[str, Any]] | tuple[str, ...])
+]
 
 
 class LoggerConfig(Section):

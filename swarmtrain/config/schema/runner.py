@@ -64,12 +64,18 @@ def _stringify_gpu_ids(value: Any) -> Any:
     return tuple(str(item) if type(item) is int else item for item in value) if isinstance(value, list) else value
 
 
-ByteSize = Annotated[int, BeforeValidator(_parse_byte_size), Field(ge=1, le=_MAX_SIZE_BYTES)]
-Mounts = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_parse_mount_pairs), AfterValidator(validators.check_mounts)]
+ByteSize = Annotated[int, BeforeValidator(_parse_byte_size, json_schema_input_type=int | str), Field(ge=1, le=_MAX_SIZE_BYTES)]
+Mounts = Annotated[
+    tuple[tuple[str, str], ...],
+    BeforeValidator(_parse_mount_pairs, json_schema_input_type=tuple[tuple[str, ...] | str, ...]),
+    AfterValidator(validators.check_mounts),
+]
 Volumes = Annotated[dict[str, dict[str, str]], AfterValidator(validators.check_volumes)]
 ContainerPath = Annotated[str, AfterValidator(validators.check_container_path)]
 ContainerUser = Annotated[
-    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(validators.check_user_id)
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value, json_schema_input_type=int | str),
+    AfterValidator(validators.check_user_id),
 ]
 ImageReference = Annotated[str, AfterValidator(validators.check_image_reference)]
 NetworkName = Annotated[str, AfterValidator(validators.check_network_name)]
@@ -77,7 +83,11 @@ NetworkInterface = Annotated[str, AfterValidator(validators.check_network_interf
 NodeLabels = Annotated[dict[str, str], AfterValidator(validators.check_node_labels)]
 HostText = Annotated[str, AfterValidator(host_entry.check_host_entry)]
 HostTexts = Annotated[tuple[HostText, ...], BeforeValidator(host_entry.expand_host_ranges)]
-GpuIds = Annotated[tuple[str, ...], BeforeValidator(_stringify_gpu_ids), AfterValidator(host_entry.check_gpu_ids)]
+GpuIds = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_stringify_gpu_ids, json_schema_input_type=tuple[int | str, ...]),
+    AfterValidator(host_entry.check_gpu_ids),
+]
 EnvironmentVariables = Annotated[dict[str, str], AfterValidator(validators.check_variable_names)]
 
 

@@ -19,7 +19,7 @@ def _parse_paths(value: object) -> object:
     return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
 
 
-PathList = Annotated[tuple[Path, ...], BeforeValidator(_parse_paths)]
+PathList = Annotated[tuple[Path, ...], BeforeValidator(_parse_paths, json_schema_input_type=tuple[Path, ...] | Path | None)]
 
 
 class DeterminismMode(StrEnum):

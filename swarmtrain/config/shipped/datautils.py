@@ -1,0 +1,1 @@
+../../../datautils.py

@@ -1,0 +1,43 @@
+"""The tutorial from an empty folder: only the wheel is installed, into an empty environment, in an empty home directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import image_cache
+import page
+import pytest
+from conftest import OpenShell
+from page import ROOT
+from page_runner import PageRunner
+
+from swarmtrain.lab import Lab
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(ROOT)]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_has_the_files_that_it_writes(wheel: Path) -> None:
+    """In a checkout they are symlinks."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in ("training_code.py", "datautils.py", "examples/quickstart.yml"):
+            assert archive.read(f"swarmtrain/config/shipped/{Path(name).name}") == (ROOT / name).read_bytes()
+
+
+def test_the_tutorial_from_an_empty_folder(
+    default_lab: Lab, environment: dict[str, str], wheel: Path, tmp_path: Path, open_shell: OpenShell
+) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    image_cache.restore_registry(image_cache.find_shared_cache())
+    PageRunner([open_shell(folder, environment)], {"WHEEL": str(wheel)}).run_steps(page.read_page("docs/tutorial/from-an-empty-folder.md"))
+    assert not default_lab.shared_disk.exists()
