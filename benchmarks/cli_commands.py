@@ -92,7 +92,9 @@ def measure_generate_for_1000_nodes() -> Iterator[BenchmarkRow]:
     ]
     [duration_sample] = measure_in_turns(5, partial(measure_wall_seconds, argv))
     yield BenchmarkRow("generate-1000", "`swarmtrain generate` for 1,000 nodes", "s", duration_sample, limit=2)
-    samples = dict(zip(_NODE_COUNTS, measure_in_turns(5, *(partial(_measure_generate_cpu, size) for size in _NODE_COUNTS)), strict=True))
+    samples = dict(
+        zip(_NODE_COUNTS, measure_in_turns(5, *(partial(_measure_generate_command_cpu, size) for size in _NODE_COUNTS)), strict=True)
+    )
     pairs = zip(samples[1000].values, samples[250].values, strict=True)
     ratios = Sample.from_values([large / 1000 / (small / 250) for large, small in pairs])
     growth_text = ", ".join(format_time_per_item({size: sample.median for size, sample in samples.items()}))
@@ -110,7 +112,7 @@ def _build_host_overrides(host_count: int) -> list[str]:
     return [f"runner.hosts=[{names}]", "runner.nodes=null", "runner.max_nodes=null"]
 
 
-def _measure_generate_cpu(node_count: int) -> float:
+def _measure_generate_command_cpu(node_count: int) -> float:
     """Return the CPU seconds of plan and generate, without interpreter startup and without writing the file."""
     from swarmtrain.config.loader import load_config
     from swarmtrain.launchers.planner import plan_run_offline

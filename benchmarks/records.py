@@ -25,7 +25,7 @@ def build_record(row: BenchmarkRow, load_average: float) -> Record:
         "unit": row.unit,
         **dict(_iterate_figures(row)),
         "baseline_description": row.baseline_description,
-        "limit": row.limit and _round_figure(row.limit),
+        "limit": row.limit and _round_result(row.limit),
         "goal": row.goal,
         "note": row.note,
         "skip_reason": row.skip_reason,
@@ -67,17 +67,17 @@ def _get_benchmark_name(benchmark_record: Record) -> str:
 
 def _iterate_figures(row: BenchmarkRow) -> Iterator[tuple[str, object]]:
     for value, spread, sample in (("result", "spread", row.result), ("baseline", "baseline_spread", row.baseline)):
-        yield value, _round_figure(sample.median) if sample else None
-        yield spread, [_round_figure(edge) for edge in sample.spread] if sample else None
+        yield value, _round_result(sample.median) if sample else None
+        yield spread, [_round_result(edge) for edge in sample.spread] if sample else None
     ratios = (
         [result / baseline for result, baseline in zip(row.result.values, row.baseline.values, strict=True)]
         if row.result and row.baseline
         else []
     )
     ratio_interval = compute_median_confidence_interval(ratios)
-    yield "ratio", _round_figure(statistics.median(ratios)) if ratios else None
-    yield "interval", [_round_figure(edge) for edge in ratio_interval] if ratio_interval else None
+    yield "ratio", _round_result(statistics.median(ratios)) if ratios else None
+    yield "interval", [_round_result(edge) for edge in ratio_interval] if ratio_interval else None
 
 
-def _round_figure(value: float) -> float:
+def _round_result(value: float) -> float:
     return round(value, 3)

@@ -177,13 +177,13 @@ def _measure_tokens_per_second(stepped_loop: SteppedLoop) -> float:
     return _BATCH_SIZE * _SEQUENCE_LENGTH / stepped_loop.measure_step_seconds(1)
 
 
-def _build_config(shape: dict[str, Any], precision: str, micro_batch_size: int = _BATCH_SIZE, **trainer: Any) -> str:
+def _build_config(architecture: dict[str, Any], precision: str, micro_batch_size: int = _BATCH_SIZE, **trainer_settings: Any) -> str:
     return json.dumps(
         {
             "topology": {"global_batch_size": _BATCH_SIZE, "micro_batch_size": micro_batch_size},
             "learning_rate_scheduler": {"learning_rate": 1e-3},
-            "trainer": {"train_iterations": 1_000_000, **trainer},
-            "transformer_architecture": {**shape, "precision": precision},
+            "trainer": {"train_iterations": 1_000_000, **trainer_settings},
+            "transformer_architecture": {**architecture, "precision": precision},
             "data": {"data_prefixes": [str(_write_tokens())]},
         }
     )

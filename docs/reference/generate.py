@@ -29,9 +29,9 @@ STACK_FILE = REFERENCE_FOLDER.parents[1] / "compose" / "generated.yml"
 _COMPLETION_TEXT = """
 ## Shell completion
 
-`swarmtrain --install-completion`, once, in the shell that you use: bash, zsh, fish or PowerShell. From the next shell on,
-TAB completes commands, options, the names of runs and of the lab's nodes, config files, and for `-o` every key of the config;
-behind the key and `=`, what it may be.
+Run `swarmtrain --install-completion` once in your shell: bash, zsh, fish or PowerShell. In each new shell, TAB completes
+commands, options, the names of runs and of the lab's nodes, config files, and for `-o` the keys of the config; after `KEY=`, it
+completes the values that the key allows.
 """
 _GENERATED_PATTERN = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -45,7 +45,7 @@ def explain_out_of_memory_error(
 def _summarize_error_message(text: str) -> str:
     """Return the useful part of torch's error message: the device, and the size of the failed allocation."""
     if match := _REQUESTED_BYTES.search(text):
-        return f"can't allocate memory: {_format_size(int(match[1]))} more were requested"
+        return f"can't allocate memory: {_format_bytes(int(match[1]))} more were requested"
     return ". ".join(text.splitlines()[0].split(". ")[:2]).strip(". ")
 
 
@@ -54,10 +54,10 @@ def _format_allocated_memory(tensors_by_purpose: Mapping[str, Iterable[Tensor | 
         purpose: sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
         for purpose, tensors in tensors_by_purpose.items()
     }
-    allocated = ", ".join(f"{_format_size(size)} of {purpose}" for purpose, size in sizes.items() if size)
+    allocated = ", ".join(f"{_format_bytes(size)} of {purpose}" for purpose, size in sizes.items() if size)
     return f"; allocated: {allocated}; the rest is activations and temporary buffers" if allocated else ""
 
 
-def _format_size(size: int) -> str:
-    unit, unit_name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
-    return f"{size / unit:,.1f} {unit_name}"
+def _format_bytes(byte_count: int) -> str:
+    unit, unit_name = (2**30, "GiB") if byte_count >= 2**30 else (2**20, "MiB")
+    return f"{byte_count / unit:,.1f} {unit_name}"

@@ -65,7 +65,7 @@ class RunStatus:
             ("step", format_progress(self.progress) if self.progress else ""),
         ]
         labeled_lines += [
-            ("validation", self._format_validation()),
+            ("validation", self._format_validation_loss()),
             ("checkpoint", self._format_checkpoint()),
             ("slowest", self._format_straggler()),
             ("failures", f"{self.failures} so far" * (self.failures > 0)),
@@ -96,7 +96,7 @@ class RunStatus:
             f"{line}, world {newest.number} since {format_duration(self.time - newest.time)}{f': {newest.reason}' if newest.reason else ''}"
         )
 
-    def _format_validation(self) -> str:
+    def _format_validation_loss(self) -> str:
         evaluation = self.validation
         return f"loss {evaluation.get('loss', float('nan')):.4f} at step {evaluation.get('step')}" if evaluation else ""
 

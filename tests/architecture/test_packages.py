@@ -29,7 +29,8 @@ def build_import_graph(package: Path) -> dict[str, set[str]]:
     children = {path.stem: path for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     graph: dict[str, set[str]] = {}
     for child, path in children.items():
-        files = path.rglob("*.py") if path.is_dir() else [path]
+        # Files in `shipped` folders are data: copies of the training script that `swarmtrain init` writes.
+        files = [file for file in path.rglob("*.py") if file.parent.name != "shipped"] if path.is_dir() else [path]
         imported = {
             full.removeprefix(f"{name}.").split(".")[0]
             for file in files

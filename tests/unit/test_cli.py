@@ -35,7 +35,8 @@ def run_swarmtrain(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedPro
 
 def test_init_writes_a_config_that_generates(project: Path) -> None:
     assert run_swarmtrain("init", "new.yml", cwd=project).returncode == 0
-    done = run_swarmtrain("generate", "new.yml", "-o", "runner.hosts=[a]", "--output", "out/stack.yml", cwd=project)
+    overrides = ["-o", "runner.runner_type=swarm", "-o", "runner.hosts=[a]"]
+    done = run_swarmtrain("generate", "new.yml", *overrides, "--output", "out/stack.yml", cwd=project)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "wrote out/stack.yml\nnext: docker stack deploy -c out/stack.yml new\n"
     assert (project / "out" / "stack.yml").exists()

@@ -26,7 +26,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
-from swarmtrain.launchers.docker import container_specs, container_state, run_stream
+from swarmtrain.launchers.docker import container_specs, container_state, update_stream
 from swarmtrain.launchers.docker.container_state import Container
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile
 from swarmtrain.protocol import CONFIG_PATH, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SECRETS, RENDEZVOUS_SERVICE, Event
@@ -190,7 +190,7 @@ class DockerLauncher:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
         self._list_existing_containers(run)
         since = self._deployed_at.get(run, time.time())
-        return run_stream.watch_run(self._engine, run, lambda: container_state.list_containers(self._engine, run), since)
+        return update_stream.watch_run(self._engine, run, lambda: container_state.list_containers(self._engine, run), since)
 
     def stream_logs(
         self,
@@ -203,7 +203,7 @@ class DockerLauncher:
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
         """Yield the output of all nodes. Raises RunNotFound if the run does not exist."""
-        from swarmtrain.launchers.docker.run_stream import stream_logs
+        from swarmtrain.launchers.docker.update_stream import stream_logs
 
         selected = [
             container

@@ -27,7 +27,7 @@ from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import build_version_error, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
-from swarmtrain.launchers.ssh import plan_checks, run_stream
+from swarmtrain.launchers.ssh import plan_checks, update_stream
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts, list_hosts
 from swarmtrain.launchers.ssh.image_pull import pull_image
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
@@ -230,9 +230,9 @@ class SshLauncher:
         states = []
         for name, host in {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}.items():
             if host in failed:
-                states.append(run_stream.build_unreachable_task_state(name, host, failed[host]))
+                states.append(update_stream.build_unreachable_task_state(name, host, failed[host]))
             else:
-                states.append(run_stream.build_task_state(name, host, host_states[host]["states"].get(name)))
+                states.append(update_stream.build_task_state(name, host, host_states[host]["states"].get(name)))
         return states
 
     def read_events(self, run: str, since: float | None = None) -> list[Event]:
@@ -240,12 +240,12 @@ class SshLauncher:
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
             return [
-                event for event in run_stream.read_events(host_group.hosts[record.coordinator_host], run) if event.time >= (since or 0.0)
+                event for event in update_stream.read_events(host_group.hosts[record.coordinator_host], run) if event.time >= (since or 0.0)
             ]
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
-        return run_stream.watch_run(*self._index.read_record_and_hosts(run), run)
+        return update_stream.watch_run(*self._index.read_record_and_hosts(run), run)
 
     def stream_logs(
         self,
@@ -258,7 +258,7 @@ class SshLauncher:
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
         """Yield the output of all nodes. Raises RunNotFound. `report_progress` reports hosts that do not answer."""
-        from swarmtrain.launchers.ssh.run_stream import stream_logs
+        from swarmtrain.launchers.ssh.update_stream import stream_logs
 
         return stream_logs(
             *self._index.read_record_and_hosts(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
@@ -482,11 +482,11 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
     Raises StackError if the coordinator keeps failing: without a coordinator, no restart budget ends the run.
     """
     deadline = time.monotonic() + _COORDINATOR_START_TIMEOUT_SECONDS
-    while time.monotonic() < deadline and not run_stream.read_events(host, run):
+    while time.monotonic() < deadline and not update_stream.read_events(host, run):
         state = host.call_agent("inspect_run", run=run)["states"].get(RENDEZVOUS_SERVICE)
         if state and state["state"] == "failed" and state["restarts"] >= _COORDINATOR_MAX_RESTARTS:
             printed_lines = [
-                line.text for line in run_stream.read_log_lines(host, run) if line.node == RENDEZVOUS_SERVICE and line.text.strip()
+                line.text for line in update_stream.read_log_lines(host, run) if line.node == RENDEZVOUS_SERVICE and line.text.strip()
             ]
             reason = next(
                 (text for text in reversed(printed_lines) if not _DOCKER_NOISE_PATTERN.match(text)), f"exit code {state['exit_code']}"
@@ -498,7 +498,7 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
 def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> None:
     """Append the events and logs on the hosts to the history on this machine, before these files are removed from the hosts."""
     histories = host_group.run_on_hosts(
-        lambda host: (run_stream.read_log_lines(host, run), run_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
+        lambda host: (update_stream.read_log_lines(host, run), update_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
     )
     history_store.resolve_run_folder(run).mkdir(parents=True, exist_ok=True)
     for lines, events in histories.values():

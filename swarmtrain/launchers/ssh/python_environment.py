@@ -249,7 +249,7 @@ def pin_requirements(
     wheel_files = sorted(wheels_folder.glob("*.whl")) if wheels_folder else []
     if wheels_folder and not wheel_files:
         raise SwarmtrainError(
-            "contains no wheels (*.whl)", place=str(wheels_folder), hint=f"pip download --no-deps -r LIST -d {wheels_folder}"
+            "contains no wheels (*.whl)", place=str(wheels_folder), hint=f"pip download --no-deps -r REQUIREMENTS_FILE -d {wheels_folder}"
         )
     if (own_requirement := f"swarmtrain=={__version__}") in requirements:
         build_swarmtrain_wheel(output_folder, report_progress=report_progress)

@@ -30,10 +30,10 @@ from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconc
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
 from swarmtrain.launchers.swarm.run_lock import RunLock
-from swarmtrain.launchers.swarm.run_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
+from swarmtrain.launchers.swarm.update_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.plan import Cargo, Inventory, Plan, RunFile
 from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE

@@ -77,9 +77,9 @@ class _TrackedOptimizer(Optimizer):
         with self._tracker.attribute_allocations_to_phase(AllocationKind.optimizer_step):
             return super().prepare_step(number, *extra_scalars)
 
-    def step(self, number: int) -> OptimizerUpdate:
+    def step(self, step_number: int) -> OptimizerUpdate:
         with self._tracker.attribute_allocations_to_phase(AllocationKind.optimizer_step):
-            return super().step(number)
+            return super().step(step_number)
 
 
 class _SyntheticSamples(TokenDataset):

@@ -127,13 +127,13 @@ class _AccessMiddleware:
         if scope["type"] != "http":
             return
 
-        async def with_headers(message: Any) -> None:
+        async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(_RESPONSE_HEADERS)
             await send(message)
 
         response = self._reject_request(Request(scope)) or self._app
-        await response(scope, receive, with_headers)
+        await response(scope, receive, send_with_headers)
 
     def _reject_request(self, request: Request) -> Response | None:
         from starlette.responses import PlainTextResponse, RedirectResponse

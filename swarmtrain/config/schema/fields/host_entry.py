@@ -65,7 +65,7 @@ def check_gpu_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
     """
     for gpu in ids:
         if not re.fullmatch(_GPU_PATTERN, gpu):
-            raise ValueError(f"{gpu!r} is not a GPU id: use a GPU number or UUID, as shown by nvidia-smi -L")
+            raise ValueError(f"{gpu!r} is not a GPU id: use a GPU index or UUID, as shown by nvidia-smi -L")
     if duplicates := format_duplicates(ids):
         raise ValueError(f"{duplicates} is listed more than once")
     return ids
