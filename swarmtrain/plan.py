@@ -35,6 +35,7 @@ _DEFAULT_MASTER_PORT = 29500
 # Ports of runs, below the ephemeral range. A run has one port each for the store, the coordinator and the probe, and one in reserve.
 _FIRST_PORT, _PORTS_PER_RUN, _PORT_SETS = 20000, 4, 2500
 _MAX_FILE_BYTES = 64_000_000
+_BUILT_IN_TRAINER_CALL = b"train_model("
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class Cargo:
 
     code: tuple[RunFile, ...]
     secrets: tuple[RunFile, ...] = ()
+
+    @property
+    def trains_built_in_model(self) -> bool:
+        """Whether a code file calls the built-in trainer, which the config's topology and batch sizes are for; True without code files."""
+        return not self.code or any(_BUILT_IN_TRAINER_CALL in file.content for file in self.code)
 
 
 @dataclass(frozen=True)
@@ -154,13 +160,13 @@ class Plan:
             "min_nodes": self.min_nodes,
             "max_nodes": self.max_nodes,
             "world_size": self.world_size,
-            "micro_batches": list(self.config.topology.assign_micro_batches(self.world_size)),
+            "micro_batches": list(self.config.topology.assign_micro_batches(self.world_size)) if self.cargo.trains_built_in_model else [],
             "nodes": [{"name": node.name, "host": node.host, "slots": node.slots, "cause": node.cause} for node in self.nodes],
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
-        topology, runner = self.config.topology, self.config.runner
+        runner = self.config.runner
         rows = [("NODE", "HOST", "SLOTS", "WHY"), *((node.name, node.host, str(node.slots), node.cause) for node in self.nodes)]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         table = ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
@@ -169,17 +175,12 @@ class Plan:
             if self.min_nodes < self.max_nodes
             else "not elastic: waits for a lost node"
         )
-        micro_batches = topology.assign_micro_batches(self.world_size)
-        batch_share = f"{micro_batches[0]} each" if len(set(micro_batches)) == 1 else f"{micro_batches[0]} or {micro_batches[-1]} each"
         return "\n".join(
             [
                 f"run {self.run} by {runner.runner_type} on {self.origin}",
                 *table,
                 f"  {_format_count(len(self.nodes), 'node')} with {_format_count(self.world_size, 'rank')}; {elasticity}",
-                f"  {_format_count(len(micro_batches), 'replica')} of {_format_replica_topology(topology)}",
-                f"  global batch {topology.samples_per_step} = {sum(micro_batches)} micro batches of "
-                f"{topology.samples_per_micro_batch}, {batch_share}",
-                *_format_pipeline_layout(self.config, micro_batches),
+                *(_format_batches(self.config, self.world_size) if self.cargo.trains_built_in_model else ()),
                 *(f"  {note}" for note in self.notes),
             ]
         )
@@ -418,6 +419,20 @@ def _check_world_size(plan: Plan) -> None:
             place="config topology.world_size",
             hint="remove it: it is derived from the nodes",
         )
+
+
+def _format_batches(config: Config, world_size: int) -> list[str]:
+    """Return the lines on replicas, micro batches and pipeline stages of the built-in trainer."""
+    topology = config.topology
+    micro_batches = topology.assign_micro_batches(world_size)
+    batch_share = f"{micro_batches[0]} each" if len(set(micro_batches)) == 1 else f"{micro_batches[0]} or {micro_batches[-1]} each"
+    count = sum(micro_batches)
+    global_batch = f"global batch {topology.samples_per_step} = {count} micro batch{'' if count == 1 else 'es'}"
+    return [
+        f"  {_format_count(len(micro_batches), 'replica')} of {_format_replica_topology(topology)}",
+        f"  {global_batch} of {topology.samples_per_micro_batch}, {batch_share}",
+        *_format_pipeline_layout(config, micro_batches),
+    ]
 
 
 def _format_replica_topology(topology: TopologyConfig) -> str:

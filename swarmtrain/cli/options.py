@@ -46,7 +46,7 @@ DebugOption = Annotated[
         help="Verbose torch and NCCL logs, and one CUDA kernel at a time (CUDA_LAUNCH_BLOCKING=1): slow, but with exact tracebacks.",
     ),
 ]
-DEBUG_OVERRIDES = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", 'runner.env.CUDA_LAUNCH_BLOCKING="1"', "runner.nccl.debug=INFO")
+DEBUG_OVERRIDES = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", "runner.env.CUDA_LAUNCH_BLOCKING=1", "runner.nccl.debug=INFO")
 """Config overrides that the option --debug adds. Overrides from -o are applied later and take precedence."""
 LOCAL_OVERRIDES = ("runner.runner_type=local",)
 """Config overrides that the option --attach adds. They take precedence over -o."""

@@ -25,8 +25,9 @@ def apply_overrides(config_values: dict[str, Any], overrides: Iterable[str]) -> 
             )
             continue
         try:
-            document = read_yaml(text)
-            _set_value_at_path(config_values, key.split("."), document.values)
+            key_path = key.split(".")
+            document = read_yaml(text, tuple(key_path))
+            _set_value_at_path(config_values, key_path, document.values)
         except YamlSyntaxError as error:
             problems.append(Problem(key, f"override's value {text!r} is not valid YAML: {error}", hint=error.hint))
         except _NoSuchKeyError as error:

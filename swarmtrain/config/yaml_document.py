@@ -20,6 +20,9 @@ from swarmtrain.errors import Problem
 _MAX_DEPTH = 50
 _MAX_VALUES = 100_000
 _INTEGER_LIMIT = 1 << 63
+_TEXT_KEYS = {("runner", "env"), ("runner", "script_args")}
+"""Keys whose items are text: a number there is read as it is written, since 1.10 and 010 are not 1.1 and 8 for a program."""
+_NUMBER_TAGS, _TEXT_TAG = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}, "tag:yaml.org,2002:str"
 _FLOAT_PATTERN = (
     r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
@@ -74,8 +77,11 @@ class YamlDocument:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_yaml(text: str) -> YamlDocument:
-    """Return the parsed document of the YAML text `text`. Raises YamlSyntaxError if it is not valid YAML."""
+def read_yaml(text: str, parent_path: tuple[str, ...] = ()) -> YamlDocument:
+    """Return the parsed document of the YAML text `text`, which is the value at `parent_path` of a config, by default a whole config.
+
+    Raises YamlSyntaxError if it is not valid YAML.
+    """
     try:
         _call_with_yaml_loader(text, _check_nesting_depth)
         node = _call_with_yaml_loader(text, lambda loader: loader.get_single_node())
@@ -83,6 +89,7 @@ def read_yaml(text: str) -> YamlDocument:
             return YamlDocument()
         reader = _DocumentReader()
         reader.record_key_lines(node, ())
+        _mark_numbers_as_text(node, parent_path)
         values = _call_with_yaml_loader("", lambda loader: loader.construct_document(node))
         return YamlDocument(reader.to_json_values(values, ()), reader.lines, reader.problems)
     except yaml.reader.ReaderError as error:
@@ -100,6 +107,17 @@ def _call_with_yaml_loader(text: str, function: Callable[[Any], T]) -> T:
         return function(loader)
     finally:
         loader.dispose()
+
+
+def _mark_numbers_as_text(yaml_node: yaml.Node, key_path: tuple[str, ...]) -> None:
+    if isinstance(yaml_node, yaml.MappingNode):
+        for key, value in yaml_node.value:
+            _mark_numbers_as_text(value, (*key_path, str(key.value)))
+    elif isinstance(yaml_node, yaml.SequenceNode):
+        for index, value in enumerate(yaml_node.value):
+            _mark_numbers_as_text(value, (*key_path, str(index)))
+    elif key_path[:-1] in _TEXT_KEYS and yaml_node.tag in _NUMBER_TAGS:
+        yaml_node.tag = _TEXT_TAG
 
 
 def _check_nesting_depth(loader: Any) -> None:

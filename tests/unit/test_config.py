@@ -13,6 +13,7 @@ from swarmtrain.config import Config, presets
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.config.template import render_template
+from swarmtrain.errors import ConfigError
 
 
 def test_the_template_loads_and_shows_the_defaults() -> None:
@@ -135,3 +136,22 @@ def test_models_that_are_split_over_ranks_are_not_compiled(name: str) -> None:
     values = {"trainer": {"compile": True}, "topology": {"global_batch_size": 8, "micro_batch_size": 1, name: 2}}
     with pytest.raises(ValidationError, match=f"topology.{name} is 2"):
         Config.model_validate(values)
+
+
+@pytest.mark.parametrize("number", ["1", "1.10", "010", "1e-4", "-3", "0x1F", "1_000"])
+def test_numbers_are_text_where_a_program_reads_them(number: str) -> None:
+    """They reach the program as they are written: YAML would read 010 as 8, and 1.10 as 1.1."""
+    config = parse_config(f"runner: {{env: {{N: {number}, T: a}}, script_args: [--lr, {number}], nodes: 1}}")
+    assert (config.runner.env, config.runner.script_args) == ({"N": number, "T": "a"}, ("--lr", number))
+    overridden = parse_config(
+        "runner: {script_args: [a]}", [f"runner.env.N={number}", f"runner.script_args[0]={number}", f"script.n={number}"]
+    )
+    assert (overridden.runner.env, overridden.runner.script_args) == ({"N": number}, (number,))
+    assert not isinstance(overridden.script["n"], str)
+    assert parse_config("{}", [f"runner.script_args=[{number}]", f"runner.env={{N: {number}}}"]).runner.env == {"N": number}
+
+
+@pytest.mark.parametrize("value", ["true", "null", "[1]"])
+def test_other_values_in_env_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"runner\.env\.N"):
+        parse_config(f"runner: {{env: {{N: {value}}}}}")

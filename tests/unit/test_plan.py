@@ -9,7 +9,7 @@ import pytest
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_offline_inventory, build_plan, read_cargo
+from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, build_plan, read_cargo
 
 NODE_ID = "abcdefghijklmnopqrstuvwx0"
 
@@ -166,3 +166,17 @@ def test_cargo_holds_the_script_the_code_that_travels_with_it_and_the_secrets(tm
 def test_a_missing_file_is_named_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(SwarmtrainError, match=r"config runner\.script: .*training_code\.py: no such file"):
         read_cargo(parse_config("{}"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_shown"),
+    [
+        ("training_code.py", (Path(__file__).parents[2] / "training_code.py").read_bytes(), True),
+        ("train.py", b"from swarmtrain.trainer import train_model\ntrain_model(1)\n", True),
+        ("train.py", b"import torch\n", False),
+        ("fit.py", b"import swarmtrain.trainer\nwith swarmtrain.trainer.run() as run: pass\n", False),
+    ],
+)
+def test_only_the_built_in_trainer_has_replicas_and_micro_batches(name: str, content: bytes, is_shown: bool) -> None:
+    plan = build_plan(parse_config("{}"), THREE_MACHINES, Cargo((RunFile.from_content(name, content),)), run="demo")
+    assert ("replica" in str(plan), "micro batch" in str(plan), bool(plan.to_dict()["micro_batches"])) == (is_shown,) * 3

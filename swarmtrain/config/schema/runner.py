@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from swarmtrain.config.schema.fields import host_entry, validators
 from swarmtrain.config.schema.fields.host_entry import HostEntry
@@ -88,7 +88,13 @@ GpuIds = Annotated[
     BeforeValidator(_stringify_gpu_ids, json_schema_input_type=tuple[int | str, ...]),
     AfterValidator(host_entry.check_gpu_ids),
 ]
-EnvironmentVariables = Annotated[dict[str, str], AfterValidator(validators.check_variable_names)]
+# The reader of YAML files turns numbers in these two into text.
+EnvironmentVariables = Annotated[
+    dict[str, str],
+    AfterValidator(validators.check_variable_names),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number"]}}, mode="validation"),
+]
+ScriptArguments = Annotated[tuple[str, ...], WithJsonSchema({"type": "array", "items": {"type": ["string", "number"]}}, mode="validation")]
 
 
 class GpuMode(StrEnum):
@@ -338,9 +344,11 @@ class RunnerConfig(Section):
         description="Slots (ranks) of hosts without slots=. null: the host's GPU count as reported by the cluster, else 1.",
     )
     script: Path = Field(Path("training_code.py"), description="Script that torchrun starts in every slot.")
-    script_args: tuple[str, ...] = Field((), description="Arguments of the script.")
+    script_args: ScriptArguments = Field((), description="Arguments of the script; numbers are passed as they are written.")
     code: tuple[Path, ...] = Field((), description="Files shipped next to the script, so that editing them needs no new image.")
-    env: EnvironmentVariables = Field({}, description="Environment variables of every rank, for instance NCCL_DEBUG: INFO.")
+    env: EnvironmentVariables = Field(
+        {}, description="Environment variables of every rank, for instance NCCL_DEBUG: INFO. Numbers are set as they are written."
+    )
     secrets: Annotated[dict[str, Path], AfterValidator(validators.check_secret_names)] = Field(
         {},
         description="Secrets: name to file. Ranks find the path of the file in the variable NAME_FILE; the secret itself "
