@@ -84,7 +84,7 @@ class Cargo:
     secrets: tuple[RunFile, ...] = ()
 
     @property
-    def trains_built_in_model(self) -> bool:
+    def calls_built_in_trainer(self) -> bool:
         """Whether a code file calls the built-in trainer, which the config's topology and batch sizes are for; True without code files."""
         return not self.code or any(_BUILT_IN_TRAINER_CALL in file.content for file in self.code)
 
@@ -121,6 +121,11 @@ class Plan:
     """Manager machine that must run the coordinator, because the nodes receive its address; None: any manager."""
     notes: tuple[str, ...] = ()
     """Decisions that do not follow from the config alone, with reasons, one line each."""
+
+    @property
+    def trains_built_in_model(self) -> bool:
+        """Whether the ranks run the built-in trainer, for which the config's topology and batch sizes are."""
+        return self.config.runner.module is None and self.cargo.calls_built_in_trainer
 
     @property
     def role(self) -> str:
@@ -160,7 +165,7 @@ class Plan:
             "min_nodes": self.min_nodes,
             "max_nodes": self.max_nodes,
             "world_size": self.world_size,
-            "micro_batches": list(self.config.topology.assign_micro_batches(self.world_size)) if self.cargo.trains_built_in_model else [],
+            "micro_batches": list(self.config.topology.assign_micro_batches(self.world_size)) if self.trains_built_in_model else [],
             "nodes": [{"name": node.name, "host": node.host, "slots": node.slots, "cause": node.cause} for node in self.nodes],
             "notes": list(self.notes),
         }
@@ -180,7 +185,7 @@ class Plan:
                 f"run {self.run} by {runner.runner_type} on {self.origin}",
                 *table,
                 f"  {_format_count(len(self.nodes), 'node')} with {_format_count(self.world_size, 'rank')}; {elasticity}",
-                *(_format_batches(self.config, self.world_size) if self.cargo.trains_built_in_model else ()),
+                *(_format_batches(self.config, self.world_size) if self.trains_built_in_model else ()),
                 *(f"  {note}" for note in self.notes),
             ]
         )
@@ -264,7 +269,7 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
     runner = config.runner
     code = tuple(
         RunFile.from_content(path.name, _read_run_file(folder / path, "runner.script" if path == runner.script else "runner.code"))
-        for path in (runner.script, *runner.code)
+        for path in runner.shipped_paths
     )
     if duplicates := format_duplicates(item.name for item in code):
         raise PlanError(

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
@@ -126,7 +127,7 @@ class NodeEnv(_EnvironmentMessage):
     config: str
     """Path of the resolved config, JSON."""
     script: str
-    """Path of the user's script."""
+    """Path of the user's script; if `module` is set, of the folder with the files that are shipped with the run."""
     script_args: tuple[str, ...]
     """Arguments of the user's script, JSON."""
     secrets: dict[str, str]
@@ -141,8 +142,15 @@ class NodeEnv(_EnvironmentMessage):
     """Interface for communication between ranks: its name, subnet, address or host name; empty: that of the route to the coordinator."""
     numa: str
     """CPU binding of ranks to the cores near their GPUs, as one of torchrun's modes; empty: none."""
+    module: str = ""
+    """Module to start instead of a script; empty: the script."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A node with another version reports both versions and does not start."""
+
+    @property
+    def code_folder(self) -> Path:
+        """Folder of the script and of the files that are shipped with the run."""
+        return Path(self.script) if self.module else Path(self.script).absolute().parent
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _MIN_SHM_BYTES = 1 << 30
 def find_permanent_problems(env: NodeEnv) -> list[str]:
     """Return the permanent problems of this node, which a restart cannot fix: one sentence each."""
     problems = []
-    if not Path(env.script).is_file():
+    if not env.module and not Path(env.script).is_file():
         problems.append(f"the script {env.script} does not exist on this node")
     problems += _check_config_file(env.config)
     problems += [

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from swarmtrain.config.schema.runner import NcclConfig
+from swarmtrain.config.schema.runner import MODULE_PATTERN, NcclConfig
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_secret_name
 
 RENDEZVOUS_TEXT = "determined by the run's rendezvous"
@@ -181,12 +181,7 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
         elif flag == "numa_binding":
             report.map_key(flag_key, "runner.numa", value)
         elif flag == "module":
-            report.add_unmapped_key(
-                flag_key,
-                UnmappedReason.no_counterpart,
-                "set runner.script to a file of two lines: import runpy, and call runpy.run_module",
-                value=launch.script,
-            )
+            _map_module(report, flag_key, launch.script)
         elif flag in _UNMAPPED_FLAGS:
             report.add_unmapped_key(flag_key, UnmappedReason.done_differently, _UNMAPPED_FLAGS[flag], value=value)
         elif _SHELL_VARIABLE_PATTERN.search(value) and flag in ("nnodes", "nproc_per_node", "num_processes", "master_port", "max_restarts"):
@@ -200,6 +195,13 @@ def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchComm
             report.add_unmapped_key(flag_key, UnmappedReason.no_counterpart, "", value=value)
     _map_script(report, key, launch)
     return nodes, slots
+
+
+def _map_module(report: MigrationReport, flag_key: KeyPath, module: str) -> None:
+    if re.match(MODULE_PATTERN, module):
+        report.map_key(flag_key, "runner.module", module)
+    else:
+        report.add_unmapped_key(flag_key, UnmappedReason.unknown, "not the name of a module: set runner.module", value=module)
 
 
 def map_environment_variable(report: MigrationReport, key: KeyPath, name: str, value: Any, *, on_host_network: bool = False) -> None:

@@ -42,7 +42,7 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
         coordinator=f"{layout.coordinator_host}:{layout.coordinator_port}",
         store=f"{layout.coordinator_host}:{layout.store_port}",
         config=layout.config_path,
-        script=str(layout.code_dir / runner.script.name),
+        script=str(layout.code_dir if runner.module else layout.code_dir / runner.script.name),
         script_args=runner.script_args,
         secrets=secrets,
         stop_grace=runner.stop_grace,
@@ -50,6 +50,7 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
         mounts=layout.mounts,
         interface=node.rank_interface or runner.interface or "",
         numa=runner.numa or "",
+        module=runner.module or "",
     )
     probe_variables = _build_probe_env(plan, layout).to_env() if plan.is_probe else {}
     secret_file_variables = {f"{name}_FILE": path for name, path in secrets.items()}

@@ -355,3 +355,30 @@ def test_a_third_node_joins_and_no_step_is_lost(small_run: Any) -> None:
     saves = [int(line.split()[-1]) for line in small_run.read_output().splitlines() if "saved" in line]
     assert len(starts) == 3
     assert {f"start at {max(saves)} of world 3"} == {line.partition("] ")[2] for line in starts}
+
+
+def test_a_module_is_run_as_python_m_runs_it(small_run: Any) -> None:
+    """Its package is in the working folder of the node."""
+    package = small_run.folder / "trains" / "deep"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "other.py").write_text("NAME = 'relative'\n")
+    (package / "loop.py").write_text(
+        "import sys\nfrom .other import NAME\n"
+        "if __name__ == '__main__': print(f'{__package__} {NAME} {sys.argv[1:]} {sys.argv[0].endswith(\"loop.py\")}', flush=True)\n"
+    )
+    small_run.start_coordinator()
+    module = {"SWARMTRAIN_MODULE": "trains.deep.loop", "SWARMTRAIN_SCRIPT": str(small_run.folder)}
+    small_run.start_node(0, "", "--lr", "1", node_range=(1, 1), slots=1, environment=module)
+    assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
+    assert "trains.deep relative ['--lr', '1'] True" in small_run.read_output()
+
+
+def test_a_module_that_is_not_installed_ends_the_run_at_once(small_run: Any) -> None:
+    small_run.start_coordinator()
+    module = {"SWARMTRAIN_MODULE": "nowhere.loop", "SWARMTRAIN_SCRIPT": str(small_run.folder)}
+    small_run.start_node(0, "", node_range=(1, 1), slots=1, environment=module)
+    assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
+    outcome = small_run.read_events("outcome")[0].data
+    assert "No module named 'nowhere'" in outcome["reason"]
+    assert outcome["reason"].endswith("retrying would not help")

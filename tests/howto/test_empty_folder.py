@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from conftest import OpenShell
 from page import ROOT
 from page_runner import PageRunner
 
+from swarmtrain.images.wheels import build_swarmtrain_wheel
 from swarmtrain.lab import Lab
 
 
@@ -21,8 +20,7 @@ from swarmtrain.lab import Lab
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(ROOT)]
-    subprocess.run(command, check=True)
+    build_swarmtrain_wheel(folder, report_progress=print)
     return next(folder.glob("*.whl"))
 
 

@@ -40,7 +40,7 @@ def test_lists_of_nodes(nodes: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("nodes", ["", "n[1-", "n[3-1]", "a,,b", "n[]", "n[1-2]]", "n[x]", "n[0-99999999]"])
 def test_invalid_lists_of_nodes(nodes: str) -> None:
-    with pytest.raises(ValueError, match=r"invalid (node list|number range)"):
+    with pytest.raises(ValueError, match=r"invalid (Slurm hostlist|number range)"):
         list(expand_hostlist(nodes))
 
 

@@ -10,6 +10,7 @@ from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
 from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, build_plan, read_cargo
+from swarmtrain.render.stack_document import render_stack
 
 NODE_ID = "abcdefghijklmnopqrstuvwx0"
 
@@ -180,3 +181,27 @@ def test_a_missing_file_is_named_with_its_key(tmp_path: Path) -> None:
 def test_only_the_built_in_trainer_has_replicas_and_micro_batches(name: str, content: bytes, is_shown: bool) -> None:
     plan = build_plan(parse_config("{}"), THREE_MACHINES, Cargo((RunFile.from_content(name, content),)), run="demo")
     assert ("replica" in str(plan), "micro batch" in str(plan), bool(plan.to_dict()["micro_batches"])) == (is_shown,) * 3
+
+
+def test_a_module_needs_no_script(tmp_path: Path) -> None:
+    (tmp_path / "extra.py").write_text("A = 1\n")
+    config = parse_config("runner: {module: package.train, code: [extra.py], script_args: [--lr, 1]}")
+    cargo = read_cargo(config, tmp_path)
+    assert [file.name for file in cargo.code] == ["extra.py"]
+    plan = build_plan(config, THREE_MACHINES, cargo, run="demo")
+    assert "micro batch" not in str(plan)
+    variables = render_stack(plan).document["services"]["node0"]["environment"]
+    assert (variables["SWARMTRAIN_MODULE"], variables["SWARMTRAIN_SCRIPT"]) == ("package.train", "/workspace")
+    assert read_cargo(parse_config("runner: {module: package.train}"), tmp_path).code == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("runner: {module: package.train, script: train.py}", "cannot be combined with script"),
+        ("runner: {module: train.py -x}", "must match pattern|should match pattern"),
+    ],
+)
+def test_an_invalid_module_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(SwarmtrainError, match=reason):
+        parse_config(text)

@@ -145,7 +145,7 @@ def test_a_finished_run_is_left_alone_until_something_changes() -> None:
 
 
 def test_a_network_is_never_changed_in_place() -> None:
-    with pytest.raises(StackError, match=r"com\.docker\.network\.driver\.mtu nothing, wanted 9000") as raised:
+    with pytest.raises(StackError, match=r"com\.docker\.network\.driver\.mtu nothing, expected 9000") as raised:
         reconcile(build_desired_specs(swarm={"mtu": 9000}), build_stored_state(build_desired_specs()))
     assert raised.value.place == "network run_training"
     assert "swarmtrain down run" in str(raised.value.hint)

@@ -28,6 +28,8 @@ _MAX_NODES = 10_000
 _DEFAULT_RESTARTS_PER_HOUR = 20
 _MAX_SIZE_BYTES = 1 << 62
 _MAX_SOCKETS = 64
+_DEFAULT_SCRIPT = Path("training_code.py")
+MODULE_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 
 def _parse_byte_size(value: Any) -> Any:
@@ -343,7 +345,13 @@ class RunnerConfig(Section):
         le=host_entry.MAX_SLOTS,
         description="Slots (ranks) of hosts without slots=. null: the host's GPU count as reported by the cluster, else 1.",
     )
-    script: Path = Field(Path("training_code.py"), description="Script that torchrun starts in every slot.")
+    script: Path = Field(_DEFAULT_SCRIPT, description="Script that torchrun starts in every slot.")
+    module: str | None = Field(
+        None,
+        pattern=MODULE_PATTERN,
+        description="Module that torchrun starts in every slot instead of the script, as python -m does. It must be installed in the "
+        "image, or be in the folder from which runner_type local deploys. null: script.",
+    )
     script_args: ScriptArguments = Field((), description="Arguments of the script; numbers are passed as they are written.")
     code: tuple[Path, ...] = Field((), description="Files shipped next to the script, so that editing them needs no new image.")
     env: EnvironmentVariables = Field(
@@ -396,6 +404,17 @@ class RunnerConfig(Section):
     def host_entries(self) -> tuple[HostEntry, ...]:
         """The parsed entries of `hosts`; empty if no hosts are configured."""
         return tuple(map(HostEntry.parse, self.hosts or ()))
+
+    @property
+    def shipped_paths(self) -> tuple[Path, ...]:
+        """The files that are shipped with the run: the script, unless a module is started, and the files in `code`."""
+        return self.code if self.module else (self.script, *self.code)
+
+    @model_validator(mode="after")
+    def _check_script_or_module(self) -> RunnerConfig:
+        if self.module and self.script != _DEFAULT_SCRIPT:
+            raise build_field_error("module", "cannot be combined with script in the config", "keep one of the two")
+        return self
 
     @model_validator(mode="after")
     def _check_slots_have_gpus(self) -> RunnerConfig:

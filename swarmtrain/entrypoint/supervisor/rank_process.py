@@ -105,20 +105,24 @@ def resolve_exit_code(system_exit: SystemExit) -> int:
     return system_exit.code & 0xFF if isinstance(system_exit.code, int) else 1
 
 
-def classify_error_permanence(error: BaseException, script: str) -> bool | str:
+def classify_error_permanence(error: BaseException, code_folder: Path) -> bool | str:
     """Return whether the error recurs on a retry: True, PERMANENT_BEFORE_FIRST_STEP, or False if that is unknown."""
     if isinstance(error, SyntaxError):
-        return error.filename is not None and Path(error.filename).parent == Path(script).parent
+        return error.filename is not None and Path(error.filename).parent == code_folder
     if isinstance(error, SwarmtrainError):
         return PERMANENT_BEFORE_FIRST_STEP if error.is_permanent is None else error.is_permanent
     return isinstance(error, ImportError)
 
 
 def _run_script(env: NodeEnv) -> None:
-    sys.argv = [env.script, *env.script_args]
-    sys.path.insert(0, str(Path(env.script).absolute().parent))
+    sys.argv = [env.module or env.script, *env.script_args]
+    sys.path.insert(0, str(env.code_folder))
     with _intercept_os_exit():
-        runpy.run_path(env.script, run_name="__main__")
+        if env.module:
+            sys.path.insert(0, str(Path.cwd()))  # as python -m does
+            runpy.run_module(env.module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(env.script, run_name="__main__")
 
 
 @contextmanager
@@ -147,7 +151,7 @@ def _report_error(env: NodeEnv, error: BaseException) -> EventResponse:
     if isinstance(error, SwarmtrainError):
         reason, trace, full_text = str(error).replace("\n", "; "), "", error.plain_text
     else:
-        reason, trace = _summarize_error(error) + _locate_error_in_user_code(error, Path(env.script).parent), _format_traceback(error)
+        reason, trace = _summarize_error(error) + _locate_error_in_user_code(error, env.code_folder), _format_traceback(error)
         full_text = trace
     facts = {"error": reason[:_MAX_ERROR_LENGTH], "exit_code": 1, "traceback": trace[-_MAX_TRACEBACK_LENGTH:]}
     if hint := _build_error_hint(error):
@@ -156,7 +160,7 @@ def _report_error(env: NodeEnv, error: BaseException) -> EventResponse:
         facts["failed_rank"] = error.rank
     if (step := getattr(error, "step", None)) is not None:
         facts["step"] = step
-    if (permanence := classify_error_permanence(error, env.script)) or isinstance(error, SwarmtrainError):
+    if (permanence := classify_error_permanence(error, env.code_folder)) or isinstance(error, SwarmtrainError):
         facts["permanent"] = permanence
     response = CoordinatorClient(env.coordinator).try_post_event(build_failure_event(env, **facts))
     sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if response.is_known else full_text)

@@ -159,7 +159,7 @@ class DockerLauncher:
         config = Config.from_json(self._engine.read_file(node.id, CONFIG_PATH).decode())
         hosts = json.loads(existing[RENDEZVOUS_SERVICE].labels.get(LABEL_HOSTS, "null")) if RENDEZVOUS_SERVICE in existing else None
         runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
-        code = [path.name for path in (runner.script, *runner.code)]
+        code = [path.name for path in runner.shipped_paths]
         digests = json.loads(node.labels[LABEL_SECRETS])
         cargo = Cargo(
             tuple(RunFile.from_content(name, self._engine.read_file(node.id, str(WORKSPACE / name))) for name in code),

@@ -42,7 +42,8 @@ def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int
     with tempfile.TemporaryDirectory(prefix="swarmtrain-") as private_folder:
         shared_env = _build_shared_env(plan, Path(private_folder))
         environments = [shared_env | _build_rank_env(number, plan.world_size) for number in range(plan.world_size)]
-        argv = [sys.executable, str(plan.config.runner.script), *plan.config.runner.script_args]
+        runner = plan.config.runner
+        argv = [sys.executable, *(["-m", runner.module] if runner.module else [str(runner.script)]), *runner.script_args]
         with _run_other_ranks(argv, environments, rank, folder, report_progress), _ignore_sigint():
             code = process.start_process(argv, env=environments[rank], stdin=sys.stdin.fileno()).wait()
     return code if code >= 0 else 128 - code

@@ -91,7 +91,7 @@ class SwarmLauncher:
         runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
         code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items()]
         # The script comes first, then the files of `code` in the config's order, as in a plan made from the files themselves.
-        order = [runner.script.name, *(path.name for path in runner.code)]
+        order = [path.name for path in runner.shipped_paths]
         cargo = Cargo(
             tuple(
                 RunFile(name, self._read_config_content(item["ConfigID"]), _parse_digest(item["ConfigName"]))
