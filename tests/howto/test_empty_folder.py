@@ -36,6 +36,11 @@ def test_the_tutorial_from_an_empty_folder(
 ) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
+    reader = PageRunner([open_shell(folder, environment)], {"WHEEL": str(wheel)})
+    steps = page.read_page("docs/tutorial/from-an-empty-folder.md")
+    image = next(number for number, step in enumerate(steps) if "image build" in step.text)
     image_cache.restore_registry(image_cache.find_shared_cache())
-    PageRunner([open_shell(folder, environment)], {"WHEEL": str(wheel)}).run_steps(page.read_page("docs/tutorial/from-an-empty-folder.md"))
+    reader.run_steps(steps[:image])
+    image_cache.restore_images(default_lab, [node.node for node in default_lab.get_status()], image_cache.find_shared_cache())
+    reader.run_steps(steps[image:])
     assert not default_lab.shared_disk.exists()
