@@ -59,7 +59,7 @@ def measure_recovery() -> Iterator[BenchmarkRow]:
     yield BenchmarkRow("recovery", description, "s", result, baseline, baseline_description, limit=15)
 
 
-def measure_scale() -> Iterator[BenchmarkRow]:
+def measure_scaling_time() -> Iterator[BenchmarkRow]:
     """Measure the time, in seconds, from `swarmtrain scale` (2 nodes to 4) to the first step of four ranks."""
     with run_lab(_NODE_COUNT) as lab:
         provide_image(lab)

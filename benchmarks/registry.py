@@ -38,7 +38,7 @@ BENCHMARKS = (
     Benchmark("status-100", "status and plan of a run of 100 services", idle_services.measure_status_and_plan),
     Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
-    Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.measure_scale),
+    Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.measure_scaling_time),
     Benchmark("checkpoint", "cost of a background checkpoint for training", training.measure_async_checkpoint),
     Benchmark("logging", "time per step for metrics and logging", training.measure_logging),
     Benchmark("train", "the trainer against a plain PyTorch loop", training.measure_plain_pytorch),

@@ -57,7 +57,7 @@ def add_code_layer(
 
 
 @app.command("lock")
-def lock_packages(folder: Annotated[Path, typer.Argument(help="Directory with requirements/image.txt.")] = Path()) -> None:
+def lock_packages(folder: Annotated[Path, typer.Argument(help="Folder with requirements/image.txt.")] = Path()) -> None:
     """Regenerate requirements/image.lock, the hashes of image.txt's pinned packages for all CPU architectures; print its path."""
     from swarmtrain.images.lock_file import write_lock_file
     from swarmtrain.view.console import show_progress

@@ -46,9 +46,9 @@ def run_demo(folder: Path, *, use_lab: bool | None, assume_yes: bool) -> int:
     shutil.rmtree(Path("runs") / _NAME, ignore_errors=True)
     lab = Lab(_LAB_NAME)
     if use_lab is not False and _is_lab_possible(lab, assume_yes=assume_yes, is_required=bool(use_lab)):
-        exit_code = _run_on_lab(lab)
+        exit_code = _run_demo_on_lab(lab)
     else:
-        exit_code = _run_locally(assume_yes=assume_yes)
+        exit_code = _run_demo_locally(assume_yes=assume_yes)
     if checkpoints := sorted((Path("runs") / _NAME).glob("step-*")):
         _print_heading("the newest checkpoint is in")
         print_message(str(folder / checkpoints[-1]))
@@ -78,7 +78,7 @@ def _install_system_packages(*, assume_yes: bool) -> None:
         process.run_command(["apt-get", "install", "-y", "-q", "--no-install-recommends", *ENGINE_PACKAGES], env=environment)
 
 
-def _run_on_lab(lab: Lab) -> int:
+def _run_demo_on_lab(lab: Lab) -> int:
     _print_heading(f"starting a swarm of {_NODE_COUNT} engines on this machine")
     lab.bring_up(_NODE_COUNT, shared_folder=Path("runs"), report_progress=print_message)
     try:
@@ -95,7 +95,7 @@ def _run_on_lab(lab: Lab) -> int:
         lab.tear_down(keep_images=True, report_progress=print_message)
 
 
-def _run_locally(*, assume_yes: bool) -> int:
+def _run_demo_locally(*, assume_yes: bool) -> int:
     if importlib.util.find_spec("torch") is None:
         _install_training_packages(assume_yes=assume_yes)
     _print_heading(f"deploying {_CONFIG_FILE} on {_NODE_COUNT} local nodes")

@@ -293,11 +293,14 @@ def test_a_rank_that_has_returned_ends_at_once_whatever_its_script_did_with_sigt
         "import os, signal, sys, time\n"
         "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
         "while os.environ['RANK'] == '1' and not asked: time.sleep(0.05)\n"
+        "print('rank', os.environ['RANK'], 'returns', flush=True)\n"
         "sys.exit(75 * len(asked))\n"
     )
     small_run.start_coordinator()
     small_run.start_node(0, script, node_range=(1, 1), slots=2)
-    small_run.wait_for_event("script_returned")
+    while "rank 0 returns" not in small_run.read_output():
+        time.sleep(0.1)
+    time.sleep(1)  # until its process has returned to torch's code
     asked = time.monotonic()
     small_run.nodes["node0"].terminate()
     assert small_run.nodes["node0"].wait(60) == EXIT_PLANNED

@@ -103,14 +103,14 @@ def test_runs_that_want_the_same_gpus_wait_as_a_whole_and_in_order(
 ) -> None:
     launcher.deploy_run(plan_gpu_run("first", 1), print_line)
     assert list_held_gpus(launcher, "first")[0][0] in ("GPU-node0-1", "GPU-node0-2")
-    with pytest.raises(StackError, match="not all of its NVIDIA-GPU are free: node0 has 2, 2 wanted, first has 1"):
+    with pytest.raises(StackError, match="not all of its NVIDIA-GPU are free: node0 has 2, 2 requested, first has 1"):
         launcher.deploy_run(replace(plan_gpu_run("probe", 2), is_probe=True), print_line)
     # One GPU is free, and is not taken while the other is in use.
     second = DeployThread(gpu_lab, plan_gpu_run("second", 2))
-    assert second.has_reported_waiting("node0 has 2, 2 wanted, first has 1")
+    assert second.has_reported_waiting("node0 has 2, 2 requested, first has 1")
     # The GPUs that the second run waits for are not given to a later one.
     third = DeployThread(gpu_lab, plan_gpu_run("third", 1))
-    assert third.has_reported_waiting("node0 has 2, 1 wanted, first has 1, run second waits for 2")
+    assert third.has_reported_waiting("node0 has 2, 1 requested, first has 1, run second waits for 2")
     assert launcher.list_runs() == ["first"]
     with pytest.raises(RunNotFound, match="waits for NVIDIA-GPU held by other runs"):
         launcher.list_tasks("second")

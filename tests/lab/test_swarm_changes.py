@@ -230,5 +230,5 @@ def test_a_command_that_stalled_too_long_changes_nothing_more(engine: DockerEngi
     alone = run_lock.RunLock(engine, RUN, "waits", SwarmTimeouts(lock_valid_seconds=0.0))
     with alone.hold_lock(DISCARD), pytest.raises(StackError, match="has lost the lock"):
         alone.check_lock_held()
-    with pytest.raises(StackError, match="another command has changed or removed it meanwhile"):
+    with pytest.raises(StackError, match="another command has changed or removed it in the meantime"):
         asleep.allow_preemption()
