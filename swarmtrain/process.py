@@ -70,6 +70,21 @@ def run_command(
     return completed.stdout
 
 
+def run_command_with_progress(argv: Sequence[str], report_line: Callable[[str], None], *, env: Mapping[str, str] | None = None) -> None:
+    """Run `argv` to completion, and call `report_line` with each line that it prints, without the line end.
+
+    `env` is added to this process's environment. Raises ProcessError, which carries the command and its output, if the program cannot be
+    started or exits with a nonzero code.
+    """
+    lines: list[str] = []
+    with start_process(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
+        for line in child.stdout or ():
+            lines.append(line.decode(errors="replace").rstrip())
+            report_line(lines[-1])
+    if child.returncode:
+        raise ProcessError(format_command(argv, env), child.returncode, "\n".join(lines))
+
+
 def start_process(
     argv: Sequence[str],
     *,

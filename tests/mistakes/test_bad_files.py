@@ -106,6 +106,15 @@ def test_unwritable(error_case: ErrorCase) -> None:
     error_case("swarmtrain init new.yml", as_nobody=True)
 
 
+def test_demo_folder_is_a_file(error_case: ErrorCase) -> None:
+    """Demo folder is a file
+
+    `swarmtrain demo` creates its folder, and needs write permission in it.
+    """
+    error_case.write_file("notes.txt", "", show=False)
+    error_case("swarmtrain demo notes.txt")
+
+
 def test_init_exists(error_case: ErrorCase) -> None:
     """Config file already exists
 
