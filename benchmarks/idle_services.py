@@ -31,11 +31,12 @@ from benchmarks.measurement import (
     wait_until,
 )
 from swarmtrain import images, process, protocol
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import load_config
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Cargo, Plan, PlannedNode, RunFile
+from swarmtrain.plan import Plan, PlannedNode
 from swarmtrain.render import stack_document
 
 _REPEATS = 2

@@ -1,29 +1,24 @@
 """Make a plan from a config and an inventory: the machine and slots of each node of the run, with reasons.
 
-Only `read_cargo` reads files; all other functions are pure.
-
-A launcher derives everything that it deploys from the plan, and `str(plan)` is the output of `swarmtrain plan`. Ranks are not planned: the
-rendezvous assigns them for each world.
+All functions are pure. A launcher derives everything that it deploys from the plan, and `str(plan)` is the output of `swarmtrain plan`.
+Ranks are not planned: the rendezvous assigns them for each world.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config, pipeline_layout
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.section import format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
-from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
-from swarmtrain.errors import PlanError, SwarmtrainError
+from swarmtrain.errors import PlanError
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
 _RUN_NAME_PATTERN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
@@ -34,8 +29,6 @@ _PROBE_SUFFIX = "-probe"
 _DEFAULT_MASTER_PORT = 29500
 # Ports of runs, below the ephemeral range. A run has one port each for the store, the coordinator and the probe, and one in reserve.
 _FIRST_PORT, _PORTS_PER_RUN, _PORT_SETS = 20000, 4, 2500
-_MAX_FILE_BYTES = 64_000_000
-_BUILT_IN_TRAINER_CALL = b"train_model("
 
 
 @dataclass(frozen=True)
@@ -60,33 +53,6 @@ class Inventory:
 
     origin: str
     machines: tuple[Machine, ...]
-
-
-@dataclass(frozen=True)
-class RunFile:
-    """A file that is shipped with the run. `name` is its file name next to the script, `digest` is a hash of its content."""
-
-    name: str
-    content: bytes
-    digest: str
-
-    @classmethod
-    def from_content(cls, name: str, content: bytes) -> RunFile:
-        """Return the RunFile for `name` and `content`. Its digest is the first 10 hexadecimal digits of the SHA-256."""
-        return cls(name, content, hashlib.sha256(content).hexdigest()[:10])
-
-
-@dataclass(frozen=True)
-class Cargo:
-    """Cargo of a run: the contents of the files that the config names (script, files next to it, secrets), which are read once."""
-
-    code: tuple[RunFile, ...]
-    secrets: tuple[RunFile, ...] = ()
-
-    @property
-    def calls_built_in_trainer(self) -> bool:
-        """Whether a code file calls the built-in trainer, which the config's topology and batch sizes are for; True without code files."""
-        return not self.code or any(_BUILT_IN_TRAINER_CALL in file.content for file in self.code)
 
 
 @dataclass(frozen=True)
@@ -262,33 +228,6 @@ def check_run_name(run: str) -> None:
             place=f"run name {run!r}",
             hint="swarmtrain deploy config.yml --name my-run",
         )
-
-
-def read_cargo(config: Config, folder: Path) -> Cargo:
-    """Read the files that `config` names, with paths relative to `folder`. Raises SwarmtrainError if one cannot be read."""
-    runner = config.runner
-    code = tuple(
-        RunFile.from_content(path.name, _read_run_file(folder / path, "runner.script" if path == runner.script else "runner.code"))
-        for path in runner.shipped_paths
-    )
-    if duplicates := format_duplicates(item.name for item in code):
-        raise PlanError(
-            f"{duplicates} is listed twice (the script included): files are copied into one folder under their names",
-            place="config runner.code",
-            hint="list it once, or rename one of the two files",
-        )
-    secrets = tuple(
-        RunFile.from_content(name, _read_run_file(folder / path, f"runner.secrets.{name}")) for name, path in sorted(runner.secrets.items())
-    )
-    return Cargo(code, secrets)
-
-
-def _read_run_file(path: Path, config_key: str) -> bytes:
-    try:
-        return read_file_with_limit(path, _MAX_FILE_BYTES)
-    except UnreadableFileError as error:
-        hint = "use a path relative to the current folder" if error.errno == errno.ENOENT else f"ls -l {path} shows what it is"
-        raise SwarmtrainError(f"{path}: {error}", place=f"config {config_key}", hint=hint) from None
 
 
 def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int) -> tuple[PlannedNode, ...]:

@@ -13,12 +13,11 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
 misread a message.
 """
@@ -41,6 +40,7 @@ LABEL_HOSTS = "swarmtrain.hosts"
 # Labels of containers outside a swarm: the node name, a digest of the container's specification, and the digests of its secrets.
 LABEL_NODE = "swarmtrain.node"
 LABEL_CONTAINER = "swarmtrain.container"
+LABEL_CODE = "swarmtrain.code"
 LABEL_SECRETS = "swarmtrain.secrets"
 # Label of an image: digest of its build inputs.
 LABEL_CONTENTS = "swarmtrain.contents"
@@ -126,8 +126,10 @@ class NodeEnv(_EnvironmentMessage):
     """host:port of the rendezvous store."""
     config: str
     """Path of the resolved config, JSON."""
+    code_folder: str
+    """Folder with the files that are shipped with the run."""
     script: str
-    """Path of the user's script; if `module` is set, of the folder with the files that are shipped with the run."""
+    """Path of the user's script, in `code_folder`; empty if `module` is set."""
     script_args: tuple[str, ...]
     """Arguments of the user's script, JSON."""
     secrets: dict[str, str]
@@ -146,11 +148,6 @@ class NodeEnv(_EnvironmentMessage):
     """Module to start instead of a script; empty: the script."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A node with another version reports both versions and does not start."""
-
-    @property
-    def code_folder(self) -> Path:
-        """Folder of the script and of the files that are shipped with the run."""
-        return Path(self.script) if self.module else Path(self.script).absolute().parent
 
 
 @dataclass(frozen=True)

@@ -87,3 +87,13 @@ def _iterate_missing_parents(folder: Path) -> Iterator[Path]:
     while not folder.exists():
         yield folder
         folder = folder.parent
+
+
+def get_shipped_name(path: Path) -> str:
+    """Return the path of a code file or folder in the folder with the files that are shipped with the run.
+
+    A relative path is kept. A file with an absolute path, or with a path that contains `..`, is put at the top under its base name.
+    """
+    if path.is_absolute() or ".." in path.parts:
+        return path.name if path.name not in ("", "..") else path.resolve().name
+    return path.as_posix()

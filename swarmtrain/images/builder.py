@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from swarmtrain.cargo.docker_ignore import FolderEntry
 from swarmtrain.errors import ImageError
 from swarmtrain.images import contents, lock_file, wheels
 from swarmtrain.images import folder_archive as folders
@@ -92,7 +93,7 @@ def write_build_context(project: Project, tar_file: IO[bytes]) -> None:
         folders.add_entries_to_archive(archive, _list_context_entries(project))
 
 
-def _list_context_entries(project: Project) -> list[folders.ArchiveEntry]:
+def _list_context_entries(project: Project) -> list[FolderEntry]:
     return [
         (DOCKERFILE, project.dockerfile.resolve()),
         (PINS, project.pins.resolve()),

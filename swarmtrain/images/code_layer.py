@@ -1,12 +1,14 @@
-"""Add a folder of code to an existing image as a separate layer, which is built and pushed in seconds."""
+"""Add code to an existing image as a separate layer, which is built and pushed in seconds."""
 
 from __future__ import annotations
 
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from swarmtrain.cargo.docker_ignore import IGNORE_FILE, FolderEntry, list_files
 from swarmtrain.errors import ImageError
 from swarmtrain.images import contents
 from swarmtrain.images import folder_archive as folders
@@ -31,23 +33,59 @@ def add_code_layer(
     is reproducible: equal files give an equal layer. Raises ImageError if a folder is missing or empty, or the build fails.
     """
     image = pull_image_if_missing(client, base_image, report_progress)
-    config = image["Config"]
     image_contents = contents.read_image_contents(image)
-    owner = f"--chown={config['User']} " if config.get("User") else ""
-    dockerfile = [f"FROM {image['Id']}"]
+    dockerfile = _Dockerfile(image)
     with tempfile.TemporaryFile() as tar_file:
         with tarfile.open(fileobj=tar_file, mode="w") as archive:
-            for number, path in enumerate(code_folders):
+            for path in code_folders:
                 name, entries = _get_path_in_image(path, working_folder), _list_folder_entries(path)
                 image_contents = image_contents.copy_with_added_folder(name, entries, base_image=base_image)
-                staging_folder = f"{number}{WORKSPACE}"
+                staging_folder = dockerfile.add_layer()
                 archive_entries = [(str(PurePosixPath(staging_folder, name, entry)), file) for entry, file in entries]
                 folders.add_entries_to_archive(archive, archive_entries, world_writable_folder=staging_folder)
-                # Pack WORKSPACE itself too: if the builder created this folder, the layer would contain the current time.
-                dockerfile.append(f"COPY {owner}{number}/ /")
                 report_progress(f"{path}: {len(entries)} files, {format_bytes(sum(file.lstat().st_size for _, file in entries))}")
-            folders.add_text_entry(archive, "Dockerfile", "\n".join(dockerfile) + "\n")
+            folders.add_file_content(archive, "Dockerfile", dockerfile.render().encode())
         build_image_from_tar(client, tar_file, tag, labels=image_contents.to_labels(), report_progress=report_progress)
+
+
+def add_file_layer(
+    client: ImageClient, files: Mapping[str, bytes], base_image: str, tag: str, *, report_progress: ProgressReporter
+) -> None:
+    """Build the image `tag`: `base_image` plus one layer with `files`, by their paths relative to the folder of the run's script.
+
+    The layer is reproducible: equal files give an equal layer. Raises ImageError if the build fails.
+    """
+    dockerfile = _Dockerfile(pull_image_if_missing(client, base_image, report_progress))
+    with tempfile.TemporaryFile() as tar_file:
+        with tarfile.open(fileobj=tar_file, mode="w") as archive:
+            staging_folder = dockerfile.add_layer()
+            archive_files = {str(PurePosixPath(staging_folder, name)): content for name, content in files.items()}
+            folders.add_folder_entries(archive, archive_files, world_writable_folder=staging_folder)
+            for name, content in archive_files.items():
+                folders.add_file_content(archive, name, content)
+            folders.add_file_content(archive, "Dockerfile", dockerfile.render().encode())
+        report_progress(f"{len(files)} files, {format_bytes(sum(map(len, files.values())))}")
+        build_image_from_tar(client, tar_file, tag, labels={}, report_progress=report_progress)
+
+
+class _Dockerfile:
+    """Dockerfile of an image that adds layers of files to the inspected image `base`, for the user that this image runs as."""
+
+    def __init__(self, base: Mapping[str, Any]) -> None:
+        self._lines = [f"FROM {base['Id']}"]
+        user = base["Config"].get("User")
+        self._owner_option = f"--chown={user} " if user else ""
+
+    def add_layer(self) -> str:
+        """Add a layer, and return the folder in the build context that is copied to WORKSPACE."""
+        number = len(self._lines)
+        # Copy WORKSPACE itself too: if the builder created this folder, the layer would contain the current time.
+        self._lines.append(f"COPY {self._owner_option}{number}/ /")
+        return f"{number}{WORKSPACE}"
+
+    def render(self) -> str:
+        """Return the text of the Dockerfile."""
+        return "\n".join(self._lines) + "\n"
 
 
 def _get_path_in_image(path: Path, working_folder: Path) -> str:
@@ -55,10 +93,10 @@ def _get_path_in_image(path: Path, working_folder: Path) -> str:
     return str(resolved.relative_to(resolved_working_folder)) if resolved.is_relative_to(resolved_working_folder) else resolved.name
 
 
-def _list_folder_entries(folder: Path) -> list[folders.ArchiveEntry]:
+def _list_folder_entries(folder: Path) -> list[FolderEntry]:
     if not folder.is_dir():
         reason = "is not a folder" if folder.exists() else "does not exist"
         raise ImageError(reason, place=str(folder), hint="list individual files, not folders, in runner.code")
-    if not (entries := folders.list_files(folder)):
-        raise ImageError(f"is empty, or {folders.IGNORE_FILE} excludes all its files", place=str(folder))
+    if not (entries := list_files(folder)):
+        raise ImageError(f"is empty, or {IGNORE_FILE} excludes all its files", place=str(folder))
     return entries

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import swarmtrain
+from swarmtrain.cargo.docker_ignore import FolderEntry, list_files
 from swarmtrain.images import folder_archive as folders
 from swarmtrain.images.pinning import is_content_addressed, strip_tag
 from swarmtrain.images.project import Project
@@ -27,7 +28,7 @@ class ImageContents:
     """Digests of folders that were added in layers on top of `base_image`."""
     base_image: str = ""
 
-    def copy_with_added_folder(self, name: str, entries: list[folders.ArchiveEntry], *, base_image: str) -> ImageContents:
+    def copy_with_added_folder(self, name: str, entries: list[FolderEntry], *, base_image: str) -> ImageContents:
         """Return the contents of the image that results from adding the folder `name` in a layer on top of `base_image`."""
         top_level_files = {entry: _compute_file_digest(path) for entry, path in entries if name == WORKING_FOLDER and "/" not in entry}
         return replace(
@@ -83,7 +84,7 @@ def find_changed_files_and_folders(
     ]
     existing_folders = [(name, digest) for name, digest in image_contents.added_digests.items() if (working_folder / name).is_dir()]
     changed_folders = [
-        name for name, digest in existing_folders if _compute_added_folder_digest(name, folders.list_files(working_folder / name)) != digest
+        name for name, digest in existing_folders if _compute_added_folder_digest(name, list_files(working_folder / name)) != digest
     ]
     return sorted(changed_files), sorted(changed_folders)
 
@@ -106,7 +107,7 @@ def compute_swarmtrain_digest() -> str:
     """Return the digest of the running swarmtrain package, including the Dockerfile and the requirements that it ships."""
     package_folder = Path(swarmtrain.__file__).parent
     return folders.compute_entries_digest(
-        (name, path.resolve()) for name, path in folders.list_files(package_folder) if not path.name.startswith(".")
+        (name, path.resolve()) for name, path in list_files(package_folder) if not path.name.startswith(".")
     )
 
 
@@ -116,7 +117,7 @@ def _compute_current_digest(name: str, working_folder: Path) -> str | None:
     return _compute_file_digest(working_folder / name) if (working_folder / name).is_file() else None
 
 
-def _compute_added_folder_digest(name: str, entries: list[folders.ArchiveEntry]) -> str:
+def _compute_added_folder_digest(name: str, entries: list[FolderEntry]) -> str:
     """Return the digest of a folder added to an image.
 
     Files at the top level of WORKING_FOLDER have their own digests, since some of them are sent with each run.

@@ -1,34 +1,19 @@
-"""List and pack the files of a folder that its .dockerignore does not exclude from an image. The tar archive is reproducible."""
+"""Pack the files of a folder into a reproducible tar archive, and compute their digest."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import os
-import re
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-IGNORE_FILE = ".dockerignore"
-# Files that are regenerated if missing, are useless in a container, or are added by `image build` itself.
-_ALWAYS_IGNORED = ("**/__pycache__", "**/.git", IGNORE_FILE, "build/wheels", "build/extra", "build/package")
-
-ArchiveEntry = tuple[str, Path]
-"""Name of an archive member, and the path of its file."""
+from swarmtrain.cargo.docker_ignore import FolderEntry
 
 
-def list_files(folder: Path, *, recursive: bool = True) -> list[ArchiveEntry]:
-    """Return the files and symlinks in `folder` (if `recursive`, also in its subfolders), sorted by their relative names.
-
-    Files that the folder's .dockerignore excludes are skipped.
-    """
-    dockerignore = DockerIgnore([*_read_ignore_lines(folder / IGNORE_FILE), *_ALWAYS_IGNORED])
-    return sorted(_iterate_files(folder, "", dockerignore, recursive))
-
-
-def compute_entries_digest(entries: Iterable[ArchiveEntry]) -> str:
+def compute_entries_digest(entries: Iterable[FolderEntry]) -> str:
     """Return a digest of `entries`, 12 hexadecimal digits, which changes with their names, contents or permissions."""
     sha256 = hashlib.sha256()
     for name, path in entries:
@@ -39,69 +24,32 @@ def compute_entries_digest(entries: Iterable[ArchiveEntry]) -> str:
     return sha256.hexdigest()[:12]
 
 
-def add_entries_to_archive(archive: tarfile.TarFile, entries: Iterable[ArchiveEntry], *, world_writable_folder: str = "") -> None:
+def add_entries_to_archive(archive: tarfile.TarFile, entries: Iterable[FolderEntry], *, world_writable_folder: str = "") -> None:
     """Add `entries` and their parent folders to `archive`, without owners and modification times, which would invalidate the build cache.
 
     `world_writable_folder` is added with mode 1777, as /tmp has: any user that the image runs as can write to it.
     """
+    paths = dict(entries)
+    add_folder_entries(archive, paths, world_writable_folder=world_writable_folder)
+    for name, path in paths.items():
+        archive.add(path, name, recursive=False, filter=_anonymize_tar_entry)
+
+
+def add_folder_entries(archive: tarfile.TarFile, names: Iterable[str], *, world_writable_folder: str = "") -> None:
+    """Add the parent folders of the files `names` to `archive`; see `add_entries_to_archive`."""
     added_folders: set[str] = set()
-    for name, path in entries:
+    for name in names:
         for parent in reversed([str(parent) for parent in Path(name).parents if str(parent) != "."]):
             if parent not in added_folders:
                 added_folders.add(parent)
                 archive.addfile(_create_folder_entry(parent, 0o1777 if parent == world_writable_folder else 0o755))
-        archive.add(path, name, recursive=False, filter=_anonymize_tar_entry)
 
 
-def add_text_entry(archive: tarfile.TarFile, name: str, text: str) -> None:
-    """Add a file `name` with the content `text` to `archive`."""
+def add_file_content(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Add a file `name` with `content` to `archive`."""
     entry = tarfile.TarInfo(name)
-    entry.size = len(text.encode())
-    archive.addfile(_anonymize_tar_entry(entry), io.BytesIO(text.encode()))
-
-
-class DockerIgnore:
-    """The patterns of a .dockerignore with Docker's semantics: the last one that matches a path, or one of its parent folders, decides."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        patterns = [line.strip() for line in lines]
-        self._rules = [
-            (_compile_ignore_pattern(line.removeprefix("!")), not line.startswith("!")) for line in patterns if line and line[0] != "#"
-        ]
-        self.has_exceptions = any(not excludes for _, excludes in self._rules)
-
-    def is_excluded(self, name: str) -> bool:
-        """Return whether the file or folder `name`, a path relative to the folder's root, is excluded."""
-        is_out = False
-        for pattern, excludes in self._rules:
-            if pattern.match(name):
-                is_out = excludes
-        return is_out
-
-
-def _iterate_files(folder: Path, prefix: str, dockerignore: DockerIgnore, recursive: bool) -> Iterator[ArchiveEntry]:
-    for entry in os.scandir(folder):
-        name = f"{prefix}{entry.name}"
-        is_out = dockerignore.is_excluded(name)
-        if entry.is_dir(follow_symlinks=False):
-            # A pattern with `!` may re-include paths below an excluded folder.
-            if recursive and (not is_out or dockerignore.has_exceptions):
-                yield from _iterate_files(Path(entry), f"{name}/", dockerignore, recursive)
-        elif not is_out and (entry.is_symlink() or entry.is_file()):
-            yield name, Path(entry)
-
-
-def _read_ignore_lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.is_file() else []
-
-
-def _compile_ignore_pattern(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression for the paths that `pattern` matches, and everything below them."""
-    tokens = re.split(r"(\*\*/?|\*|\?|\[[^]]*\])", os.path.normpath(pattern.strip()).lstrip("/"))
-    regexes = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return re.compile(
-        "".join(regexes.get(token, token if token.startswith("[") else re.escape(token)) for token in tokens) + r"(?:/.*)?\Z", re.DOTALL
-    )
+    entry.size = len(content)
+    archive.addfile(_anonymize_tar_entry(entry), io.BytesIO(content))
 
 
 def _create_folder_entry(name: str, mode: int) -> tarfile.TarInfo:

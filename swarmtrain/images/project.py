@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import swarmtrain
+from swarmtrain.cargo.docker_ignore import list_files
 from swarmtrain.errors import ImageError
-from swarmtrain.images import folder_archive as folders
 
 DOCKERFILE, PINS, LOCK, REQUIREMENTS = "Dockerfile", "requirements/image.txt", "requirements/image.lock", "requirements.txt"
 # In a checkout these are symlinks to the files at its root; in a wheel they are the files themselves.
@@ -49,7 +49,7 @@ class Project:
 
 def find_project(folder: Path) -> Project:
     """Return the project in `folder`. Raises ImageError if there is no Python file in it."""
-    code = tuple(path for name, path in folders.list_files(folder, recursive=False) if name.endswith(".py")) if folder.is_dir() else ()
+    code = tuple(path for name, path in list_files(folder, recursive=False) if name.endswith(".py")) if folder.is_dir() else ()
     if not code:
         raise ImageError("contains no Python file", place=str(folder), hint="run this command in the folder of your training script")
     has_own_pins = (folder / PINS).is_file()

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import Capabilities
-from swarmtrain.plan import Cargo, Inventory, Plan
+from swarmtrain.plan import Inventory, Plan
 from swarmtrain.protocol import Event
 
 ProgressReporter = Callable[[str], None]

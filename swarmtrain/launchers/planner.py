@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmtrain.cargo import Cargo, read_cargo
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.config.schema.runner_types import HostSource
@@ -14,16 +15,7 @@ from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common.container_user import resolve_container_user
 from swarmtrain.launchers.registry import create_launcher, load_deployment
-from swarmtrain.plan import (
-    Cargo,
-    Inventory,
-    Plan,
-    add_notes,
-    build_offline_inventory,
-    build_placeholder_inventory,
-    build_plan,
-    read_cargo,
-)
+from swarmtrain.plan import Inventory, Plan, add_notes, build_offline_inventory, build_placeholder_inventory, build_plan
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,14 @@ def resolve_config(config: Config, working_folder: Path, load_running_config: Ca
     config = resolve_external_inputs(config, working_folder, os.environ)  # the hostsfile, the env file, and environment variables
     cargo = read_cargo(config, working_folder)  # the script, its files and secrets
     config, user_note = resolve_container_user(config, load_running_config)  # the owner of save_dir
-    return ResolvedConfig(config, cargo, (user_note,))
+    return ResolvedConfig(config, cargo, (user_note, _describe_code(config, cargo)))
+
+
+def _describe_code(config: Config, cargo: Cargo) -> str:
+    """Return a note on the code files if runner.code names folders or patterns; else an empty string."""
+    if len(cargo.code) <= len(config.runner.code) + 1:
+        return ""
+    return f"code: {len(cargo.code)} files, {sum(len(file.content) for file in cargo.code) / 1e3:,.0f} kB"
 
 
 def plan_run(config: Config, run: str, *, working_folder: Path) -> Plan:

@@ -6,11 +6,11 @@ import importlib
 import inspect
 from collections.abc import Callable
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS, list_runner_types, load_installed_launcher
 from swarmtrain.errors import EngineError, RunNotFound, StackError, StateDirectoryError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher
-from swarmtrain.plan import Cargo
 
 
 def create_launcher(runner_type: str) -> Launcher:

@@ -128,13 +128,15 @@ class RemoteAgent:
         }
 
     def write_files(self, run: str, files: dict[str, tuple[str, int]]) -> None:
-        """Write `files` (name → content in base64, file mode) into the run's folder, in this order."""
-        folder = self._get_run_folder(run).path
+        """Write `files` (name → content in base64, file mode) into the run's folder, in this order; remove all other code files."""
+        run_folder = self._get_run_folder(run)
+        folder = run_folder.path
         for name, mode in ((".", 0o700), ("code", 0o755), ("logs", 0o755), ("secrets", 0o700)):
             (folder / name).mkdir(mode=mode, parents=True, exist_ok=True)
         for name, (content, mode) in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomically(folder / name, base64.b64decode(content), mode=mode)
+        run_folder.remove_other_code_files({name.removeprefix("code/") for name in files})
 
     def read_files(self, run: str, names: list[str]) -> dict[str, str]:
         """Return the contents of files in the run's folder, in base64."""

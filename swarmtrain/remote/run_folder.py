@@ -150,6 +150,13 @@ class HostRunFolder:
         for suffix in (".spec", ".state"):
             (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
+    def remove_other_code_files(self, names: Collection[str]) -> None:
+        """Remove the code files of an earlier deployment that are not among `names`, since the ranks could still import them."""
+        code_folder = self.path / "code"
+        for path in code_folder.rglob("*"):
+            if str(path.relative_to(code_folder)) not in names and not path.is_dir():
+                path.unlink(missing_ok=True)
+
     def remove_run(self) -> None:
         """Remove the run; its events and logs are kept.
 

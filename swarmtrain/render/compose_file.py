@@ -9,24 +9,25 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from swarmtrain.cargo import RunFile
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.plan import Plan, PlannedNode, RunFile
-from swarmtrain.protocol import LABEL_CONTAINER, LABEL_NODE, LABEL_RUN, LABEL_SECRETS
+from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.protocol import LABEL_CODE, LABEL_CONTAINER, LABEL_NODE, LABEL_RUN, LABEL_SECRETS
 from swarmtrain.render import stack_document
 from swarmtrain.render.mounts import unescape_go_template
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
 
 
 def render_compose(plan: Plan) -> Stack:
-    """Return the Compose file of `plan`: a container for each node, and one for the rendezvous.
-
-    Raises StackError if a code file of the run is empty, or a file exceeds Swarm's size limit.
-    """
-    stack = stack_document.render_stack(plan)
+    """Return the Compose file of `plan`: a container for each node, and one for the rendezvous."""
+    stack = stack_document.render_stack(plan, has_size_limits=False)
     nodes = {node.name: node for node in plan.nodes}
-    secrets = json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True)
+    file_labels = {
+        LABEL_CODE: json.dumps([item.name for item in plan.cargo.code]),
+        LABEL_SECRETS: json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True),
+    }
     services = {
-        name: _convert_service_to_compose(plan, name, service, nodes.get(name), secrets)
+        name: _convert_service_to_compose(plan, name, service, nodes.get(name), file_labels)
         for name, service in stack.document["services"].items()
     }
     network: dict[str, Any] = {"name": f"{plan.run}_{NETWORK_NAME}", "driver": "bridge", "labels": {LABEL_RUN: plan.run}}
@@ -38,7 +39,7 @@ def render_compose(plan: Plan) -> Stack:
 
 
 def _convert_service_to_compose(
-    plan: Plan, service_name: str, service: dict[str, Any], node: PlannedNode | None, secret_digests: str
+    plan: Plan, service_name: str, service: dict[str, Any], node: PlannedNode | None, file_labels: dict[str, str]
 ) -> dict[str, Any]:
     deploy = service["deploy"]
     converted = {key: value for key, value in service.items() if key != "deploy"}
@@ -59,7 +60,7 @@ def _convert_service_to_compose(
         converted["gpus"] = gpus
         if gpus != "all" and "NVIDIA_VISIBLE_DEVICES" not in plan.config.runner.env:
             converted["environment"]["NVIDIA_VISIBLE_DEVICES"] = ",".join(gpus[0]["device_ids"])
-    labels = {**deploy["labels"], LABEL_NODE: service_name, **({LABEL_SECRETS: secret_digests} if node else {})}
+    labels = {**deploy["labels"], LABEL_NODE: service_name, **(file_labels if node else {})}
     digest = RunFile.from_content(service_name, json.dumps(converted, sort_keys=True).encode()).digest
     return {**converted, "labels": {**labels, LABEL_CONTAINER: digest}}
 

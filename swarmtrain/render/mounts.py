@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from swarmtrain.cargo import RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import DockerConfig
-from swarmtrain.plan import RunFile
 
 WORKSPACE = PurePosixPath("/workspace")
 """Working folder of the job in the container; relative paths are relative to it."""

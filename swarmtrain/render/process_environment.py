@@ -19,7 +19,7 @@ class NodeLayout:
     coordinator_host: str
     bind_address: str
     config_path: str
-    code_dir: PurePath
+    code_folder: PurePath
     secrets_dir: PurePath
     log_dir: str
     store_port: int
@@ -42,7 +42,8 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
         coordinator=f"{layout.coordinator_host}:{layout.coordinator_port}",
         store=f"{layout.coordinator_host}:{layout.store_port}",
         config=layout.config_path,
-        script=str(layout.code_dir if runner.module else layout.code_dir / runner.script.name),
+        code_folder=str(layout.code_folder),
+        script="" if runner.module else str(layout.code_folder / runner.script_name),
         script_args=runner.script_args,
         secrets=secrets,
         stop_grace=runner.stop_grace,

@@ -43,8 +43,7 @@ class JobLayout:
 
 def compute_job_digest(plan: Plan) -> str:
     """Return a digest of the job's files, which changes with their content and with the number of nodes."""
-    file_digests = (item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))
-    content = "-".join([plan.config.to_node_config().digest, str(len(plan.nodes)), *file_digests])
+    content = f"{plan.config.to_node_config().digest}-{len(plan.nodes)}-{plan.cargo.digest}"
     return hashlib.sha256(content.encode()).hexdigest()[:10]
 
 
@@ -170,7 +169,7 @@ def _build_job_environment(plan: Plan, job_layout: JobLayout) -> dict[str, str]:
         coordinator_host=_PLACEHOLDER_HOST,
         bind_address="0.0.0.0",  # noqa: S104  # the other nodes must reach it
         config_path=str(files_folder / "config.json"),
-        code_dir=files_folder / "code",
+        code_folder=files_folder / "code",
         secrets_dir=files_folder / "secrets",
         log_dir=str(job_layout.run_folder / "logs"),
         store_port=0,

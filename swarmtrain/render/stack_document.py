@@ -16,10 +16,11 @@ from typing import Any
 import yaml
 
 from swarmtrain import __version__
+from swarmtrain.cargo import RunFile
 from swarmtrain.config.schema.runner import DockerConfig, GpuMode
 from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import StackError
-from swarmtrain.plan import Plan, PlannedNode, RunFile
+from swarmtrain.plan import Plan, PlannedNode
 from swarmtrain.protocol import (
     CONFIG_PATH,
     LABEL_CONFIG,
@@ -37,7 +38,7 @@ from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout,
 
 NETWORK_NAME = "training"
 # Swarm's own limits: docker/swarmkit refuses larger ones.
-_MAX_CONFIG_BYTES = 1000 * 1024
+MAX_CONFIG_BYTES = 1000 * 1024
 _MAX_SECRET_BYTES = 500 * 1024
 _MAX_NAME_LENGTH = 64
 # An overlay is a /24 by default, and each node uses two of its addresses: a task's and a load balancer's.
@@ -61,9 +62,9 @@ class Stack:
     """Template of the command that deploys the document in the file `{file}` under the name `{name}`."""
 
 
-def render_stack(plan: Plan) -> Stack:
-    """Return the stack of `plan`. Raises StackError for a file that is empty or exceeds Swarm's size limit."""
-    objects = _SwarmObjects(plan)
+def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
+    """Return the stack of `plan`. Raises StackError for a file that exceeds Swarm's size limit, if the stack `has_size_limits`."""
+    objects = _SwarmObjects(plan, has_size_limits=has_size_limits)
     services = {node.name: _build_node_service(plan, node, objects) for node in plan.nodes}
     services[RENDEZVOUS_SERVICE] = _build_rendezvous_service(plan, objects)
     document = {
@@ -129,7 +130,8 @@ def write_stack(stack: Stack, path: Path) -> None:
 class _SwarmObjects:
     """Configs and secrets of a stack: the file of each key in the document, and the content of each file."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, has_size_limits: bool) -> None:
+        self._has_size_limits = has_size_limits
         self.files: dict[str, bytes] = {}
         self.configs: dict[str, str] = {}
         self.secrets: dict[str, str] = {}
@@ -147,18 +149,16 @@ class _SwarmObjects:
     def _add_config_or_secret(
         self, run_file: RunFile, mount_target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
     ) -> None:
-        limit = _MAX_SECRET_BYTES if files_by_key is self.secrets else _MAX_CONFIG_BYTES
-        # The content of a secret that is already in the swarm is not known here.
-        if not run_file.content and files_by_key is self.configs:
-            raise StackError("is empty, but Swarm does not accept empty files", place=place, hint="add a comment to the file")
-        if len(run_file.content) >= limit:
+        limit = _MAX_SECRET_BYTES if files_by_key is self.secrets else MAX_CONFIG_BYTES
+        if self._has_size_limits and len(run_file.content) >= limit:
             raise StackError(
                 f"{len(run_file.content) / 1024:.0f} KiB, but Swarm accepts less than {limit // 1024} KiB",
                 place=place,
-                hint="move large content into the image, or onto a disk mounted with docker_mounts",
+                hint="add it to the image with swarmtrain image add, or put it on a disk that is mounted with docker_mounts",
             )
-        stem, dot, suffix = run_file.name.partition(".")
-        key = f"{_sanitize_object_name(stem)[: self._max_stem_length]}-{run_file.digest}"
+        path_in_code = PurePosixPath(run_file.name)
+        stem, dot, suffix = path_in_code.name.partition(".")
+        key = f"{_sanitize_object_name(str(path_in_code.parent / stem))[-self._max_stem_length :]}-{run_file.digest}"
         path = f"generated/{key}{dot}{suffix}"
         self.files[path] = run_file.content
         files_by_key[key] = path
@@ -166,7 +166,7 @@ class _SwarmObjects:
 
 
 def _sanitize_object_name(stem: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "-", stem)[:40] or "file"
+    return re.sub(r"[^A-Za-z0-9_-]", "-", stem)[-40:] or "file"
 
 
 def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObjects) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _build_node_layout(plan: Plan) -> NodeLayout:
         # address, except for a host name, which may resolve to loopback on the machine itself.
         bind_address=address if _IPV4_PATTERN.fullmatch(address) else "0.0.0.0",
         config_path=CONFIG_PATH,
-        code_dir=WORKSPACE,
+        code_folder=WORKSPACE,
         secrets_dir=PurePosixPath("/run/secrets"),
         log_dir="/tmp/swarmtrain",
         store_port=port,

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.plan import Cargo, Plan, RunFile
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.formatting import format_count
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.cluster_checks import ApiObject, ClusterSnapshot
 from swarmtrain.images import PinnedImage
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_plan
+from swarmtrain.plan import Inventory, Machine, Plan, build_plan
 
 AMD64 = (("amd64", "linux"),)
 GIB = 2**30

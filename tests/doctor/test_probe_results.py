@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import swarmtrain.doctor  # noqa: F401  # registers all checks
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import CHECKS, ProbeResults
 from swarmtrain.doctor.report import CheckResult, DoctorReport
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, build_plan
+from swarmtrain.plan import Inventory, Machine, Plan, build_plan
 
 GIB = 1 << 30
 NODES = ("node0", "node1", "node2")

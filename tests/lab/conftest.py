@@ -16,13 +16,14 @@ from error_cases import ErrorCase
 from swarm_helpers import RUN, STUB_ENTRYPOINT, build_test_image, print_line
 
 from swarmtrain import images
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.errors import LabError
 from swarmtrain.images.base_image import ensure_base_image
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state, teardown
-from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
+from swarmtrain.plan import Plan, build_plan
 
 LAB_PARTS = ("swarm", "ssh")
 IMAGE = f"{REGISTRY_ADDRESS}/swarmtrain:test"

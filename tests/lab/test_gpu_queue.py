@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 from swarm_helpers import print_line, run_docker
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import RunNotFound, StackError
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
-from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
+from swarmtrain.plan import Plan, build_plan
 
 pytestmark = pytest.mark.test_all_only("waits for several runs in a queue; the order of the queue is in tests/unit/test_gang_queue.py")
 

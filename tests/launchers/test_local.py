@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from processes import find_run_pids
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound, StackError
 from swarmtrain.launchers import local
@@ -21,7 +22,7 @@ from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.planner import plan_scaled_run
-from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.view.status import build_status

@@ -17,13 +17,14 @@ import pytest
 from processes import find_run_pids
 from ssh_hosts import start_lab
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.planner import plan_scaled_run
 from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
-from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.process import run_command
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 from swarmtrain.view.status import build_status

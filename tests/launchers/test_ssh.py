@@ -20,6 +20,7 @@ from processes import find_run_pids
 from ssh_hosts import HOST_NAMES, Hosts, start_hosts
 from stub_docker import SLOW_SECONDS
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import HostError, RunNotFound, StackError
@@ -27,7 +28,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.planner import plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
-from swarmtrain.plan import Cargo, Plan, RunFile, build_plan
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 
 pytestmark = pytest.mark.test_all_only("one life of a run over SSH is in the contract")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from invalid_inputs import HOSTILE_STRINGS, OVERRIDES, check_error_format, config_texts, permissive_configs
 from randomized import count_examples, run_examples
 
+from swarmtrain.cargo import read_cargo
 from swarmtrain.config import Config
 from swarmtrain.config.loader import load_config
 from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS
@@ -27,7 +28,7 @@ from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.planner import derive_run_name
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
-from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, build_plan, read_cargo
+from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, build_plan
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render import compose_file
 from swarmtrain.render.sbatch_script import JobLayout, render_sbatch_script

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, StackError
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, build_plan
+from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, build_plan
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml, write_stack
 
 CODE = RunFile.from_content("training_code.py", b"print('hello')\n")

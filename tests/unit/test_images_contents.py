@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.images import contents, folder_archive
+from swarmtrain.cargo.docker_ignore import list_files
+from swarmtrain.images import contents
 from swarmtrain.images.contents import ImageContents
 from swarmtrain.images.project import find_project
 
@@ -25,7 +26,7 @@ def project_folder(tmp_path: Path) -> Path:
 def image_contents(project_folder: Path) -> ImageContents:
     """The contents of an image with all of `project_folder`, read back from its label."""
     built = contents.compute_image_contents(find_project(project_folder)).copy_with_added_folder(
-        "lib", folder_archive.list_files(project_folder / "lib"), base_image="reg/base:1"
+        "lib", list_files(project_folder / "lib"), base_image="reg/base:1"
     )
     return contents.read_image_contents({"Config": {"Labels": built.to_labels()}})
 
@@ -55,7 +56,7 @@ def test_a_file_that_changed_is_named(
 
 
 def test_in_the_folder_itself_what_travels_is_distinguished_from_the_rest(project_folder: Path) -> None:
-    made = ImageContents({}).copy_with_added_folder(".", folder_archive.list_files(project_folder), base_image="reg/base:1")
+    made = ImageContents({}).copy_with_added_folder(".", list_files(project_folder), base_image="reg/base:1")
     (project_folder / "train.py").write_text("new")
     assert list_changes(made, project_folder) == ([], [])
     (project_folder / "helpers.py").write_text("new")

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from swarmtrain.cargo.docker_ignore import list_files
 from swarmtrain.errors import ImageError
-from swarmtrain.images import builder, folder_archive, lock_file, wheels
+from swarmtrain.images import builder, lock_file, wheels
 from swarmtrain.images.base_image import find_apt_sources
 from swarmtrain.images.pinning import build_content_tag, is_content_addressed, strip_tag
 from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, find_project
@@ -150,7 +151,7 @@ def test_a_folder_without_a_script_is_refused(tmp_path: Path, name: str) -> None
 def test_ignore_patterns_mean_the_same_as_in_docker(tmp_path: Path, lines: str, remaining: str) -> None:
     write_files(tmp_path, "a.py", "data/x.bin", "data/y.txt", "lib/a.py", "lib/deep/b.py", "lib/__pycache__/a.pyc", ".git/HEAD")
     (tmp_path / ".dockerignore").write_text(lines)
-    assert " ".join(name for name, _ in folder_archive.list_files(tmp_path)) == remaining
+    assert " ".join(name for name, _ in list_files(tmp_path)) == remaining
 
 
 def test_the_lock_has_a_hash_of_every_pin_and_of_each_processors_own_files() -> None:

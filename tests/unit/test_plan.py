@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from swarmtrain.cargo import Cargo, RunFile, read_cargo
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile, build_offline_inventory, build_plan, read_cargo
+from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, build_plan
 from swarmtrain.render.stack_document import render_stack
 
 NODE_ID = "abcdefghijklmnopqrstuvwx0"

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import PlanError
 from swarmtrain.launchers.planner import plan_scaled_run
-from swarmtrain.plan import Cargo, Inventory, Machine
+from swarmtrain.plan import Inventory, Machine
 
 TENSOR = "topology: {global_batch_size: 24, micro_batch_size: 2, model_parallel_size: 2}\nrunner: {nodes: 2, min_nodes: 2, max_nodes: 4}"
 

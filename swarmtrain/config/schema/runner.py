@@ -22,6 +22,7 @@ from swarmtrain.config.schema.runner_types import (
 )
 from swarmtrain.config.schema.section import Section, build_field_error, format_duplicates
 from swarmtrain.config.schema.slurm import SlurmConfig
+from swarmtrain.config.user_files import get_shipped_name
 
 _SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MAX_NODES = 10_000
@@ -349,11 +350,15 @@ class RunnerConfig(Section):
     module: str | None = Field(
         None,
         pattern=MODULE_PATTERN,
-        description="Module that torchrun starts in every slot instead of the script, as python -m does. It must be installed in the "
-        "image, or be in the folder from which runner_type local deploys. null: script.",
+        description="Module that torchrun starts in every slot instead of the script, as python -m does. It is one of runner.code, "
+        "installed in the image, or in the folder from which runner_type local deploys. null: script.",
     )
     script_args: ScriptArguments = Field((), description="Arguments of the script; numbers are passed as they are written.")
-    code: tuple[Path, ...] = Field((), description="Files shipped next to the script, so that editing them needs no new image.")
+    code: tuple[Path, ...] = Field(
+        (),
+        description="Files, folders and patterns such as src/**/*.py that are shipped with the run, so that editing them needs no new "
+        "image. Relative paths are kept; [.] ships the whole folder, without what git or .dockerignore ignores.",
+    )
     env: EnvironmentVariables = Field(
         {}, description="Environment variables of every rank, for instance NCCL_DEBUG: INFO. Numbers are set as they are written."
     )
@@ -406,9 +411,9 @@ class RunnerConfig(Section):
         return tuple(map(HostEntry.parse, self.hosts or ()))
 
     @property
-    def shipped_paths(self) -> tuple[Path, ...]:
-        """The files that are shipped with the run: the script, unless a module is started, and the files in `code`."""
-        return self.code if self.module else (self.script, *self.code)
+    def script_name(self) -> str:
+        """Path of the script in the folder with the files that are shipped with the run; empty if a module is started."""
+        return "" if self.module else get_shipped_name(self.script)
 
     @model_validator(mode="after")
     def _check_script_or_module(self) -> RunnerConfig:

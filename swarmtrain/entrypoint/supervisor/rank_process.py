@@ -105,10 +105,10 @@ def resolve_exit_code(system_exit: SystemExit) -> int:
     return system_exit.code & 0xFF if isinstance(system_exit.code, int) else 1
 
 
-def classify_error_permanence(error: BaseException, code_folder: Path) -> bool | str:
+def classify_error_permanence(error: BaseException, code_folder: str) -> bool | str:
     """Return whether the error recurs on a retry: True, PERMANENT_BEFORE_FIRST_STEP, or False if that is unknown."""
     if isinstance(error, SyntaxError):
-        return error.filename is not None and Path(error.filename).parent == code_folder
+        return error.filename is not None and _get_name_of_user_file(error.filename, code_folder) is not None
     if isinstance(error, SwarmtrainError):
         return PERMANENT_BEFORE_FIRST_STEP if error.is_permanent is None else error.is_permanent
     return isinstance(error, ImportError)
@@ -116,12 +116,13 @@ def classify_error_permanence(error: BaseException, code_folder: Path) -> bool |
 
 def _run_script(env: NodeEnv) -> None:
     sys.argv = [env.module or env.script, *env.script_args]
-    sys.path.insert(0, str(env.code_folder))
+    code_folder = Path(env.code_folder).absolute()
     with _intercept_os_exit():
         if env.module:
-            sys.path.insert(0, str(Path.cwd()))  # as python -m does
+            sys.path[:0] = [str(code_folder), str(Path.cwd())]  # python -m searches the working folder
             runpy.run_module(env.module, run_name="__main__", alter_sys=True)
         else:
+            sys.path[:0] = dict.fromkeys([str(Path(env.script).absolute().parent), str(code_folder)])
             runpy.run_path(env.script, run_name="__main__")
 
 
@@ -225,13 +226,21 @@ def _summarize_error(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_MAX_ERROR_LENGTH] or type(error).__name__
 
 
-def _locate_error_in_user_code(error: BaseException, script_folder: Path) -> str:
-    """Return the location of the error in the user's own files, below `script_folder`, formatted as a suffix."""
+def _locate_error_in_user_code(error: BaseException, code_folder: str) -> str:
+    """Return the location of the error in the user's own files, which are in `code_folder`, formatted as a suffix."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))
-    user_frames = [(Path(name).name, line) for name, line in lines if Path(name).parent == script_folder]
+    user_frames = [(name, line) for path, line in lines if (name := _get_name_of_user_file(path, code_folder)) is not None]
     return ", in {} line {}".format(*user_frames[-1]) if user_frames else ""
+
+
+def _get_name_of_user_file(path: str, code_folder: str) -> str | None:
+    """Return `path` relative to `code_folder`; None if it is outside or belongs to a package installed below it."""
+    folder = Path(code_folder).absolute()
+    if not Path(path).is_relative_to(folder) or "site-packages" in Path(path).parts:
+        return None
+    return str(Path(path).relative_to(folder))
 
 
 def _format_traceback(error: BaseException) -> str:

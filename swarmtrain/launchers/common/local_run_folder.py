@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import RunNotFound, StackError, StateDirectoryError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.history_store import resolve_state_directory
-from swarmtrain.plan import Cargo, Plan, RunFile
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import PROTOCOL_VERSION
 from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
 
@@ -128,6 +129,7 @@ class LocalRunFolder(HostRunFolder):
             | {self.path / name: (text.encode(), PUBLIC_MODE) for name, text in (("deployed.json", config), ("config.json", resolved))}
             | {self.path / MARKER_FILE: (record_json.encode(), PUBLIC_MODE)}
         )
+        self.remove_other_code_files({item.name for item in plan.cargo.code})
 
     def load_deployment(self) -> tuple[Config, Cargo]:
         """Return the config and cargo that `save_deployment` stored. Raises RunNotFound if the run does not exist."""

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
@@ -28,8 +29,8 @@ from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
 from swarmtrain.launchers.docker import container_specs, container_state, update_stream
 from swarmtrain.launchers.docker.container_state import Container
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile
-from swarmtrain.protocol import CONFIG_PATH, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SECRETS, RENDEZVOUS_SERVICE, Event
+from swarmtrain.plan import Inventory, Machine, Plan
+from swarmtrain.protocol import CONFIG_PATH, LABEL_CODE, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SECRETS, RENDEZVOUS_SERVICE, Event
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
@@ -159,8 +160,7 @@ class DockerLauncher:
         config = Config.from_json(self._engine.read_file(node.id, CONFIG_PATH).decode())
         hosts = json.loads(existing[RENDEZVOUS_SERVICE].labels.get(LABEL_HOSTS, "null")) if RENDEZVOUS_SERVICE in existing else None
         runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
-        code = [path.name for path in runner.shipped_paths]
-        digests = json.loads(node.labels[LABEL_SECRETS])
+        code, digests = json.loads(node.labels[LABEL_CODE]), json.loads(node.labels[LABEL_SECRETS])
         cargo = Cargo(
             tuple(RunFile.from_content(name, self._engine.read_file(node.id, str(WORKSPACE / name))) for name in code),
             tuple(RunFile(name, self._engine.read_file(node.id, f"/run/secrets/{name}"), digest) for name, digest in digests.items()),

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
@@ -22,7 +23,7 @@ from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan
+from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
@@ -234,13 +235,13 @@ def _build_process_specs(run_folder: LocalRunFolder, plan: Plan, record: LocalRu
         coordinator_host=_LOOPBACK,
         bind_address=_LOOPBACK,
         config_path=str(run_folder.path / "config.json"),
-        code_dir=run_folder.path / "code",
+        code_folder=run_folder.path / "code",
         secrets_dir=run_folder.path / "secrets",
         log_dir=str(run_folder.path / "logs"),
         store_port=record.store_port,
         coordinator_port=record.coordinator_port,
     )
-    content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
+    content_digest = f"{plan.config.to_node_config().digest}-{plan.cargo.digest}"
     argv = [sys.executable, "-m", ENTRYPOINT_MODULE]
     error_log = str(run_folder.get_log_path(RENDEZVOUS_SERVICE))
     yield ProcessSpec(

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmtrain import process
+from swarmtrain.config.user_files import get_shipped_name
 from swarmtrain.errors import PlanError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common import history_store
@@ -105,7 +106,7 @@ def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
         coordinator_host=_LOOPBACK,
         bind_address=_LOOPBACK,
         config_path=str(config),
-        code_dir=Path.cwd(),
+        code_folder=Path.cwd(),
         secrets_dir=private_folder,
         log_dir=str(private_folder),
         store_port=0,
@@ -113,8 +114,8 @@ def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
     )
     node_environment = build_node_env(plan, plan.nodes[0], layout)
     del node_environment[f"{ENV_PREFIX}COORDINATOR"]
-    code_folders = [str(path.absolute().parent) for path in plan.config.runner.code]
-    python_path = os.pathsep.join(filter(None, [*dict.fromkeys(code_folders), os.environ.get("PYTHONPATH", "")]))
+    outside_folders = [str(path.absolute().parent) for path in plan.config.runner.code if path != Path(get_shipped_name(path))]
+    python_path = os.pathsep.join(filter(None, dict.fromkeys([str(Path.cwd()), *outside_folders, os.environ.get("PYTHONPATH", "")])))
     threads = max(1, len(os.sched_getaffinity(0)) // plan.world_size)
     defaults = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "PYTHONPATH": python_path}
     with socket.socket() as probe:

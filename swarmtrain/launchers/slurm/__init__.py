@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
@@ -30,7 +31,7 @@ from swarmtrain.launchers.slurm.slurm_run_folder import (
     list_slurm_runs,
     read_node_state,
 )
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan
+from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import EVENT_OUTCOME, Event
 from swarmtrain.render.sbatch_script import GRACEFUL_EXIT_SIGNAL, JobLayout, get_job_files_folder, render_sbatch_script
 

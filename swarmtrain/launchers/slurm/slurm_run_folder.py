@@ -18,13 +18,14 @@ from dataclasses import replace as changed
 from pathlib import Path
 
 from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, select_dataclass_fields
 from swarmtrain.launchers.slurm import slurm_cli
-from swarmtrain.plan import Cargo, Plan, RunFile
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 
 _RECORD_FILE = "slurm.json"

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
@@ -32,7 +33,7 @@ from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool,
 from swarmtrain.launchers.ssh.image_pull import pull_image
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
-from swarmtrain.plan import Cargo, Inventory, Machine, Plan, RunFile
+from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.remote_agent import PUBLIC_FILE_MODE, SECRET_FILE_MODE

@@ -48,7 +48,7 @@ class ProcessCommands:
 def build_process_specs(plan: Plan, record: SshRunRecord, host_contexts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
     """Return the specs of the processes of each host, by host, the coordinator first."""
     uses_docker = plan.config.runner.capabilities.runs_in_containers
-    content_digest = "-".join([plan.config.to_node_config().digest, *(item.digest for item in (*plan.cargo.code, *plan.cargo.secrets))])
+    content_digest = f"{plan.config.to_node_config().digest}-{plan.cargo.digest}"
     specs_by_host: dict[str, list[ProcessSpec]] = {node.host: [] for node in plan.nodes}
     for name, node in [(RENDEZVOUS_SERVICE, None), *((node.name, node) for node in plan.nodes)]:
         host = node.host if node else record.coordinator_host
@@ -90,7 +90,7 @@ def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostConte
         coordinator_host=record.address,
         bind_address="0.0.0.0",  # noqa: S104  # On the host network, listen on all addresses: other hosts may use any name or address of this host.
         config_path=CONFIG_PATH if uses_docker else str(host_context.folder / "config.json"),
-        code_dir=_WORKSPACE_FOLDER if uses_docker else host_context.folder / "code",
+        code_folder=_WORKSPACE_FOLDER if uses_docker else host_context.folder / "code",
         secrets_dir=_SECRETS_FOLDER if uses_docker else host_context.folder / "secrets",
         log_dir=_LOGS_FOLDER if uses_docker else str(host_context.folder / "logs"),
         store_port=record.store_port,

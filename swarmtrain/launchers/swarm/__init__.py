@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
@@ -25,7 +26,7 @@ from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
-from swarmtrain.launchers.swarm import cluster_state, plan_checks, teardown
+from swarmtrain.launchers.swarm import cluster_state, code_placement, plan_checks, teardown
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
@@ -34,10 +35,10 @@ from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_spe
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.launchers.swarm.update_stream import LogScope, format_manager_name, watch_run
-from swarmtrain.plan import Cargo, Inventory, Plan, RunFile
+from swarmtrain.plan import Inventory, Plan
 from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
-from swarmtrain.render.stack_document import render_stack
+from swarmtrain.render.stack_document import Stack, render_stack
 
 
 class SwarmLauncher:
@@ -72,7 +73,7 @@ class SwarmLauncher:
         return self._plan_reconcile_steps(self._build_stack_specs(plan))
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        desired = self._build_stack_specs(plan)
+        desired = self._pin_images(render_stack(self._place_code(plan, report_progress)))
         self._deployed_at[plan.run] = time.time()
         deploy_stack(
             self._engine, _build_resource_request(plan), lambda: self._plan_reconcile_steps(desired), report_progress, self._timeouts
@@ -90,16 +91,11 @@ class SwarmLauncher:
         hosts = json.loads(coordinator.spec["Labels"].get(LABEL_HOSTS, "null")) if coordinator else None
         runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
         code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items()]
-        # The script comes first, then the files of `code` in the config's order, as in a plan made from the files themselves.
-        order = [path.name for path in runner.shipped_paths]
-        cargo = Cargo(
-            tuple(
-                RunFile(name, self._read_config_content(item["ConfigID"]), _parse_digest(item["ConfigName"]))
-                for name, item in sorted(code, key=lambda pair: order.index(pair[0]))
-            ),
-            tuple(RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"])) for item in container.get("Secrets", [])),
-        )
-        return config.model_copy(update={"runner": runner}), cargo
+        sent_files = [RunFile(name, self._read_config_content(item["ConfigID"]), _parse_digest(item["ConfigName"])) for name, item in code]
+        config, code_files = code_placement.restore_code_from_layer(config.model_copy(update={"runner": runner}), sent_files)
+        secrets = [RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"])) for item in container.get("Secrets", [])]
+        code_files.sort(key=lambda file: (file.name != runner.script_name, file.name))  # as in read_cargo
+        return config, Cargo(tuple(code_files), tuple(secrets))
 
     def list_runs(self) -> list[str]:
         return cluster_state.list_runs(self._engine)
@@ -169,9 +165,35 @@ class SwarmLauncher:
         return reconcile(desired, existing, self._find_ended_run(services, desired.stack))
 
     def _build_stack_specs(self, plan: Plan) -> StackSpecs:
-        desired = render_stack(plan)
+        """Return the specs of the stack of `plan`. In the specs of a code layer that is not built yet, the image has no digest."""
+        if code_placement.fits_in_configs(plan.cargo.code):
+            return self._pin_images(render_stack(plan))
+        layer = code_placement.find_layer(self._engine, plan, self._read_deployed_layer(plan.run))
+        if layer is not None:
+            return self._pin_images(render_stack(code_placement.place_code_in_layer(plan, layer)))
+        new_layer, image = code_placement.describe_new_layer(self._engine, plan)
+        return build_stack_specs(render_stack(code_placement.place_code_in_layer(plan, new_layer)), {new_layer.image: image})
+
+    def _pin_images(self, desired: Stack) -> StackSpecs:
         images = {service["image"] for service in desired.document["services"].values()}
         return build_stack_specs(desired, {image: pin_image(self._engine, image) for image in images})
+
+    def _place_code(self, plan: Plan, report_progress: ProgressReporter) -> Plan:
+        """Return `plan`, or, if it has more code than fits into Swarm configs, with a code layer, which is built if it does not exist."""
+        if code_placement.fits_in_configs(plan.cargo.code):
+            return plan
+        layer = code_placement.find_layer(self._engine, plan, self._read_deployed_layer(plan.run))
+        return code_placement.place_code_in_layer(plan, layer or code_placement.build_layer(self._engine, plan, report_progress))
+
+    def _read_deployed_layer(self, run: str) -> code_placement.CodeLayer | None:
+        """Return the code layer of the deployed run; None if the run does not exist or has no layer."""
+        manifest_path = str(WORKSPACE / code_placement.MANIFEST_NAME)
+        for service in cluster_state.read_stack_state(self._engine, run).services.values():
+            for item in service.spec["TaskTemplate"]["ContainerSpec"].get("Configs") or []:
+                if item["File"]["Name"] == manifest_path:
+                    content = self._read_config_content(item["ConfigID"])
+                    return code_placement.CodeLayer.from_manifest(RunFile.from_content(code_placement.MANIFEST_NAME, content))
+        return None
 
     def _find_ended_run(self, services: list[cluster_state.Service], run: str) -> EndedRun | None:
         """Return how the run ended if its coordinator has exited, else None. A run without a recorded outcome counts as failed."""

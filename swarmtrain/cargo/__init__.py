@@ -1,0 +1,75 @@
+"""The cargo of a run: the script, the files of runner.code and the secrets, read once, when the run is deployed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarmtrain.cargo.code_files import list_code_files
+from swarmtrain.config import Config
+from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
+from swarmtrain.errors import SwarmtrainError
+
+_MAX_FILE_BYTES = 64_000_000
+_BUILT_IN_TRAINER_CALL, _BUILT_IN_TRAINER_PACKAGE = b"train_model(", b"swarmtrain"
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A file that is shipped with the run. `name` is its path in the folder of the shipped files, `digest` is a hash of its content."""
+
+    name: str
+    content: bytes
+    digest: str
+
+    @classmethod
+    def from_content(cls, name: str, content: bytes) -> RunFile:
+        """Return the RunFile for `name` and `content`. Its digest is the first 10 hexadecimal digits of the SHA-256."""
+        return cls(name, content, hashlib.sha256(content).hexdigest()[:10])
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """Cargo of a run: the contents of the files to which the config refers. The script comes first, the other code files by name."""
+
+    code: tuple[RunFile, ...]
+    secrets: tuple[RunFile, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """First 10 hexadecimal digits of a hash of the names and contents of all files."""
+        lines = [f"{item.name}\0{item.digest}\n" for item in (*self.code, *self.secrets)]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:10]
+
+    @property
+    def calls_built_in_trainer(self) -> bool:
+        """Whether a code file calls the built-in trainer, which the config's topology and batch sizes are for; True without code files."""
+        return not self.code or any(
+            _BUILT_IN_TRAINER_CALL in file.content and _BUILT_IN_TRAINER_PACKAGE in file.content for file in self.code
+        )
+
+
+def read_cargo(config: Config, folder: Path) -> Cargo:
+    """Read the files to which `config` refers, with paths relative to `folder`.
+
+    An empty code file is shipped as a line feed, because Swarm does not accept empty files. Raises SwarmtrainError if a file cannot be
+    read.
+    """
+    code = tuple(
+        RunFile.from_content(file.name, _read_run_file(file.path, file.config_key) or b"\n") for file in list_code_files(config, folder)
+    )
+    secrets = tuple(
+        RunFile.from_content(name, _read_run_file(folder / path, f"runner.secrets.{name}"))
+        for name, path in sorted(config.runner.secrets.items())
+    )
+    return Cargo(code, secrets)
+
+
+def _read_run_file(path: Path, config_key: str) -> bytes:
+    try:
+        return read_file_with_limit(path, _MAX_FILE_BYTES)
+    except UnreadableFileError as error:
+        hint = "use a path relative to the current folder" if error.errno == errno.ENOENT else f"ls -l {path} shows what it is"
+        raise SwarmtrainError(f"{path}: {error}", place=f"config {config_key}", hint=hint) from None
