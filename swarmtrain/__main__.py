@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import io
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ def main() -> NoReturn:
 
 def run_program() -> int:
     """Run the command line and return its exit code."""
+    _prepare_standard_streams()
     try:
         handler = _InterruptHandler()
         for number in _TERMINATION_SIGNALS:
@@ -63,6 +65,22 @@ def run_program() -> int:
         # No cleanup is left to do, and exceptions are useless during interpreter shutdown.
         signal.signal(number, signal.SIG_DFL)
     return code
+
+
+def _prepare_standard_streams() -> None:
+    """Open the standard streams that the caller has closed on /dev/null, and let them replace characters that their encoding lacks.
+
+    Otherwise the next opened file would take the number of a closed stream, and would receive what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

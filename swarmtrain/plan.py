@@ -292,7 +292,7 @@ def _plan_node(config: Config, index: int, host: HostEntry, machine: Machine) ->
 
 
 def _plan_available_machines(config: Config, inventory: Inventory, node_count: int) -> tuple[PlannedNode, ...]:
-    labels = config.runner.swarm.labels
+    labels = config.runner.swarm.labels if config.runner.capabilities.has_managers else {}  # only machines of a swarm have labels
     eligible = [
         machine for machine in inventory.machines if not machine.unavailable_reason and labels.items() <= dict(machine.labels).items()
     ]
@@ -304,12 +304,13 @@ def _plan_available_machines(config: Config, inventory: Inventory, node_count: i
         )
     host_counts = Counter(machine.host for machine in eligible)
     eligible_description = f"{_format_count(len(eligible), 'ready node')}{' with the labels' if labels else ''}, by name"
+    are_interchangeable = len(host_counts) == 1 < len(eligible)  # as in an inventory with more machines than any plan needs
     planned_nodes = []
     for index, machine in enumerate(eligible[:node_count]):
         slots, slots_reason = _resolve_slot_count(config, None, machine)
         # A host name that two machines share is ambiguous, so the id is used as the constraint.
         constraint = f"node.hostname=={machine.host}" if host_counts[machine.host] == 1 else f"node.id=={machine.id}"
-        cause = f"{index + 1} of {eligible_description}; {slots_reason}"
+        cause = slots_reason if are_interchangeable else f"{index + 1} of {eligible_description}; {slots_reason}"
         planned_nodes.append(
             PlannedNode(f"node{index}", machine.host, constraint, slots, cause, config.runner.swarm.gpu_ids, machine.address)
         )

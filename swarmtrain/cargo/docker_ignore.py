@@ -60,7 +60,7 @@ def _iterate_files(folder: Path, prefix: str, dockerignore: DockerIgnore, recurs
 
 
 def _read_ignore_lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.is_file() else []
+    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
 
 
 def _compile_ignore_pattern(pattern: str) -> re.Pattern[str]:

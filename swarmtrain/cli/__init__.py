@@ -36,7 +36,14 @@ def build_app() -> typer.Typer:
     """Return the Typer app with all commands."""
     from swarmtrain.cli import config_import, configs, data, demo, environment, image, lab, models, runs
 
-    app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(
+        help=HELP,
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["--help", "-h"]},  # all commands inherit it
+    )
     app.callback()(_declare_global_options)
     demo.register_commands(app)
     configs.register_commands(app)
@@ -75,15 +82,24 @@ def run_command_line() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
     except OSError as error:
-        if error.errno not in _DISK_FULL_ERRNOS:
-            raise
         from swarmtrain.view.console import show_error
 
-        location = str(error.filename or "standard output")
-        show_error(SwarmtrainError((error.strerror or "").lower(), place=location, hint="run df -h to see which disk is full"))
+        show_error(_convert_os_error(error))
         return EXIT_ERROR
     except Exception as error:  # noqa: BLE001  # click's usage errors have no public base class in common with typer's copies of them
         return _show_usage_error(error)
+
+
+def _convert_os_error(error: OSError) -> SwarmtrainError:
+    """Return the error for a full disk or a deleted working folder, which any command may encounter. Re-raises other errors."""
+    if error.errno in _DISK_FULL_ERRNOS:
+        location = str(error.filename or "standard output")
+        return SwarmtrainError((error.strerror or "").lower(), place=location, hint="run df -h to see which disk is full")
+    try:
+        os.getcwd()  # noqa: PTH109  # Path.cwd calls it
+    except FileNotFoundError:
+        return SwarmtrainError("was deleted, but the command is run from it", place="working folder", hint="change to an existing folder")
+    raise error
 
 
 def _show_usage_error(error: Exception) -> int:

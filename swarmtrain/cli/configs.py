@@ -62,12 +62,12 @@ def show_plan(
     json: JsonOption = False,
 ) -> None:
     """Show which ranks each node would run, and why (dry run). For a deployed run, show what deploy would change. Changes nothing."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.launchers.planner import derive_run_name, plan_run
     from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.operations import runs
 
-    config = load_config(config_file, [*(DEBUG_OVERRIDES if debug else ()), *overrides])
+    config = load_config_file(config_file, [*(DEBUG_OVERRIDES if debug else ()), *overrides])
     run_plan = plan_run(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
     runs.show_plan(create_launcher(config.runner.runner_type), run_plan, as_json=json)
 
@@ -87,14 +87,14 @@ def estimate_memory(
     json: JsonOption = False,
 ) -> None:
     """Estimate the memory of each rank, by simulating a step without computing it. Needs no GPU and no cluster."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.errors import EXIT_ERROR
     from swarmtrain.launchers.planner import count_planned_ranks
     from swarmtrain.view import memory
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
 
-    config = load_config(config_file, overrides)
+    config = load_config_file(config_file, overrides)
     device_bytes = None if device_memory is None else memory.parse_size(device_memory)
     world_size = ranks or count_planned_ranks(config)
     with show_progress(f"simulating a step of {world_size} rank{'' if world_size == 1 else 's'}"):
@@ -107,23 +107,30 @@ def generate_deployment_file(
     config_file: ConfigFileArgument,
     overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     run_name: RunNameOption = None,
-    output: Annotated[Path, typer.Option("--output", help="File to write; its configs are written to generated/ next to it.")] = Path(
-        "compose/generated.yml"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", help="File to write, or - for stdout; its configs are written to generated/ next to it.")
+    ] = Path("compose/generated.yml"),
     offline: Annotated[
         bool, typer.Option("--offline", help="Do not query a swarm: without runner.hosts, write placeholders HOST0, HOST1, … to replace.")
     ] = False,
 ) -> None:
     """Write the stack file for `docker stack deploy`; for runner_type docker a file for `docker compose`, for slurm one for `sbatch`."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli.config_loading import load_config_file
+    from swarmtrain.launchers.common.stack_file import STDOUT_PATH, write_deployment_text
     from swarmtrain.launchers.planner import derive_run_name, plan_run_offline
     from swarmtrain.launchers.registry import load_launcher_class
     from swarmtrain.view.console import print_message
 
-    config = load_config(config_file, overrides)
+    config = load_config_file(config_file, overrides)
     run_name = derive_run_name(config_file) if run_name is None else run_name
     run_plan = plan_run_offline(config, run_name, working_folder=Path.cwd(), use_placeholders=offline)
-    print_message(load_launcher_class(config.runner.runner_type).write_deployment_file(run_plan, output))
+    launcher_class = load_launcher_class(config.runner.runner_type)
+    if output == STDOUT_PATH:
+        text, message = write_deployment_text(launcher_class, run_plan)
+        typer.echo(text, nl=False)
+    else:
+        message = launcher_class.write_deployment_file(run_plan, output)
+    print_message(message)
 
 
 def check_cluster(
@@ -134,7 +141,7 @@ def check_cluster(
     json: JsonOption = False,
 ) -> None:
     """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.doctor import examine_cluster, examine_plan
     from swarmtrain.errors import EXIT_ERROR
     from swarmtrain.launchers.planner import derive_run_name, plan_run
@@ -146,7 +153,7 @@ def check_cluster(
         if config_file is None:
             report = examine_cluster(report_progress)
         else:
-            config = load_config(config_file, overrides)
+            config = load_config_file(config_file, overrides)
             run_plan = plan_run(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
             report = examine_plan(create_launcher(config.runner.runner_type), run_plan, report_progress, probe=probe)
     print_result(report, as_json=json)
@@ -160,10 +167,10 @@ def print_join_commands(
     json: JsonOption = False,
 ) -> None:
     """Print the commands that join a new machine to the swarm; with CONFIG also its labels, mounts and GPUs."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.launchers.swarm.join_script import build_join_script
     from swarmtrain.view.output import print_result
 
-    config = load_config(config_file, overrides) if config_file else None
+    config = load_config_file(config_file, overrides) if config_file else None
     print_result(build_join_script(DockerEngine(), config, as_manager=as_manager), as_json=json)

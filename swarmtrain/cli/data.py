@@ -98,12 +98,12 @@ def inspect_samples(
     ] = None,
 ) -> None:
     """Show samples as the model sees them: positions, documents, loss mask and text."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.launchers.common import trainer_subprocess
 
     trainer_subprocess.exec_trainer(
         "data",
         "inspect",
-        {"config": load_config(config_file, overrides).to_json(), "samples": sample_count, "tokenizer": tokenizer},
+        {"config": load_config_file(config_file, overrides).to_json(), "samples": sample_count, "tokenizer": tokenizer},
         required_package="torch",
     )

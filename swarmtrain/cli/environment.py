@@ -39,14 +39,14 @@ def create_environment(
     """Create the same Python venv on every host of an `ssh` run, from pinned versions, and verify that ranks can communicate in it."""
     import os
 
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.config.external_inputs import resolve_external_inputs
-    from swarmtrain.config.loader import load_config
     from swarmtrain.errors import EXIT_ERROR
     from swarmtrain.launchers.ssh import python_environment
     from swarmtrain.view.console import show_progress
     from swarmtrain.view.output import print_result
 
-    runner = resolve_external_inputs(load_config(config_file, overrides), Path.cwd(), os.environ).runner
+    runner = resolve_external_inputs(load_config_file(config_file, overrides), Path.cwd(), os.environ).runner
     interpreter = python_environment.resolve_interpreter(runner, environment_path, check_only=check)
     interrupt_hint = "" if check else "each host has either the complete old environment or the complete new one"
     with show_progress(f"{'verifying' if check else 'creating'} {interpreter}", interrupt_hint=interrupt_hint) as report_progress:

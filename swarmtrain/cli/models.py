@@ -64,15 +64,20 @@ def export_model(
     json: JsonOption = False,
 ) -> None:
     """Export a checkpoint to Hugging Face format: a folder with config.json and safetensors."""
+    from swarmtrain.cli import model_paths
     from swarmtrain.launchers.common import trainer_subprocess
     from swarmtrain.view import memory
 
+    shard_bytes = memory.parse_size(shard_size, "--shard-size")
+    model_paths.check_tokenizer_file(tokenizer)
+    model_paths.check_checkpoint_folder(checkpoint)
+    model_paths.check_base_model_folder(base_model)
     request = {
         "source": str(checkpoint),
         "base": None if base_model is None else str(base_model),
         "output": str(output),
         "dtype": dtype,
-        "shard_bytes": memory.parse_size(shard_size, "--shard-size"),
+        "shard_bytes": shard_bytes,
         "adapter": adapter_only,
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "json": json,
@@ -119,12 +124,17 @@ def generate_text(
     json: JsonOption = False,
 ) -> None:
     """Generate text from prompts. A single completion is streamed; several are generated as a batch."""
+    from swarmtrain.cli import model_paths
     from swarmtrain.cli.prompts import read_prompts
     from swarmtrain.launchers.common import trainer_subprocess
 
+    prompts = read_prompts(prompt, prompt_file)
+    model_paths.check_model_folder(model_path)
+    model_paths.check_base_model_folder(base_model)
+    model_paths.check_tokenizer_file(tokenizer)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
     model = {"source": str(model_path), "base": None if base_model is None else str(base_model)}
-    request = {**model, "prompts": read_prompts(prompt, prompt_file), "max_tokens": max_tokens, **options, "json": json}
+    request = {**model, "prompts": prompts, "max_tokens": max_tokens, **options, "json": json}
     raise typer.Exit(trainer_subprocess.run_trainer_ranks("sample", request, ranks))
 
 
@@ -169,9 +179,15 @@ def embed_texts(
     ranks: RanksOption = 1,
 ) -> None:
     """Compute text embeddings with a model trained for it. Similar texts have embeddings with a high cosine similarity."""
+    from swarmtrain.cli import model_paths
     from swarmtrain.cli.prompts import read_texts
     from swarmtrain.launchers.common import trainer_subprocess
 
+    texts = read_texts(text, text_file)
+    model_paths.check_model_folder(model_path)
+    model_paths.check_base_model_folder(base_model)
+    model_paths.check_tokenizer_file(tokenizer)
+    model_paths.check_output_file(output)
     model = {"source": str(model_path), "base": None if base_model is None else str(base_model), "tokenizer": tokenizer}
     options = {
         "instruction": instruction,
@@ -179,7 +195,7 @@ def embed_texts(
         "batch_size": batch_size,
         "output": None if output is None else str(output),
     }
-    raise typer.Exit(trainer_subprocess.run_trainer_ranks("embed", {**model, "texts": read_texts(text, text_file), **options}, ranks))
+    raise typer.Exit(trainer_subprocess.run_trainer_ranks("embed", {**model, "texts": texts, **options}, ranks))
 
 
 def evaluate_model(
@@ -217,10 +233,14 @@ def evaluate_model(
     json: JsonOption = False,
 ) -> None:
     """Evaluate a model: validation loss over trainer.eval_iterations batches, as in training, or lm-evaluation-harness tasks."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli import model_paths
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.launchers.common import trainer_subprocess
 
-    config = load_config(config_file, overrides)
+    config = load_config_file(config_file, overrides)
+    if folder := model_path or config.trainer.save_dir:
+        model_paths.check_model_folder(folder)
+    model_paths.check_tokenizer_file(tokenizer)
     request = {
         "config": config.to_json(),
         "model": None if model_path is None else str(model_path),

@@ -54,12 +54,12 @@ def deploy_run(
     json: JsonOption = False,
 ) -> None:
     """Deploy a run and follow its output to the end. Ctrl-C detaches; the job continues."""
-    from swarmtrain.config.loader import load_config
+    from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.launchers.planner import derive_run_name, plan_run
     from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.operations import runs
 
-    config = load_config(
+    config = load_config_file(
         config_file, [*(DEBUG_OVERRIDES if debug else ()), *overrides, *(LOCAL_OVERRIDES if attached_rank is not None else ())]
     )
     plan = plan_run(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
@@ -113,6 +113,7 @@ def write_report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN.html.", show_default=False)
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write the dashboard of a run to a single HTML file that needs no server and no network."""
     from swarmtrain.view.console import print_message
@@ -121,7 +122,7 @@ def write_report(
 
     data_source = open_data_source(run)
     path = output or Path(f"{data_source.run}.html")
-    write_html_report(data_source, path)
+    write_html_report(data_source, path, overwrite=force)
     print_message(f"wrote {path}")
 
 
@@ -138,13 +139,14 @@ def show_logs(
     node: Annotated[str | None, typer.Option(help="Print only this node's lines, named as in status: node0.", show_default=False)] = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Print only this rank's lines.", show_default=False)] = None,
     grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Print only lines that match.", show_default=False)] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print each line as a JSON object: node, text, rank, time.")] = False,
 ) -> None:
     """Print the logs of all nodes as one stream, ordered by time. For a removed run, print the records kept on this machine."""
     from swarmtrain.view.formatting import parse_time
     from swarmtrain.view.logs import LogFilter, compile_pattern, print_logs
 
     since_time = None if since is None else parse_time(since, time.time())
-    print_logs(run, LogFilter(tail, since_time, node, rank, compile_pattern(grep)), follow=follow)
+    print_logs(run, LogFilter(tail, since_time, node, rank, compile_pattern(grep)), follow=follow, as_json=json)
 
 
 def show_run_history(run: RunArgument = None, json: JsonOption = False) -> None:
@@ -185,7 +187,6 @@ def stop_run(run: RunArgument = None) -> None:
 
 def remove_run(run: RunArgument = None) -> None:
     """Remove a run and wait until it is gone. Checkpoints are kept."""
-    from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs
 
-    runs.remove_run(*find_run(run))
+    runs.remove_named_run(run)

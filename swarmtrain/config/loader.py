@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.config.yaml_document import YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 
+STDIN_PATH = Path("-")
+"""Path that stands for standard input."""
 _MAX_BYTES = 1_000_000
 _ERRNO_HINTS = {errno.ENOENT: "swarmtrain init {} creates one", errno.EACCES: "ls -l {} shows its permissions"}
 _MAX_PROBLEMS = 50
@@ -28,7 +31,7 @@ _MAX_MESSAGE_LENGTH, _MAX_KEY_LENGTH = 400, 80
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config in the YAML file at `path`, changed by `overrides` (each `key.path=value`, with a YAML value).
+    """Return the config in the YAML file at `path`, or on standard input for `-`, changed by `overrides` (each `key.path=value`).
 
     Raises ConfigError with all problems, or SwarmtrainError if the file cannot be read.
     """
@@ -64,7 +67,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None
 
 def _read_config_text(path: Path) -> str:
     try:
-        content = read_file_with_limit(path, _MAX_BYTES)
+        content = sys.stdin.buffer.read(_MAX_BYTES) if path == STDIN_PATH else read_file_with_limit(path, _MAX_BYTES)
     except UnreadableFileError as error:
         raise SwarmtrainError(
             str(error), place=str(path), hint=_ERRNO_HINTS.get(error.errno, "pass a YAML config file").format(path)

@@ -16,6 +16,9 @@ from pydantic_core import ErrorDetails
 from swarmtrain.config.yaml_document import describe_value
 from swarmtrain.errors import Problem
 
+# A guess below this similarity, of 0 to 1, is more often wrong than right: the list of known keys is better.
+_MIN_SIMILARITY = 0.7
+
 
 def convert_validation_error(
     error: ValidationError,
@@ -54,7 +57,7 @@ def _build_problem_message(error_details: ErrorDetails, key_path: list[str], sec
     code, value = error_details["type"], error_details.get("input")
     if code == "extra_forbidden":
         field_names = _list_field_names(key_path[:-1], section_class)
-        close_matches = difflib.get_close_matches(key_path[-1], field_names, n=1, cutoff=0.5)
+        close_matches = difflib.get_close_matches(key_path[-1], field_names, n=1, cutoff=_MIN_SIMILARITY)
         return "unknown key" + (
             f"; did you mean {close_matches[0]}?" if close_matches else ""
         ), None if close_matches else f"known keys: {', '.join(sorted(field_names))}"

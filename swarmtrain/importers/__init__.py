@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "import_config_file",
     "import_config_text",
     "parse_source_format",
+    "recognize_foreign_config",
     "write_imported_config",
 ]
 
@@ -117,6 +119,25 @@ def import_config_file(path: Path, *, hostsfile: Path | None = None, source_form
     hosts = deepspeed.parse_hostfile(_read_source_text(hostsfile), str(hostsfile)) if hostsfile else ()
     model_folder = str(path.parent) if next(path.parent.glob("*.safetensors"), None) else None
     return import_config_text(text, str(path), hosts=hosts, source_format=source_format, model_folder=model_folder)
+
+
+def recognize_foreign_config(path: Path, problem_paths: Collection[str]) -> SourceFormat | None:
+    """Return the format of a file that is not a valid swarmtrain config; None if it may be one with errors.
+
+    `problem_paths` are the key paths of the errors. A config of Scaling is recognized by keys that only Scaling has, since most of its keys
+    are also keys of a swarmtrain config.
+    """
+    try:
+        text = _read_source_text(path)
+        if _is_shell_script(text):
+            return SourceFormat.sbatch
+        values = _parse_yaml(text, str(path)).values
+        source_format = _detect_source_format(values, str(path)) if isinstance(values, dict) else None
+    except SwarmtrainError:
+        return None
+    if source_format is SourceFormat.scaling and scaling.FOREIGN_KEYS.isdisjoint(problem_paths):
+        return None
+    return source_format
 
 
 def parse_source_format(name: str | None) -> SourceFormat | None:

@@ -72,6 +72,8 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "data.blended_dataset.load_dataset_indices_to_memory": (_DONE_DIFFERENTLY, "nothing is cached: the order is a function of the step"),
     "data.blended_dataset.minimum_dataset_size": (_NO_COUNTERPART, ""),
 }
+FOREIGN_KEYS = frozenset((*_UNMAPPED_KEYS, "luminous_architecture"))
+"""Keys of Scaling's configs that a swarmtrain config does not have."""
 # Defaults of Scaling that differ from swarmtrain's.
 _SCALING_DEFAULTS: dict[str, dict[str, Any]] = {
     "transformer_architecture": {

@@ -10,6 +10,7 @@ from pathlib import Path
 from swarmtrain.cargo import Cargo, read_cargo
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
+from swarmtrain.config.loader import STDIN_PATH
 from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
 from swarmtrain.launchers.base import Launcher
@@ -132,8 +133,10 @@ def _load_running_config(config: Config, run: str) -> Config | None:
 def derive_run_name(config_file: Path) -> str:
     """Return a run name from the name of the config file, with only the characters that a host name allows.
 
-    Raises PlanError if no characters are left.
+    For a config from standard input, it is `stdin`. Raises PlanError if no characters are left.
     """
+    if config_file == STDIN_PATH:
+        return "stdin"
     name = "".join(char if char.isascii() and char.isalnum() else "-" for char in config_file.stem.lower()).strip("-")
     if not name:
         raise PlanError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 
 from swarmtrain.cargo import Cargo
@@ -11,6 +12,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS, list_runner_types, load_installed_launcher
 from swarmtrain.errors import EngineError, RunNotFound, StackError, StateDirectoryError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher
+from swarmtrain.launchers.common import engine_endpoint
 
 
 def create_launcher(runner_type: str) -> Launcher:
@@ -60,14 +62,16 @@ def find_run(name: str | None) -> tuple[Launcher, str]:
     matching = [item for item in runs if name in (None, item[1])] or _find_terminating_runs(launchers, name)
     if len(matching) == 1:
         return matching[0]
-    if not matching and unreachable and not runs:
-        raise min(unreachable, key=lambda error: isinstance(error, EngineError))  # many machines have no Docker engine
+    errors = [error for error in unreachable if not _is_engine_absence(error)]
+    if not matching and errors and not runs:
+        raise min(errors, key=lambda error: isinstance(error, EngineError))
     known_runs = ", ".join(sorted(run for _, run in runs or matching))
+    swarm_hint = "; for the runs of a swarm, set DOCKER_HOST to a manager" if len(errors) < len(unreachable) else ""
     if name is not None and not matching:
-        hint = "start one with: swarmtrain deploy CONFIG --name NAME"
+        hint = f"start one with: swarmtrain deploy CONFIG --name NAME{swarm_hint}"
         raise RunNotFound(f"unknown run; existing runs: {known_runs or 'none'}", place=f"run {name}", hint=hint)
     if not matching:
-        raise RunNotFound("no run exists", hint="start one with: swarmtrain deploy CONFIG")
+        raise RunNotFound("no run exists", hint=f"start one with: swarmtrain deploy CONFIG{swarm_hint}")
     raise RunNotFound(f"several runs exist: {known_runs}", hint="specify the run name")
 
 
@@ -83,6 +87,11 @@ def discover_runs() -> tuple[dict[str, Launcher], list[tuple[Launcher, str]], li
         except Exception as error:  # noqa: BLE001  # another package's launcher may raise anything
             unreachable.append(_convert_listing_error(runner_type, error))
     return launchers, runs, unreachable
+
+
+def _is_engine_absence(error: SwarmtrainError) -> bool:
+    """Return whether the error only says that this machine has no Docker engine, and so no runs of one."""
+    return isinstance(error, EngineError) and engine_endpoint.is_engine_absent(os.environ)
 
 
 def _convert_listing_error(runner_type: str, error: Exception) -> SwarmtrainError:

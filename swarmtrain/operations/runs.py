@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarmtrain import protocol
-from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, StackError, SwarmtrainError
+from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, RunNotFound, StackError, SwarmtrainError
 from swarmtrain.launchers.base import Change, Launcher, ProgressReporter
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.provenance import read_git_checkout
-from swarmtrain.launchers.registry import load_deployment
+from swarmtrain.launchers.registry import find_run, load_deployment
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import ask_confirmation, print_message, show_finding, show_progress
 from swarmtrain.view.deploy_diff import list_differences
-from swarmtrain.view.formatting import format_count
+from swarmtrain.view.formatting import format_count, remove_control_characters
 from swarmtrain.view.output import print_json, print_result
-from swarmtrain.view.run_state import diagnose_live_run
+from swarmtrain.view.run_state import diagnose_live_run, summarize_past_run
 from swarmtrain.view.update_printer import follow_updates, format_event
 from swarmtrain.view.worlds import find_quarantined_nodes
 
@@ -83,7 +83,11 @@ def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
     """
     _show_and_check_plan(launcher, plan)
     if plan.run in launcher.list_runs():
-        _confirm_restart(launcher, plan, assume_yes=assume_yes)
+        changes = launcher.plan_changes(plan)
+        if not changes:
+            print_message(f"{plan.run} is up to date: nothing has changed")
+            return
+        _confirm_restart(launcher, plan, changes, assume_yes=assume_yes)
     try:
         git_checkout = read_git_checkout(Path.cwd())
         history_store.record_operation(plan.run, "up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
@@ -106,8 +110,7 @@ def _show_and_check_plan(launcher: Launcher, plan: Plan) -> None:
         raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
 
 
-def _confirm_restart(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
-    changes = launcher.plan_changes(plan)
+def _confirm_restart(launcher: Launcher, plan: Plan, changes: Sequence[Change], *, assume_yes: bool) -> None:
     interrupted_services = format_count(sum(change.interrupts_run for change in changes), "service")
     if not any(change.interrupts_run for change in changes):
         return
@@ -176,13 +179,13 @@ def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
     except SwarmtrainError:  # the run's updates were already printed
         diagnosis = None
     if diagnosis is not None and os.isatty(2):
-        print_message(str(diagnosis))
-    print_message(f"{run} failed with exit code {outcome.exit_code}: {outcome.reason}")
+        print_message(remove_control_characters(str(diagnosis)))
+    print_message(f"{run} failed with exit code {outcome.exit_code}: {remove_control_characters(outcome.reason)}")
     if diagnosis is not None and diagnosis.meaning:
         print_message(f"means: {diagnosis.meaning}")
     for hint in dict.fromkeys((outcome.hint, diagnosis.fix if diagnosis else "", f"swarmtrain why {run} shows the events that led to it")):
         if hint:
-            print_message(f"hint: {hint}")
+            print_message(f"hint: {remove_control_characters(hint)}")
 
 
 def scale_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
@@ -242,6 +245,21 @@ def stop_run(launcher: Launcher, run: str) -> None:
         history_store.record_operation(run, "stop")
 
 
+def remove_named_run(name: str | None) -> None:
+    """Remove the run `name`, or the only existing run. A run that was already removed from this machine is only reported.
+
+    Raises RunNotFound.
+    """
+    try:
+        launcher, run = find_run(name)
+    except RunNotFound:
+        if name is None or not history_store.was_taken_down(name):
+            raise
+        print_message(f"{name} is already removed")
+        return
+    remove_run(launcher, run)
+
+
 def remove_run(launcher: Launcher, run: str) -> None:
     """Remove a run and record the removal, so that its history is not attributed to a later run of the same name."""
     with show_progress(
@@ -249,3 +267,4 @@ def remove_run(launcher: Launcher, run: str) -> None:
     ) as report_progress:
         launcher.tear_down_run(run, report_progress)
         history_store.record_operation(run, "down")
+        summarize_past_run(run)  # so that listing the run later does not parse its events

@@ -11,7 +11,23 @@ from swarmtrain.errors import SwarmtrainError
 
 _DURATION_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION_PATTERN = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
+# Terminal sequences of ECMA-48: CSI (colours, cursor), OSC (title, clipboard, links), DCS and its like, and two-character escapes.
+_ESCAPE_SEQUENCE_PATTERN = re.compile(
+    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\\\|\x9c)?|\x1b[ -/]*[0-~]"
+)
+# C0 and C1 controls except tab and line feed, and the marks that reverse the direction of text.
+_CONTROL_PATTERN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _GIB = 2**30
+
+
+def remove_control_characters(text: str) -> str:
+    """Return `text` without the escape sequences and control characters with which a program could control the user's terminal.
+
+    Of a progress bar, which overwrites its line with carriage returns, the last version is kept. Other control characters except line
+    feeds and tabs are shown as escapes, such as `\\x07`.
+    """
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in _ESCAPE_SEQUENCE_PATTERN.sub("", text).split("\n")]
+    return _CONTROL_PATTERN.sub(lambda match: match[0].encode("unicode_escape").decode(), "\n".join(lines))
 
 
 def format_count(number: Any, noun: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError, SwarmtrainError
 from swarmtrain.launchers.base import LogLine
@@ -41,15 +42,15 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
         ) from None
 
 
-def print_logs(run: str | None, log_filter: LogFilter, *, follow: bool) -> None:
-    """Print the lines that `log_filter` selects; with `follow`, continue until the run ends.
+def print_logs(run: str | None, log_filter: LogFilter, *, follow: bool, as_json: bool = False) -> None:
+    """Print the lines that `log_filter` selects, each as a JSON object if `as_json`; with `follow`, continue until the run ends.
 
     For a run that is down, the output stored on this machine is printed. Raises SwarmtrainError if the run or the node is unknown, or the
     output cannot be read.
     """
     for line in _read_log_lines(run, log_filter, follow=follow):
         if line in log_filter:
-            print_log_line(line)
+            print(json.dumps(asdict(line)), flush=True) if as_json else print_log_line(line)  # noqa: T201  # a line of output
 
 
 def _read_log_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iterator[LogLine]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+from swarmtrain.view.formatting import remove_control_characters
+
 
 class Displayable(Protocol):
     """Interface of values that format themselves as text, and as a JSON-compatible dict for `--json`."""
@@ -13,8 +15,11 @@ class Displayable(Protocol):
 
 
 def print_result(value: Displayable, *, as_json: bool) -> None:
-    """Print `value` on stdout, as JSON if `as_json`."""
-    print_json(value.to_dict()) if as_json else print(value)  # noqa: T201  # this is the place that prints
+    """Print `value` on stdout, as JSON if `as_json`, otherwise without control characters, since it may quote the output of a job."""
+    if as_json:
+        print_json(value.to_dict())
+    else:
+        print(remove_control_characters(str(value)))  # noqa: T201  # this is the place that prints
 
 
 def print_json(value: dict[str, Any]) -> None:

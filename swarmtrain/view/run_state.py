@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError
 from swarmtrain.launchers.base import Launcher, TaskState
@@ -114,18 +115,24 @@ def list_known_runs() -> list[history.RunSummary]:
     """Return a summary of each run of the reachable launchers, and of each run with events stored on this machine."""
     now = time.time()
     live_runs = {run: launcher for launcher, run in discover_runs()[1]}
-    past_runs = {
-        run: history_store.select_last_deployment_events(history_store.load_events(run))
-        for run in history_store.list_recorded_runs()
-        if run not in live_runs
-    }
-    summaries = [
-        history.summarize_run(run, events, None, now)
-        for run, events in past_runs.items()
-        if not any(event.kind == EVENT_NODE_PROBE for event in events)
-    ]
+    past_runs = [run for run in history_store.list_recorded_runs() if run not in live_runs]
+    summaries = [summary for run in past_runs if (summary := summarize_past_run(run)) is not None]
     for run, launcher in live_runs.items():
         events = load_live_run_events(launcher, run)
         state = build_status(run, events, launcher.list_tasks(run), now).state
         summaries.append(history.summarize_run(run, events, state, now))
     return summaries
+
+
+def summarize_past_run(run: str) -> history.RunSummary | None:
+    """Return the summary of a run that is down, from its events on this machine; None for the doctor's probes.
+
+    The summary is stored, and read again while the events stay the same: those of a long run take seconds to parse.
+    """
+    stored = history_store.load_summary(run)
+    if stored is None:
+        events = history_store.select_last_deployment_events(history_store.load_events(run))
+        is_probe = any(event.kind == EVENT_NODE_PROBE for event in events)
+        stored = {} if is_probe else asdict(history.summarize_run(run, events, None, time.time()))
+        history_store.save_summary(run, stored)
+    return history.RunSummary(**stored) if stored else None

@@ -10,7 +10,7 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import has_color_support, print_message
-from swarmtrain.view.formatting import format_count, format_duration
+from swarmtrain.view.formatting import format_count, format_duration, remove_control_characters
 from swarmtrain.view.progress_bar import show_progress_bar
 from swarmtrain.view.worlds import format_failure
 
@@ -42,13 +42,13 @@ def print_log_line(line: LogLine) -> None:
     if has_color_support(1):
         digits = "".join(char for char in line.node if char.isdigit())
         prefix = f"\033[{_NODE_COLORS[int(digits or 0) % len(_NODE_COLORS)]}m{prefix}\033[0m"
-    print(f"{prefix} | {line.text}", file=sys.stdout, flush=True)  # noqa: T201  # this is the place that prints
+    print(f"{prefix} | {remove_control_characters(line.text)}", file=sys.stdout, flush=True)  # noqa: T201  # this is the place that prints
 
 
 def format_event(event: Event) -> str | None:
     """Return `event` as a line of text; None for an event kind that is not printed, such as progress."""
     template = _EVENT_FORMATTERS.get(event.kind)
-    return template(event.data) if template else None
+    return remove_control_characters(template(event.data)) if template else None
 
 
 def _print_event(event: Event) -> None:
@@ -60,7 +60,7 @@ def _print_event(event: Event) -> None:
 def _print_task_state(task: TaskState, printed_tasks: dict[str, str]) -> None:
     line = f"{task.node} on {task.host or 'no host yet'}: {task.state}{f', {task.reason}' if task.reason else ''}"
     if task.reason and printed_tasks.get(task.node) != line:
-        print_message(f"· {line}")
+        print_message(f"· {remove_control_characters(line)}")
     printed_tasks[task.node] = line
 
 

@@ -85,8 +85,12 @@ def format_failure(data: Mapping[str, Any]) -> str:
 
 
 def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
-    """Return, by node name, the number of times that the node caused ranks to restart, and the time and reason of the last restart."""
+    """Return, by node name, the number of times that the node caused ranks to restart, and the time and reason of the last restart.
+
+    Several failures of a node before the next world are one restart. A failure that ends the run is none.
+    """
     restarts_by_node: dict[str, NodeRestarts] = {}
+    causes: dict[str, tuple[float, str]] = {}  # of the restart that the next world completes
     joined_nodes: set[str] = set()
     for event in events:
         node = str(event.data.get("node", ""))
@@ -98,9 +102,20 @@ def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
             joined_nodes.discard(node)  # a node that exited gracefully has not been restarted when it comes back
         elif event.kind == protocol.EVENT_FAILURE and not is_collateral_failure(event.data):
             cause = str(event.data.get("error") or event.data.get("signal") or f"exit code {event.data.get('exit_code')}")
+        elif event.kind == protocol.EVENT_WORLD_FORMED:
+            _add_restarts(restarts_by_node, causes)
+            causes = {}
+        elif event.kind == protocol.EVENT_OUTCOME:
+            causes = {}
         if cause:
-            restarts_by_node[node] = NodeRestarts(restarts_by_node[node].count + 1 if node in restarts_by_node else 1, event.time, cause)
+            causes[node] = event.time, cause
+    _add_restarts(restarts_by_node, causes)
     return restarts_by_node
+
+
+def _add_restarts(restarts_by_node: dict[str, NodeRestarts], causes: Mapping[str, tuple[float, str]]) -> None:
+    for node, (time, reason) in causes.items():
+        restarts_by_node[node] = NodeRestarts(restarts_by_node[node].count + 1 if node in restarts_by_node else 1, time, reason)
 
 
 def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode]:

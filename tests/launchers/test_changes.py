@@ -74,7 +74,7 @@ def test_plan_shows_what_would_change(run_command: RunCommand, tmp_path: Path) -
         return list(json.loads(run_command("plan", "config.yml", "--json", *arguments))["differences"])
 
     assert list_differences() == []
-    assert list_differences("-o", "runner.nodes=2") == ["node1: added on local1"]
+    assert list_differences("-o", "runner.nodes=2") == ["node1: added on localhost"]
     (tmp_path / "training_code.py").write_text("# edited")
     assert list_differences("-o", "trainer.save_interval=200") == [
         "trainer.save_interval: 100 → 200, restarts 1 service from the beginning: trainer.save_dir is null",

@@ -94,6 +94,8 @@ def test_the_page_is_sent_again_only_if_it_is_another(demo: RunDataSource) -> No
         lines = json.loads(send_request(port, "/api/lines")[2])
         assert ([line["text"] for line in lines["lines"]], lines["last"]) == (["hello"], 1)
         assert json.loads(send_request(port, "/api/lines?after=1")[2]) == {"lines": [], "last": 1}
+        for after in ("9" * 5000, "-1", "one", ""):
+            assert send_request(port, f"/api/lines?after={after}")[0] == 400
         status, headers, body = send_request(port, "/metrics")
         assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
         assert b'swarmtrain_run_state{run="demo",state="done"} 1\n' in body
@@ -218,10 +220,14 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: RunDataSource, 
 
 
 def test_the_report_of_a_run(demo: RunDataSource, tmp_path: Path) -> None:
-    html_page.write_html_report(demo, tmp_path / "demo.html")
+    html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=False)
     assert '"run":"demo"' in (tmp_path / "demo.html").read_text()
-    with pytest.raises(SwarmtrainError, match="cannot be written"):
-        html_page.write_html_report(demo, tmp_path / "none" / "demo.html")
+    with pytest.raises(SwarmtrainError, match="already exists"):
+        html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=False)
+    html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=True)
+    with pytest.raises(SwarmtrainError, match="cannot be written: part of the path is a file"):
+        html_page.write_html_report(demo, tmp_path / "demo.html" / "demo.html", overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.html"]
 
 
 def test_without_the_extra_it_prints_what_to_install(demo: RunDataSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

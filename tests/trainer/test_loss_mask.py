@@ -142,7 +142,7 @@ def test_prompts_and_completions(
     pipeline.tokenize_source_files(replace(asked, prefix=f"{folder}/u", workers=1), [name])
     assert read_contents(folder / "t") == read_contents(folder / "u")
     assert (folder / "t.mask.bin").read_bytes() == (folder / "u.mask.bin").read_bytes()
-    assert "are loss tokens; hashes of t.bin t.mask.bin t.idx as recorded" in verify_token_files(folder / "t")
+    assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in verify_token_files(folder / "t")
 
 
 def _tokenize_by_hand(

@@ -18,6 +18,8 @@ from swarmtrain.protocol import EXIT_PLANNED, Event
 from swarmtrain.remote.timestamped_log import open_timestamped_log
 from swarmtrain.view.history import build_history, build_run_list, summarize_run
 from swarmtrain.view.logs import LogFilter, compile_pattern, print_logs
+from swarmtrain.view.run_state import summarize_past_run
+from swarmtrain.view.worlds import count_restarts
 
 FIRST_EVENTS = [
     Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 100.0),
@@ -176,3 +178,46 @@ def test_events_of_a_file_are_parsed_from_a_time_on() -> None:
     others = ["", "no event", '{"event"', '{"event": "progress", "time": 200.5', '{"event": 7, "time": "never"}', '{"event": "x"}']
     assert list(history_store.parse_events([*lines, *others])) == events
     assert list(history_store.parse_events([*others, *lines], 102.0)) == events[2:]
+
+
+def test_the_summary_of_a_past_run_is_stored_and_used_until_its_events_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    store_events(FIRST_EVENTS)
+    history_store.record_operation("demo", "down")
+    summary = summarize_past_run("demo")
+    assert summary is not None
+    assert (summary.state, summary.step, summary.seconds) == ("done", 2, 60.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(history_store, "load_events", pytest.fail)
+        assert summarize_past_run("demo") == summary
+    store_events([Event(protocol.EVENT_PROGRESS, {"step": 7, "steps": 9}, 300.0)])
+    assert (changed := summarize_past_run("demo")) is not None
+    assert changed.step == 7
+
+
+def test_a_damaged_summary_is_made_again() -> None:
+    store_events(FIRST_EVENTS)
+    summary = summarize_past_run("demo")
+    for text in ("", "[]", '{"source": 1}'):
+        (history_store.resolve_run_folder("demo") / "summary.json").write_text(text)
+        assert summarize_past_run("demo") == summary
+
+
+def test_restarts_are_worlds_and_not_failures() -> None:
+    def fail(time: float, node: str, error: str) -> Event:
+        return Event(protocol.EVENT_FAILURE, {"node": node, "rank": 0, "exit_code": 1, "error": error}, time)
+
+    def form(time: float) -> Event:
+        return Event(protocol.EVENT_WORLD_FORMED, {"world_size": 2, "nodes": 2}, time)
+
+    events = [
+        form(1.0),
+        fail(2.0, "node0", "first"),
+        fail(2.1, "node0", "second"),
+        form(3.0),
+        fail(4.0, "node1", "third"),
+        form(5.0),
+        fail(6.0, "node0", "the last failure ends the run"),
+        Event(protocol.EVENT_OUTCOME, {"status": "failed", "reason": "too many restarts", "exit_code": 1}, 7.0),
+    ]
+    counts = count_restarts(events)
+    assert {node: (restarts.count, restarts.reason) for node, restarts in counts.items()} == {"node0": (1, "second"), "node1": (1, "third")}

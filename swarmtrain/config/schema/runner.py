@@ -48,7 +48,8 @@ def _parse_byte_size(value: Any) -> Any:
 def _parse_mount_pairs(value: Any) -> Any:
     """Convert a flat list (source, target, source, target …), the notation in Scaling's guide, to a tuple of pairs.
 
-    A list of pairs is also converted; other values are returned unchanged. Raises ValueError for a flat list of odd length.
+    A list of pairs is also converted, and a flat list in it; other values are returned unchanged. Raises ValueError for a flat list of odd
+    length.
     """
     if not isinstance(value, list):
         return value
@@ -56,7 +57,11 @@ def _parse_mount_pairs(value: Any) -> Any:
         if len(value) % 2:
             raise ValueError("a flat list must have an even length: source, target, source, target …")
         return tuple(zip(value[::2], value[1::2], strict=True))
-    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+    pairs: list[Any] = []
+    for item in value:
+        is_flat = isinstance(item, list) and len(item) > 2 and all(isinstance(text, str) for text in item)
+        pairs += _parse_mount_pairs(item) if is_flat else [tuple(item) if isinstance(item, list) else item]
+    return tuple(pairs)
 
 
 def _stringify_gpu_ids(value: Any) -> Any:

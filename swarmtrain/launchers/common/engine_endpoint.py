@@ -58,6 +58,13 @@ def find_endpoint(environ: Mapping[str, str]) -> Endpoint:
     return Endpoint(DEFAULT_ADDRESS)
 
 
+def is_engine_absent(environ: Mapping[str, str]) -> bool:
+    """Return whether no engine is configured, and this machine has none at the default address. Raises EngineError as `find_endpoint`."""
+    return find_endpoint(environ) == Endpoint(DEFAULT_ADDRESS) and not (
+        environ.get("DOCKER_HOST") or Path(DEFAULT_ADDRESS.removeprefix("unix://")).exists()
+    )
+
+
 def _load_context_endpoint(config_folder: Path, context_name: str, setting_name: str) -> Endpoint:
     if context_name == "default":
         return Endpoint(DEFAULT_ADDRESS)

@@ -2,6 +2,7 @@
 
     RUN/events.jsonl   the coordinator's events, and the operations requested on this machine; events.N.jsonl is older
     RUN/NODE.log       a node's output; NODE.1.log is older
+    RUN/summary.json   summary of the events, for the list of runs
     RUN/code.diff      diff of the project against its git commit at the last deploy
 
 The history is only shown to users: no decision depends on it. Files are rotated at MAX_FILE_BYTES bytes; the newest two files
@@ -13,18 +14,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import heapq
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from swarmtrain import __version__
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.protocol import EVENT_OPERATION, RENDEZVOUS_SERVICE, Event
 
 MAX_FILE_BYTES = 64 * 2**20
 EVENTS_FILE, DIFF_FILE = "events.jsonl", "code.diff"
+_SUMMARY_FILE = "summary.json"
 _LOCK_FILE = "history.lock"
 _TAIL_BYTES = 64 * 1024
 _TIME_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
@@ -53,6 +58,35 @@ def load_events(run: str) -> list[Event]:
     """Return the run's recorded events, oldest first."""
     files = sorted(resolve_run_folder(run).glob("events*.jsonl"), key=_get_age_sort_key)
     return [event for file in files for event in parse_events(_read_file_lines(file))]
+
+
+def was_taken_down(run: str) -> bool:
+    """Return whether the last event that is recorded of the run is its removal from this machine."""
+    events = load_events(run)
+    return bool(events) and events[-1].kind == EVENT_OPERATION and events[-1].data.get("operation") == "down"
+
+
+def load_summary(run: str) -> dict[str, Any] | None:
+    """Return the stored summary of the run; None if there is none, or if it was made from other events or by another version."""
+    try:
+        stored = json.loads((resolve_run_folder(run) / _SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_current = isinstance(stored, dict) and stored.get("source") == _describe_event_files(run)
+    return stored.get("summary") if is_current else None
+
+
+def save_summary(run: str, summary: Mapping[str, Any]) -> None:
+    """Store the summary of the run's present events. An OSError is ignored."""
+    text = json.dumps({"source": _describe_event_files(run), "summary": summary})
+    with contextlib.suppress(OSError):
+        write_text_atomically(resolve_run_folder(run) / _SUMMARY_FILE, text)
+
+
+def _describe_event_files(run: str) -> list[Any]:
+    """Return a value that changes with the files of the run's events, and with the version of swarmtrain."""
+    files = {path.name: path.stat() for path in resolve_run_folder(run).glob("events*.jsonl")}
+    return [__version__, *([name, status.st_size, status.st_mtime_ns] for name, status in sorted(files.items()))]
 
 
 def parse_events(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:

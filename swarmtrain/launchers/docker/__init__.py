@@ -66,7 +66,7 @@ class DockerLauncher:
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
         """Return an inventory with more machines than any plan needs, all of which are this engine's machine."""
-        return Inventory(self.location, tuple(Machine(host=f"docker{index}") for index in range(_MAX_NODES)))
+        return Inventory(self.location, (Machine(host="the engine"),) * _MAX_NODES)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
         """Return the problems of the engine: a missing GPU runtime, a missing image (a warning), more ranks than cores (a warning)."""

@@ -47,7 +47,7 @@ class LocalLauncher:
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
         """Return an inventory with more machines than any plan needs, all of which are this machine."""
-        return Inventory("this machine", tuple(Machine(host=f"local{index}") for index in range(_MAX_NODES)))
+        return Inventory("this machine", (Machine(host="localhost"),) * _MAX_NODES)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
         """Return a finding if torch is not installed, and a warning if there are more ranks than cores and no GPUs."""

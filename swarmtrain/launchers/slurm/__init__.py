@@ -71,7 +71,7 @@ class SlurmLauncher:
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
         """Return an inventory with more machines than any plan needs: Slurm chooses the actual machines when the job starts."""
-        return Inventory("Slurm", tuple(Machine(host="any") for _ in range(_MAX_NODES)))
+        return Inventory("Slurm", (Machine(host="any"),) * _MAX_NODES)
 
     @translate_os_errors()
     def check_plan(self, plan: Plan) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -36,13 +37,18 @@ class WorkerPool(Generic[TaskT, ResultT]):
         context = multiprocessing.get_context("fork")
         self._idle: list[Connection] = []
         self._processes = []
-        for _ in range(worker_count):
-            parent_end, child_end = context.Pipe()
-            worker = context.Process(target=_serve_tasks, args=(child_end, task_function, os.getpid()), daemon=True)
-            worker.start()
-            child_end.close()
-            self._idle.append(parent_end)
-            self._processes.append(worker)
+        # The workers' garbage collections skip the caller's objects: some extension modules crash if these are collected after a fork.
+        gc.freeze()
+        try:
+            for _ in range(worker_count):
+                parent_end, child_end = context.Pipe()
+                worker = context.Process(target=_serve_tasks, args=(child_end, task_function, os.getpid()), daemon=True)
+                worker.start()
+                child_end.close()
+                self._idle.append(parent_end)
+                self._processes.append(worker)
+        finally:
+            gc.unfreeze()
 
     def run_tasks(self, tasks: Sequence[TaskT]) -> Iterator[tuple[int, ResultT] | None]:
         """Yield index and result of each task when it finishes, and None after each second without a finished task.
@@ -54,7 +60,7 @@ class WorkerPool(Generic[TaskT, ResultT]):
         while running or (next_number < len(tasks) and not failures):
             while self._idle and next_number < len(tasks) and not failures:
                 worker = self._idle.pop()
-                worker.send(tasks[next_number])
+                self._send_task(worker, tasks[next_number])
                 running[worker] = next_number
                 next_number += 1
             ready = wait(list(running), _POLL_SECONDS)
@@ -75,12 +81,18 @@ class WorkerPool(Generic[TaskT, ResultT]):
             raise TrainingError(first.message, place=first.place, hint=first.hint)
 
     @staticmethod
+    def _send_task(worker: Connection, task: TaskT) -> None:
+        try:
+            worker.send(task)
+        except ConnectionError:
+            raise _build_killed_worker_error() from None
+
+    @staticmethod
     def _receive_result(worker: Connection) -> ResultT | TaskFailure:
         try:
             result: ResultT | TaskFailure = worker.recv()
-        except EOFError:
-            hint = "lower --workers if the machine runs out of memory; run the same command again to resume"
-            raise TrainingError("a worker process was killed", place=ERROR_PLACE, hint=hint) from None
+        except (EOFError, ConnectionError):  # a reset connection if the worker had not read its task
+            raise _build_killed_worker_error() from None
         return result
 
     def kill_workers(self) -> None:
@@ -89,6 +101,11 @@ class WorkerPool(Generic[TaskT, ResultT]):
             worker.kill()
         for worker in self._processes:
             worker.join()
+
+
+def _build_killed_worker_error() -> TrainingError:
+    hint = "lower --workers if the machine runs out of memory; run the same command again to resume"
+    return TrainingError("a worker process was killed", place=ERROR_PLACE, hint=hint)
 
 
 def _serve_tasks(connection: Connection, task_function: Callable[[TaskT], ResultT], parent_pid: int) -> None:

@@ -10,6 +10,7 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
+from swarmtrain.config.user_files import PUBLIC_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
@@ -46,15 +47,20 @@ def render_single_file_page(page_data: PageData, output_lines: list[PageData]) -
     )
 
 
-def write_html_report(data_source: RunDataSource, path: Path) -> None:
-    """Write the current page of `data_source` as one HTML file to `path`. Raises SwarmtrainError if a read or the write fails."""
+def write_html_report(data_source: RunDataSource, path: Path, *, overwrite: bool) -> None:
+    """Write the current page of `data_source` as one HTML file to `path`.
+
+    Raises SwarmtrainError if the file exists and may not be overwritten, or if a read or the write fails; then no file has changed.
+    """
+    if path.exists() and not overwrite:
+        raise SwarmtrainError("already exists", place=str(path), hint="add --force to overwrite it, or use -o FILE")
     lines = data_source.read_last_output_lines()
     data = {**data_source.get_page_data(), "written": time.time()}
     try:
-        path.write_text(render_single_file_page(data, lines), encoding="utf-8")
+        write_files_atomically({path: (render_single_file_page(data, lines).encode(), PUBLIC_MODE)})
     except OSError as error:
         raise SwarmtrainError(
-            f"cannot be written: {error.strerror}", place=str(path), hint="use -o FILE to write it to another path"
+            f"cannot be written: {describe_os_error(error)}", place=str(path), hint="use -o FILE to write it to another path"
         ) from None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 import time
 import webbrowser
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 DEFAULT_PORT = 8265
+_LINE_NUMBER_PATTERN = re.compile(r"[0-9]{1,18}")
 _RESPONSE_HEADERS = {
     "Content-Security-Policy": html_page.SERVED_CSP,
     "Referrer-Policy": "no-referrer",
@@ -92,7 +94,9 @@ def create_app(data_source: RunDataSource, policy: AccessPolicy) -> Starlette:
 
     def serve_output_lines(request: Request) -> Response:
         after = request.query_params.get("after", "0")
-        new_lines, last_number = data_source.get_output_lines(int(after) if after.isdecimal() else 0)
+        if not _LINE_NUMBER_PATTERN.fullmatch(after):
+            return PlainTextResponse("after must be a line number of at most 18 digits\n", 400)
+        new_lines, last_number = data_source.get_output_lines(int(after))
         return Response(json.dumps({"lines": new_lines, "last": last_number}, allow_nan=False), media_type="application/json")
 
     def serve_metrics(_: Request) -> Response:

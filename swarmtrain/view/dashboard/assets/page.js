@@ -53,7 +53,14 @@
   }
   const createTimeElement = (seconds) => createElement("time", { datetime: new Date(seconds * 1000).toISOString(), title: formatDateTime(seconds) }, formatTime(seconds));
   const formatCount = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
-  const createSwatch = (n) => createElement("i", { class: `swatch s${n}`, "aria-hidden": "true" });
+  // The first series have the colours of page.css; the hues of all others are 137.5 degrees apart (the golden angle), so that no two are equal.
+  const getSeriesColor = (i) => i < COLORS ? `var(--c${i + 1})` : `hsl(${(i * 137.508).toFixed(1)} 60% 50%)`;
+  const createColored = (i, tag, attributes) => {
+    const element = createElement(tag, attributes);
+    element.style.background = getSeriesColor(i);
+    return element;
+  };
+  const createSwatch = (i) => createColored(i, "i", { class: "swatch", "aria-hidden": "true" });
 
   // ---- plots
 
@@ -99,7 +106,7 @@
   const readCssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function createChart(plot, curves, holder) {
-    const keys = plot.labels.map((label, i) => createElement("span", { class: "key" }, createSwatch(i % COLORS + 1), plot.labels.length > 1 ? label : "", createElement("b")));
+    const keys = plot.labels.map((label, i) => createElement("span", { class: "key" }, createSwatch(i), plot.labels.length > 1 ? label : "", createElement("b")));
     const heading = createElement("h3", {}, plot.title, plot.unit ? createElement("small", {}, plot.unit) : "", ...keys);
     const container = createElement("div", { role: "img" });
     holder.append(createElement("div", { class: "plot" }, heading, container));
@@ -120,7 +127,7 @@
         { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => v === null ? "" : formatCompact(v)) },
       ],
       series: [{}, ...plot.curveNames.map((name, i) => ({
-        stroke: readCssColor(`--c${i % COLORS + 1}`), width: 1.5, spanGaps: true,
+        stroke: i < COLORS ? readCssColor(`--c${i + 1}`) : getSeriesColor(i), width: 1.5, spanGaps: true,
         points: { show: sparse(name) && name === "validation", size: 5 },
       }))],
       hooks: {
@@ -292,13 +299,13 @@
     const all = phases.reduce((sum, [, seconds]) => sum + seconds, 0);
     const bar = createElement("div", { class: "stack", role: "img", "aria-label": phases.map(([name, seconds]) => `${name} ${formatShortDuration(seconds)}`).join(", ") });
     phases.forEach(([name, seconds], i) => {
-      const segment = createElement("div", { class: `s${i % COLORS + 1}`, title: `${name}: ${formatShortDuration(seconds)}` });
+      const segment = createColored(i, "div", { title: `${name}: ${formatShortDuration(seconds)}` });
       segment.style.flex = `${seconds / all}`;
       bar.append(segment);
     });
     renderSection("step", phases.length > 0, bar, createElement("div", { class: "phases" },
       createElement("span", {}, createElement("b", {}, formatShortDuration(all)), " a step"),
-      ...phases.map(([name, seconds], i) => createElement("span", { class: "key" }, createSwatch(i % COLORS + 1), name, createElement("b", {}, formatShortDuration(seconds)), `${(100 * seconds / all).toFixed(0)} %`))));
+      ...phases.map(([name, seconds], i) => createElement("span", { class: "key" }, createSwatch(i), name, createElement("b", {}, formatShortDuration(seconds)), `${(100 * seconds / all).toFixed(0)} %`))));
   }
 
   function createMeter(name, part, text, high = 0.92) {
