@@ -32,6 +32,7 @@ class ProcessKeeper:
     """Process keeper: restarts one process until it exits with 0 or a stop is requested."""
 
     def __init__(self, spec_path: Path) -> None:
+        self.spec_path = spec_path
         self.spec = ProcessSpec.load(spec_path)
         self.state_path = spec_path.with_suffix(".state")
         self.stop_requested = False
@@ -41,7 +42,7 @@ class ProcessKeeper:
         """Run the process, and restart it until it exits with 0 or a stop is requested. Return exit code 0."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle_stop_signal)
-        while not self.stop_requested:
+        while not self.stop_requested and self.spec_path.exists():  # the run may be removed while this keeper starts
             code = self._run_process_once()
             if code == 0:
                 self._write_process_state("complete", 0)

@@ -64,7 +64,7 @@ def show_history(run: str | None, *, as_json: bool) -> None:
     if run is None:
         print_result(history.build_run_list(list_known_runs()), as_json=as_json)
         return
-    events = history_store.merge_events(history_store.load_events(run), ())
+    events = history_store.merge_events(history_store.load_main_events(run), ())
     try:
         launcher, run_name = find_run(run)
         events = history_store.merge_events(events, launcher.read_events(run_name))

@@ -298,6 +298,9 @@ def test_an_interrupted_deploy_leaves_nothing(interrupt_at: str, launcher: SshLa
         launcher.tear_down_run("config", print)
     else:
         assert "no part of the run remains" in errors
+    deadline = time.monotonic() + 5
+    while any(hosts.list_programs(name) for name in HOST_NAMES) and time.monotonic() < deadline:
+        time.sleep(0.1)  # a process keeper that was starting exits when it finds that its run is gone
     assert {name: hosts.list_programs(name) for name in HOST_NAMES} == {name: [] for name in HOST_NAMES}
 
 

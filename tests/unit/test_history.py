@@ -221,3 +221,14 @@ def test_restarts_are_worlds_and_not_failures() -> None:
     ]
     counts = count_restarts(events)
     assert {node: (restarts.count, restarts.reason) for node, restarts in counts.items()} == {"node0": (1, "second"), "node1": (1, "third")}
+
+
+def test_the_main_events_give_the_same_history() -> None:
+    usage = [Event(protocol.EVENT_USAGE, {"nodes": {}}, 107.0), Event(protocol.EVENT_USAGE, {"nodes": {}}, 108.0)]
+    progress = [Event(protocol.EVENT_PROGRESS, {"step": step, "steps": 9}, 106.0 + step / 10) for step in range(3, 9)]
+    last = Event(protocol.EVENT_PROGRESS, {"step": 9, "steps": 9}, 109.0)
+    events = sorted([*FIRST_EVENTS[:-1], *usage, *progress, last, FIRST_EVENTS[-1]], key=lambda event: event.time)
+    store_events(events)
+    main_events = history_store.load_main_events("demo")
+    assert len(main_events) < len(events) - 8
+    assert build_history("demo", main_events) == build_history("demo", events) == build_history("demo", history_store.load_events("demo"))

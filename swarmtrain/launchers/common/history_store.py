@@ -19,13 +19,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
 
 from swarmtrain import __version__
 from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.protocol import EVENT_OPERATION, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_USAGE, RENDEZVOUS_SERVICE, Event
 
 MAX_FILE_BYTES = 64 * 2**20
 EVENTS_FILE, DIFF_FILE = "events.jsonl", "code.diff"
@@ -34,6 +35,7 @@ _LOCK_FILE = "history.lock"
 _TAIL_BYTES = 64 * 1024
 _TIME_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
 _EVENT_HEAD_PATTERN = re.compile(r'\{"event": "[^"]*", "time": (\d+(?:\.\d+)?)')
+_PROGRESS_LINE_PREFIX, _USAGE_LINE_PREFIX = f'{{"event": "{EVENT_PROGRESS}"', f'{{"event": "{EVENT_USAGE}"'
 _RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
 _ROTATED_PATTERN = re.compile(r"\.(\d+)\.(log|jsonl)$")
 
@@ -56,8 +58,15 @@ def list_recorded_runs() -> list[str]:
 
 def load_events(run: str) -> list[Event]:
     """Return the run's recorded events, oldest first."""
-    files = sorted(resolve_run_folder(run).glob("events*.jsonl"), key=_get_age_sort_key)
-    return [event for file in files for event in parse_events(_read_file_lines(file))]
+    return list(parse_events(_read_event_lines(run)))
+
+
+def load_main_events(run: str) -> list[Event]:
+    """Return the run's recorded events without resource usage, and without each progress event that progress or usage follows.
+
+    A long run has hundreds of thousands of these, whose lines are not parsed.
+    """
+    return list(parse_events(_drop_routine_lines(_read_event_lines(run))))
 
 
 def was_taken_down(run: str) -> bool:
@@ -255,6 +264,18 @@ def _read_node_log(node: str, files: list[Path]) -> Iterator[LogLine]:
         for text in _read_file_lines(file):
             line = parse_timestamped_log_line(node, text, previous_timestamp)
             previous_timestamp = line.time
+            yield line
+
+
+def _read_event_lines(run: str) -> Iterator[str]:
+    for file in sorted(resolve_run_folder(run).glob("events*.jsonl"), key=_get_age_sort_key):
+        yield from _read_file_lines(file)
+
+
+def _drop_routine_lines(lines: Iterable[str]) -> Iterator[str]:
+    for line, next_line in pairwise(chain(lines, [""])):
+        is_superseded = line.startswith(_PROGRESS_LINE_PREFIX) and next_line.startswith((_PROGRESS_LINE_PREFIX, _USAGE_LINE_PREFIX))
+        if not is_superseded and not line.startswith(_USAGE_LINE_PREFIX):
             yield line
 
 
