@@ -324,18 +324,18 @@ def _map_learning_rate_warmup(report: MigrationReport, *, is_logarithmic: bool) 
         report.add_unmapped_key(
             f"{_SCHEDULER_PARAMS}.warmup_min_lr",
             UnmappedReason.no_counterpart if min_learning_rate else UnmappedReason.is_default,
-            "the warm-up starts at 0",
+            "the warmup starts at 0",
         )
     if report.has_source_key(f"{_SCHEDULER_PARAMS}.warmup_type"):
         is_linear = report.get_source_value(f"{_SCHEDULER_PARAMS}.warmup_type") == "linear"
         report.add_unmapped_key(
             f"{_SCHEDULER_PARAMS}.warmup_type",
             UnmappedReason.is_default if is_linear else UnmappedReason.no_counterpart,
-            "the warm-up is linear",
+            "the warmup is linear",
         )
         is_logarithmic = not is_linear
     if is_logarithmic:
-        report.add_note("DeepSpeed's warm-up is logarithmic unless warmup_type is linear; swarmtrain's is always linear")
+        report.add_note("DeepSpeed's warmup is logarithmic unless warmup_type is linear; swarmtrain's is always linear")
 
 
 def _map_wandb(report: MigrationReport) -> None:

@@ -149,12 +149,14 @@ class _SwarmObjects:
     def _add_config_or_secret(
         self, run_file: RunFile, mount_target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
     ) -> None:
-        limit = _MAX_SECRET_BYTES if files_by_key is self.secrets else MAX_CONFIG_BYTES
+        is_secret = files_by_key is self.secrets
+        limit = _MAX_SECRET_BYTES if is_secret else MAX_CONFIG_BYTES
         if self._has_size_limits and len(run_file.content) >= limit:
             raise StackError(
                 f"{len(run_file.content) / 1024:.0f} KiB, but Swarm accepts less than {limit // 1024} KiB",
                 place=place,
-                hint="add it to the image with swarmtrain image add, or put it on a disk that is mounted with docker_mounts",
+                hint=f"{'' if is_secret else 'add it to the image with swarmtrain image add, or '}put it on a disk that is mounted with "
+                f"docker_mounts",
             )
         path_in_code = PurePosixPath(run_file.name)
         stem, dot, suffix = path_in_code.name.partition(".")

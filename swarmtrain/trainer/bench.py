@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         "--warmup",
         type=int,
         default=_DEFAULT_WARMUP_STEPS,
-        help=f"number of warm-up steps before the measured steps ({_DEFAULT_WARMUP_STEPS})",
+        help=f"number of warmup steps before the measured steps ({_DEFAULT_WARMUP_STEPS})",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(argv)

@@ -212,6 +212,7 @@ class SmallRun:
             coordinator=f"127.0.0.1:{self.coordinator_port}",
             store=f"127.0.0.1:{self.store_port}",
             config=str(self.folder / "config.json"),
+            code_folder=str(self.folder),
             script=str(self.folder / "script.py"),
             script_args=script_args,
             secrets={},

@@ -371,15 +371,32 @@ def test_a_module_is_run_as_python_m_runs_it(small_run: Any) -> None:
         "if __name__ == '__main__': print(f'{__package__} {NAME} {sys.argv[1:]} {sys.argv[0].endswith(\"loop.py\")}', flush=True)\n"
     )
     small_run.start_coordinator()
-    module = {"SWARMTRAIN_MODULE": "trains.deep.loop", "SWARMTRAIN_SCRIPT": str(small_run.folder)}
+    module = {"SWARMTRAIN_MODULE": "trains.deep.loop", "SWARMTRAIN_SCRIPT": ""}
     small_run.start_node(0, "", "--lr", "1", node_range=(1, 1), slots=1, environment=module)
     assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
     assert "trains.deep relative ['--lr', '1'] True" in small_run.read_output()
 
 
+def test_a_script_in_a_folder_imports_from_its_folder_and_from_the_top(small_run: Any) -> None:
+    for name, text in {
+        "train/script.py": "import beside, top\nprint(beside.NAME, top.NAME, flush=True)\nbeside.fail()\n",
+        "train/beside.py": "NAME = 'beside'\ndef fail():\n    raise ValueError('as planned')\n",
+        "top.py": "NAME = 'top'\n",
+        "beside.py": "NAME = 'the wrong one'\n",
+    }.items():
+        (small_run.folder / name).parent.mkdir(exist_ok=True)
+        (small_run.folder / name).write_text(text)
+    small_run.start_coordinator(max_restarts=0)
+    script = {"SWARMTRAIN_SCRIPT": str(small_run.folder / "train/script.py")}
+    small_run.start_node(0, "", node_range=(1, 1), slots=1, environment=script)
+    small_run.wait_for_exit()
+    assert "beside top" in small_run.read_output()
+    assert "ValueError: as planned, in train/beside.py line 3" in small_run.read_events("outcome")[0].data["reason"]
+
+
 def test_a_module_that_is_not_installed_ends_the_run_at_once(small_run: Any) -> None:
     small_run.start_coordinator()
-    module = {"SWARMTRAIN_MODULE": "nowhere.loop", "SWARMTRAIN_SCRIPT": str(small_run.folder)}
+    module = {"SWARMTRAIN_MODULE": "nowhere.loop", "SWARMTRAIN_SCRIPT": ""}
     small_run.start_node(0, "", node_range=(1, 1), slots=1, environment=module)
     assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
     outcome = small_run.read_events("outcome")[0].data

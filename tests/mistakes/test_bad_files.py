@@ -46,12 +46,22 @@ def test_unreadable_script(error_case: ErrorCase) -> None:
 def test_code_twice(error_case: ErrorCase) -> None:
     """Two files with the same name
 
-    All shipped files are in one folder, so each name can be used only once.
+    Relative paths are kept. A file from outside of the working folder is put at the top, where its name can be used only once.
     """
-    error_case.run_setup("mkdir old; cp training_code.py old/")
-    error_case.write_config("runner: {hosts: [gpu-1], code: [training_code.py]}")
+    error_case.run_setup("cp training_code.py ..")
+    error_case.write_config("runner: {hosts: [gpu-1], code: [../training_code.py]}")
     error_case("swarmtrain generate config.yml")
-    error_case.write_config("runner: {hosts: [gpu-1], code: [old/training_code.py]}")
+
+
+def test_code_without_files(error_case: ErrorCase) -> None:
+    """Folder or pattern in runner.code has no files
+
+    Of a folder, files that git or a `.dockerignore` ignores are not shipped.
+    """
+    error_case.run_setup("mkdir src; touch src/model.pyc; echo 'src/*.pyc' > .dockerignore")
+    error_case.write_config("runner: {hosts: [gpu-1], code: [src]}")
+    error_case("swarmtrain generate config.yml")
+    error_case.write_config("runner: {hosts: [gpu-1], code: ['src/**/*.py']}")
     error_case("swarmtrain generate config.yml")
 
 
@@ -82,7 +92,8 @@ def test_list_of_versions(error_case: ErrorCase) -> None:
 def test_large_files(error_case: ErrorCase) -> None:
     """File exceeds Swarm's size limit
 
-    Code is shipped as Swarm configs, which must be smaller than 1000 KiB. Secrets must be smaller than 500 KiB.
+    `generate` ships code as Swarm configs, which must be smaller than 1000 KiB; `deploy` puts larger code into a layer of the image.
+    Secrets must be smaller than 500 KiB.
     """
     error_case.run_setup("truncate -s 1000K table.py; truncate -s 500K key")
     error_case.write_config("runner: {hosts: [gpu-1], code: [table.py]}")

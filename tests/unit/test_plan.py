@@ -192,7 +192,7 @@ def test_a_module_needs_no_script(tmp_path: Path) -> None:
     plan = build_plan(config, THREE_MACHINES, cargo, run="demo")
     assert "micro batch" not in str(plan)
     variables = render_stack(plan).document["services"]["node0"]["environment"]
-    assert (variables["SWARMTRAIN_MODULE"], variables["SWARMTRAIN_SCRIPT"]) == ("package.train", "/workspace")
+    assert [variables[f"SWARMTRAIN_{name}"] for name in ("MODULE", "SCRIPT", "CODE_FOLDER")] == ["package.train", "", "/workspace"]
     assert read_cargo(parse_config("runner: {module: package.train}"), tmp_path).code == ()
 
 

@@ -19,6 +19,7 @@ NODE = NodeEnv(
     coordinator="rendezvous:29501",
     store="rendezvous:29500",
     config="/etc/swarmtrain/config.json",
+    code_folder="/workspace",
     script="/workspace/training_code.py",
     script_args=("--x", "a b", "$HOME {{}}"),
     secrets={"KEY": "/run/secrets/KEY"},

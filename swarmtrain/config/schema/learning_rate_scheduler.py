@@ -10,7 +10,7 @@ from swarmtrain.config.schema.section import Section, build_field_error
 
 
 class DecayStyle(StrEnum):
-    """Shape of the learning rate decay after warm-up."""
+    """Shape of the learning rate decay after warmup."""
 
     constant = "constant"
     linear = "linear"
@@ -21,13 +21,13 @@ class DecayStyle(StrEnum):
 class LearningRateSchedulerConfig(Section):
     """Learning rate schedule, a pure function of the step."""
 
-    learning_rate: float = Field(1e-3, ge=0, description="Peak learning rate, reached at the end of the warm-up.")
+    learning_rate: float = Field(1e-3, ge=0, description="Peak learning rate, reached at the end of the warmup.")
     learning_rate_minimum: float = Field(0.0, ge=0, description="Learning rate at the end of the decay and after it.")
     learning_rate_decay_style: DecayStyle = Field(
         DecayStyle.cosine, description="constant, linear, cosine, or warmup_stable_decay (WSD): constant, then linear decay at the end."
     )
     learning_rate_decay_iters: int | None = Field(
-        None, ge=0, description="Step at which the minimum is reached, warm-up included. null: trainer.train_iterations."
+        None, ge=0, description="Step at which the minimum is reached, warmup included. null: trainer.train_iterations."
     )
     learning_rate_decay_steps: int | None = Field(
         None,
@@ -35,8 +35,8 @@ class LearningRateSchedulerConfig(Section):
         description="Length of the warmup_stable_decay decay in steps; it ends at learning_rate_decay_iters. null: a "
         "fifth of learning_rate_decay_iters.",
     )
-    learning_rate_warmup_steps: int = Field(0, ge=0, description="Warm-up length in steps, over which the learning rate rises from 0.")
-    learning_rate_warmup_delay_steps: int = Field(0, ge=0, description="Steps at learning rate 0 before the warm-up.")
+    learning_rate_warmup_steps: int = Field(0, ge=0, description="Warmup length in steps, over which the learning rate rises from 0.")
+    learning_rate_warmup_delay_steps: int = Field(0, ge=0, description="Steps at learning rate 0 before the warmup.")
 
     @model_validator(mode="after")
     def _check_minimum_learning_rate(self) -> LearningRateSchedulerConfig:

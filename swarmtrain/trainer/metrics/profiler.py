@@ -40,7 +40,7 @@ class TorchProfiler:
         self._profiler: profile | None = None
 
     def start_trace_if_due(self) -> None:
-        """Start the profiler if the next step is the first warm-up step or, without warm-up, the first traced step."""
+        """Start the profiler if the next step is the first warmup step or, without warmup, the first traced step."""
         if self._active_steps and self._steps_done == self._start_step:
             self._profiler = self._create_profiler()
             self._profiler.start()

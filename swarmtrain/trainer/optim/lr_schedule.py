@@ -11,8 +11,8 @@ def compute_learning_rate(schedule: LearningRateSchedulerConfig, step: int, tota
     """Return the learning rate of optimizer step `step` (the first is 1) in a run of `total_steps` steps.
 
     The rate is 0 in the first `learning_rate_warmup_delay_steps` steps. It then rises linearly to `learning_rate`, reached on the last
-    warm-up step, decays to `learning_rate_minimum`, reached on step `learning_rate_decay_iters` (default: `total_steps`), and remains
-    constant. With warmup_stable_decay, the rate stays at `learning_rate` after the warm-up, and decays only in the last
+    warmup step, decays to `learning_rate_minimum`, reached on step `learning_rate_decay_iters` (default: `total_steps`), and remains
+    constant. With warmup_stable_decay, the rate stays at `learning_rate` after the warmup, and decays only in the last
     `learning_rate_decay_steps` steps (default: 1/5 of `learning_rate_decay_iters`) up to step `learning_rate_decay_iters`.
     """
     highest, lowest = schedule.learning_rate, schedule.learning_rate_minimum
