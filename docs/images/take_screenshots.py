@@ -67,7 +67,7 @@ KILL_FIRST_RANK_COMMAND = "kill -KILL $(grep -l '^rank' /proc/[0-9]*/comm | head
 
 
 class ScreenshotError(Exception):
-    """Pictures cannot be taken. The message has the place and the reason, `hint` the next step."""
+    """Raised if a screenshot cannot be taken. The message has the place and the reason, `hint` the next step."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)

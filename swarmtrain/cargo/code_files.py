@@ -89,7 +89,9 @@ def _list_folder_entry(entry: Path, working_folder: Path, skipped_paths: frozens
 
 def _list_folder(folder: Path) -> list[FolderEntry]:
     """Return the files of `folder` by their names below it, without those that git or the folder's .dockerignore ignores."""
-    if any((parent / ".git").exists() for parent in (folder.resolve(), *folder.resolve().parents)) and (entries := _list_with_git(folder)):
+    if any((parent / ".git").exists() for parent in (folder.resolve(), *folder.resolve().parents)) and (
+        entries := _list_files_with_git(folder)
+    ):
         dockerignore = DockerIgnore.read_from_folder(folder)
         return [(name, path) for name, path in entries if not dockerignore.is_excluded(name)]
     entries = list_files(folder)
@@ -97,7 +99,7 @@ def _list_folder(folder: Path) -> list[FolderEntry]:
     return [(name, path) for name, path in entries if venvs.isdisjoint(map(str, PurePosixPath(name).parents))]
 
 
-def _list_with_git(folder: Path) -> list[FolderEntry]:
+def _list_files_with_git(folder: Path) -> list[FolderEntry]:
     """Return the tracked and untracked files of a folder in a git worktree; empty if git ignores the folder itself."""
     # Reading a worktree must neither change it nor run a program that its git config names.
     options = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]

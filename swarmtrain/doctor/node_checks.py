@@ -129,7 +129,7 @@ def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
                 why="when memory runs out, the OOM killer kills a process",
             )
         for mount in facts["mounts"]:
-            if mount["target"] == _get_save_mount_target(results.plan) and mount["free"] < _MIN_SAVE_DIR_BYTES:
+            if mount["target"] == _get_save_dir_mount_target(results.plan) and mount["free"] < _MIN_SAVE_DIR_BYTES:
                 message = f"{mount['target']} has {_format_gibibytes(mount['free'])} left"
                 hint = f"df -h {mount['target']}; lower trainer.keep_checkpoints to keep fewer checkpoints"
                 yield Finding(results.describe_node(name), message, hint, fatal=False, why="checkpoints are written there")
@@ -137,7 +137,7 @@ def _check_free_space(results: ProbeResults) -> Iterator[Finding]:
 
 @CHECKS("shared", "save_dir is on a shared file system, or on a separate disk per node, as configured")
 def _check_shared_storage(results: ProbeResults) -> Iterator[Finding]:
-    target = _get_save_mount_target(results.plan)
+    target = _get_save_dir_mount_target(results.plan)
     if len(results.plan.nodes) < 2 or results.plan.config.trainer.save_dir is None:
         return
     shared = results.plan.config.trainer.save_dir_shared
@@ -201,7 +201,7 @@ def _describe_unwritable_mount(results: ProbeResults, node_name: str, mount: Nod
 
 @CHECKS("data", "mounts have the same content on all nodes")
 def _check_data_mounts(results: ProbeResults) -> Iterator[Finding]:
-    for target in sorted({mount["target"] for _, mount in _iterate_mounts(results)} - {_get_save_mount_target(results.plan)}):
+    for target in sorted({mount["target"] for _, mount in _iterate_mounts(results)} - {_get_save_dir_mount_target(results.plan)}):
         contents = {
             name: (mount["content_digest"], mount["entries"]) for name, mount in _iterate_mounts(results) if mount["target"] == target
         }
@@ -254,7 +254,7 @@ def _list_nodes_with_writable_mount(results: ProbeResults, target: str) -> set[s
     return {name for name, mount in _iterate_mounts(results) if mount["target"] == target and mount["writable"]}
 
 
-def _get_save_mount_target(plan: Plan) -> str | None:
+def _get_save_dir_mount_target(plan: Plan) -> str | None:
     """Return the container path of the mount that contains save_dir; None if no mount contains it."""
     mount = find_save_dir_mount(plan.config)
     return mount[1] if mount else None
