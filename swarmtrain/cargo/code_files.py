@@ -18,6 +18,7 @@ _MAX_FILES, _MAX_BYTES = 5000, 200_000_000
 _GIT_TIMEOUT_SECONDS = 60.0
 # Files of a folder that are never code: variables with secrets, and what `swarmtrain generate` writes.
 _NEVER_SHIPPED = DockerIgnore(["**/.env", "compose/generated*"])
+_CACHES = DockerIgnore(["**/__pycache__"])
 _VENV_MARKER_FILE = "pyvenv.cfg"
 _CODE_KEY = "runner.code"
 
@@ -35,8 +36,8 @@ def list_code_files(config: Config, working_folder: Path) -> list[CodeFile]:
     """Return the code files of `config`, whose paths are relative to `working_folder`: the script first, the others by name.
 
     A relative path is kept; a file or folder with an absolute path, or a path with `..`, is put at the top under its base name. Of a
-    folder, the files that git or .dockerignore ignores are skipped, and the folders to which the run writes. Raises PlanError if a folder
-    or a pattern has no files, if two files have the same name, or if there are too many files or bytes.
+    folder, the files that git or the folder's own .dockerignore ignores are skipped, and the folders to which the run writes. Raises
+    PlanError if a folder or a pattern has no files, if two files have the same name, or if there are too many files or bytes.
     """
     runner = config.runner
     files = [] if runner.module else [CodeFile(runner.script_name, working_folder / runner.script, "runner.script")]
@@ -68,21 +69,16 @@ def _expand_entry(entry: Path, working_folder: Path, skipped_paths: frozenset[Pa
 
 def _list_folder_entry(entry: Path, working_folder: Path, skipped_paths: frozenset[Path]) -> list[FolderEntry]:
     prefix, folder = PurePosixPath(get_shipped_name(entry)), working_folder / entry
-    working_folder_ignore = DockerIgnore.read_from_folder(working_folder)
     files = []
     for name, path in _list_folder(folder):
         shipped_name = str(prefix / name)
         resolved_path = path.resolve()
-        is_skipped = (
-            working_folder_ignore.is_excluded(shipped_name)
-            or _NEVER_SHIPPED.is_excluded(shipped_name)
-            or not skipped_paths.isdisjoint((resolved_path, *resolved_path.parents))
-        )
+        is_skipped = _NEVER_SHIPPED.is_excluded(shipped_name) or not skipped_paths.isdisjoint((resolved_path, *resolved_path.parents))
         if not is_skipped and path.is_file():  # not a link to a folder or to a missing file
             files.append((shipped_name, path))
     if not files:
         raise PlanError(
-            f"{entry}: has no files, or git or .dockerignore ignores all of them", place=f"config {_CODE_KEY}", hint=f"ls -A {entry}"
+            f"{entry}: has no files, or git or its .dockerignore ignores all of them", place=f"config {_CODE_KEY}", hint=f"ls -A {entry}"
         )
     return files
 
@@ -124,9 +120,8 @@ def _list_files_with_git(folder: Path) -> list[FolderEntry]:
 
 
 def _list_matches(pattern: Path, working_folder: Path) -> list[FolderEntry]:
-    dockerignore = DockerIgnore.read_from_folder(working_folder)
     matches = sorted(glob.glob(str(pattern), root_dir=working_folder, recursive=True))  # noqa: PTH207  # the pattern may be absolute
-    files = [match for match in matches if (working_folder / match).is_file() and not dockerignore.is_excluded(match)]
+    files = [match for match in matches if (working_folder / match).is_file() and not _CACHES.is_excluded(match)]
     if not files:
         raise PlanError(
             f"{pattern}: the pattern matches no file in {working_folder}",

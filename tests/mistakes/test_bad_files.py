@@ -56,9 +56,9 @@ def test_code_twice(error_case: ErrorCase) -> None:
 def test_code_without_files(error_case: ErrorCase) -> None:
     """Folder or pattern in runner.code has no files
 
-    Of a folder, files that git or a `.dockerignore` ignores are not shipped.
+    Of a folder, files that git or its own `.dockerignore` ignores are not shipped.
     """
-    error_case.run_setup("mkdir src; touch src/model.pyc; echo 'src/*.pyc' > .dockerignore")
+    error_case.run_setup("mkdir src; touch src/model.pyc; echo '*.pyc' > src/.dockerignore")
     error_case.write_config("runner: {hosts: [gpu-1], code: [src]}")
     error_case("swarmtrain generate config.yml")
     error_case.write_config("runner: {hosts: [gpu-1], code: ['src/**/*.py']}")

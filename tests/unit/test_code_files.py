@@ -79,7 +79,9 @@ def test_what_git_and_dockerignore_ignore_is_not_shipped(folder: Path) -> None:
     write(folder / ".dockerignore", "configs\n.gitignore\n")
     assert list_names("code: [.]") == ["train.py", *SOURCES]
     assert list_names("code: [src, notes.txt]") == ["train.py", "notes.txt", *SOURCES]
-    write(folder / ".dockerignore", "src/layers\n")
+    write(folder / ".dockerignore", "*\n")  # the .dockerignore of an image with other files
+    assert list_names("code: [src]") == ["train.py", *SOURCES]
+    write(folder / "src/.dockerignore", "layers\n")
     assert list_names("code: [src]") == ["train.py", "src/__init__.py", "src/model.py"]
 
 
@@ -122,7 +124,7 @@ def test_two_files_with_one_name_are_refused(folder: Path) -> None:
     [
         ("[nothing]", r"config runner\.code: .*nothing: no such file"),
         ("['*.cpp']", r"\*\.cpp: the pattern matches no file in"),
-        ("[runs]", "runs: has no files, or git or .dockerignore ignores all of them"),
+        ("[runs]", "runs: has no files, or git or its .dockerignore ignores all of them"),
     ],
 )
 def test_an_entry_without_files_is_refused(code: str, message: str) -> None:

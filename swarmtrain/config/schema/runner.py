@@ -362,7 +362,7 @@ class RunnerConfig(Section):
     code: tuple[Path, ...] = Field(
         (),
         description="Files, folders and patterns such as src/**/*.py that are shipped with the run, so that editing them needs no new "
-        "image. Relative paths are kept; [.] ships the whole folder, without what git or .dockerignore ignores.",
+        "image. Relative paths are kept; [.] ships the whole folder, without what git or its .dockerignore ignores.",
     )
     env: EnvironmentVariables = Field(
         {}, description="Environment variables of every rank, for instance NCCL_DEBUG: INFO. Numbers are set as they are written."
