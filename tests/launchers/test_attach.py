@@ -16,7 +16,7 @@ TRAIN = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-import helper
+from lib import helper
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 if dist.get_rank() == 1:
