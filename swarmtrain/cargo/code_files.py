@@ -16,8 +16,12 @@ from swarmtrain.process import run_command
 
 _MAX_FILES, _MAX_BYTES = 5000, 200_000_000
 _GIT_TIMEOUT_SECONDS = 60.0
-# Files of a folder that are never code: variables with secrets, and what `swarmtrain generate` writes.
-_NEVER_SHIPPED = DockerIgnore(["**/.env", "compose/generated*"])
+# Files of a folder that are never code: keys, passwords and tokens under their usual names, and what `swarmtrain generate` writes.
+_SECRET_FILES = (
+    *(".env", ".env.*", ".netrc", ".git-credentials", ".pypirc", ".npmrc", "kaggle.json", ".ssh", ".aws"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519"),
+)
+_NEVER_SHIPPED = DockerIgnore([*(f"**/{name}" for name in _SECRET_FILES), "compose/generated*"])
 _CACHES = DockerIgnore(["**/__pycache__"])
 _VENV_MARKER_FILE = "pyvenv.cfg"
 _CODE_KEY = "runner.code"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from pathlib import Path
 
@@ -44,17 +43,17 @@ def build_enter_command(lab: str, member: str) -> list[str]:
 
 def check_kernel_support() -> None:
     """Check that this kernel can create a network namespace and every kind of link that a lab needs. Raises LabError if not."""
-    name = f"st-probe-{os.getpid()}"
+    # Each command has a namespace of its own, without a name, which ends with the command: nothing is left if this process is killed.
     try:
-        process.run_command(["ip", "netns", "add", name])
+        process.run_command(["unshare", "--net", "true"])
     except ProcessError as error:
         raise LabError(f"cannot create a network namespace: {error.output.strip()}", place="lab", hint=_PRIVILEGED_HINT) from None
-    try:
-        _check_link_kind(name, "veth", "peer", "name", "probe1")
-        _check_link_kind(name, "vxlan", "id", "1", "dstport", "4789")
-        _check_link_kind(name, "bridge")
-    finally:
-        process.run_command(["ip", "netns", "delete", name])
+    for kind, *settings in (("veth", "peer", "name", "probe1"), ("vxlan", "id", "1", "dstport", "4789"), ("bridge",)):
+        try:
+            process.run_command(["unshare", "--net", "ip", "link", "add", "probe0", "type", kind, *settings])
+        except ProcessError as error:
+            message = f"this kernel does not support {kind} links: {error.output.strip()}"
+            raise LabError(message, place="lab", hint=f"modprobe {kind}") from None
 
 
 def create_bridge(description: LabDescription) -> None:
@@ -165,14 +164,6 @@ def _list_link_endpoints(lab: str, node: str) -> list[tuple[str, str]]:
 def _derive_mac_address(ip_address: str) -> str:
     """Return the MAC address derived from an IPv4 address. It must stay the same after a reboot, because peers cache it (ARP)."""
     return ":".join(["02", "42", *(f"{int(octet):02x}" for octet in ip_address.split("."))])
-
-
-def _check_link_kind(namespace: str, kind: str, *settings: str) -> None:
-    try:
-        _run_ip(namespace, "link", "add", "probe0", "type", kind, *settings)
-    except ProcessError as error:
-        raise LabError(f"this kernel does not support {kind} links: {error.output.strip()}", place="lab", hint=f"modprobe {kind}") from None
-    _run_ip(namespace, "link", "delete", "probe0")
 
 
 def _run_ip(namespace: str, *arguments: str) -> None:

@@ -21,6 +21,8 @@ _PROGRAMS_BY_COMPONENT = {
     "swarm": _ENGINE_PROGRAMS,
     "docker": _ENGINE_PROGRAMS,
     "ssh": {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"},
+    # Not a component: needed where the base image of the lab's images cannot be pulled.
+    "base image": {"mmdebstrap": "mmdebstrap"},
     "slurm": {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"},
 }
 _COMMON_PROGRAMS = {
@@ -32,8 +34,6 @@ _COMMON_PROGRAMS = {
     "mount": "mount",
     "hostname": "hostname",
 }
-ENGINE_PACKAGES = ("docker.io", "docker-registry", "mmdebstrap", "iproute2", "iptables")
-"""Debian packages of a lab with engines; mmdebstrap builds the base image where none can be pulled."""
 
 
 def build_search_path(engine_folder: Path | None) -> str:
@@ -58,13 +58,13 @@ def check_machine_prerequisites(engine_folder: Path | None, components: Collecti
         )
     if missing := _find_missing_programs(engine_folder, components):
         packages = sorted(set(missing.values()))
-        hint = f"apt-get install -y {' '.join(ENGINE_PACKAGES if 'docker.io' in packages else packages)}"
+        hint = f"apt-get install -y {' '.join(list_missing_packages() if 'docker.io' in packages else packages)}"
         raise LabError(f"missing: {', '.join(missing)} (Debian packages: {', '.join(packages)})", place="lab", hint=hint)
 
 
 def list_missing_packages() -> list[str]:
-    """Return the Debian packages that a lab with engines needs and this machine lacks."""
-    return sorted(set(_find_missing_programs(None, ("swarm",)).values()))
+    """Return the Debian packages that a lab with engines, and building its images, need and this machine lacks."""
+    return sorted(set(_find_missing_programs(None, ("swarm", "base image")).values()))
 
 
 def _find_missing_programs(engine_folder: Path | None, components: Collection[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import LabError, SwarmtrainError
 from swarmtrain.images.project import SHIPPED_FILES as IMAGE_FILES
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
-from swarmtrain.lab.prerequisites import ENGINE_PACKAGES, list_missing_packages
+from swarmtrain.lab.prerequisites import list_missing_packages
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.planner import plan_run
@@ -94,12 +94,13 @@ def _start_lab(lab: Lab, *, assume_yes: bool, is_required: bool) -> bool:
 
 
 def _install_system_packages(*, assume_yes: bool) -> None:
+    packages = list_missing_packages()
     if shutil.which("apt-get") is None:
-        raise LabError(f"needs {', '.join(list_missing_packages())}, and this machine has no apt-get to install them", place="lab")
-    _confirm_installation(f"the packages {' '.join(ENGINE_PACKAGES)} with apt-get", assume_yes=assume_yes)
-    with show_progress(f"installing {', '.join(ENGINE_PACKAGES)}") as report_progress:
+        raise LabError(f"needs {', '.join(packages)}, and this machine has no apt-get to install them", place="lab")
+    _confirm_installation(f"the packages {' '.join(packages)} with apt-get", assume_yes=assume_yes)
+    with show_progress(f"installing {', '.join(packages)}") as report_progress:
         _run_installer(["apt-get", "update", "-q"], report_progress)
-        _run_installer(["apt-get", "install", "-y", "-q", "--no-install-recommends", *ENGINE_PACKAGES], report_progress)
+        _run_installer(["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages], report_progress)
 
 
 def _run_demo_on_lab(lab: Lab) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import Lab
+from swarmtrain.lab import Lab, prerequisites
 from swarmtrain.operations import demo
 
 
@@ -51,6 +51,16 @@ def test_local_nodes_where_the_lab_fails_to_start(
     assert "the lab cannot run here: running the same job as 3 nodes on this machine" in capsys.readouterr().err
     with pytest.raises(LabError, match="Operation not permitted"):
         demo.run_demo(Path(), use_lab=True, assume_yes=True)
+
+
+def test_only_what_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a program that most systems have, such as mount, and the one that builds the base image."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(prerequisites.shutil, "which", lambda program, **_: None if program in ("mount", "mmdebstrap") else program)
+    monkeypatch.setattr(demo, "_run_installer", lambda command, _: commands.append(command))
+    demo._install_system_packages(assume_yes=True)
+    assert commands[-1][-2:] == ["mmdebstrap", "mount"]
+    assert commands[-1][-3].startswith("-")
 
 
 def test_the_lines_of_an_installer_are_shown_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ from swarmtrain.operations.runs import remove_named_run
 from swarmtrain.view.formatting import remove_control_characters
 
 PROGRAM = [sys.executable, "-m", "swarmtrain"]
+# The program on a machine without a Docker engine, whether or not this machine has one.
+ENGINELESS_PROGRAM = [
+    sys.executable,
+    "-c",
+    "from swarmtrain.__main__ import main; from swarmtrain.launchers.common import engine_endpoint;"
+    "engine_endpoint.DEFAULT_ADDRESS = 'unix:///nowhere/docker.sock'; main()",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +40,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_program(*arguments: str, text: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_program(
+    *arguments: str, text: str | None = None, program: Sequence[str] = PROGRAM, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*PROGRAM, *arguments], input=text, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
+        [*program, *arguments], input=text, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
     )
 
 
@@ -86,9 +96,7 @@ def test_a_stack_file_on_stdout(folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["status nope", "down nope", "stop nope", "scale nope --nodes 2", "logs nope", "why nope"])
 def test_an_unknown_run_on_a_machine_without_docker(command: str) -> None:
-    if Path("/var/run/docker.sock").exists():
-        pytest.skip("this machine has an engine")
-    done = run_program(*command.split())
+    done = run_program(*command.split(), program=ENGINELESS_PROGRAM)
     assert done.returncode == 1
     assert done.stderr.startswith("error: run nope: unknown run; existing runs: none\n")
 

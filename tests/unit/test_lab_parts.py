@@ -92,7 +92,7 @@ def test_missing_programs_are_named_with_the_way_to_get_them(monkeypatch: pytest
     with pytest.raises(LabError, match="docker-registry") as caught:
         prerequisites.check_machine_prerequisites(None, ["swarm"])
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("apt-get install -y docker.io docker-registry")
+    assert caught.value.hint.startswith("apt-get install -y docker-registry docker.io hostname mmdebstrap mount")
 
 
 def test_a_user_who_is_not_root_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

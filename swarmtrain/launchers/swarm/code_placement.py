@@ -84,7 +84,8 @@ def build_layer(engine: DockerEngine, plan: Plan, report_progress: ProgressRepor
     layer = _describe_new_layer(plan, pin_image(engine, base_image).reference)
     patient_engine = DockerEngine(engine.address, timeout=_ENGINE_TIMEOUT_SECONDS)
     files = {file.name: file.content for file in _list_layer_files(plan)}
-    add_file_layer(patient_engine.client, files, base_image, layer.image, report_progress=report_progress)
+    # The pinned image, not the tag: this engine may have an older image under the tag than the registry.
+    add_file_layer(patient_engine.client, files, layer.pinned_base, layer.image, report_progress=report_progress)
     if not is_content_addressed(base_image):
         push_image(patient_engine.client, layer.image, report_progress=report_progress)
         return layer
