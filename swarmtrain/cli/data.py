@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import ConfigFileArgument, OverridesOption
+from swarmtrain.cli.options import ConfigFileArgument, JsonLinesOption, OverridesOption
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -80,11 +80,13 @@ def verify_token_files(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="Prefixes of token files, in any format.")],
     format: Annotated[str, typer.Option("--format", help="As data.format; needed if it cannot be detected.")] = "auto",
     document_token: Annotated[int | None, typer.Option("--document-token", help="As data.document_token.", show_default=False)] = None,
+    *,
+    json: JsonLinesOption = False,
 ) -> None:
     """Verify token files end to end: checksums and document boundaries. Prints their contents."""
     from swarmtrain.launchers.common import trainer_subprocess
 
-    trainer_subprocess.exec_trainer("data", "verify", {"format": format, "document_token": document_token}, prefixes)
+    trainer_subprocess.exec_trainer("data", "verify", {"format": format, "document_token": document_token, "json": json}, prefixes)
 
 
 @app.command("inspect")
@@ -96,6 +98,8 @@ def inspect_samples(
         str | None,
         typer.Option("--tokenizer", metavar="FILE", help="Tokenizer to decode with, if the files do not name theirs.", show_default=False),
     ] = None,
+    *,
+    json: JsonLinesOption = False,
 ) -> None:
     """Show samples as the model sees them: positions, documents, loss mask and text."""
     from swarmtrain.cli.config_loading import load_config_file
@@ -104,6 +108,6 @@ def inspect_samples(
     trainer_subprocess.exec_trainer(
         "data",
         "inspect",
-        {"config": load_config_file(config_file, overrides).to_json(), "samples": sample_count, "tokenizer": tokenizer},
+        {"config": load_config_file(config_file, overrides).to_json(), "samples": sample_count, "tokenizer": tokenizer, "json": json},
         required_package="torch",
     )

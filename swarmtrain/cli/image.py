@@ -22,18 +22,20 @@ def build_image(
     ] = Path(),
     base_image: Annotated[str | None, typer.Option("--base", help="Base image with Python 3.11.")] = None,
     push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Build the Docker image; print its tag. Works offline once the wheels are downloaded."""
     from swarmtrain import images
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_image
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress(f"building {tag}") as report_progress:
         images.build_image(engine.client, context, tag, base_image=base_image, report_progress=report_progress)
         if push:
             images.push_image(engine.client, tag, report_progress=report_progress)
-    typer.echo(tag)
+    print_image(tag, as_json=json)
 
 
 @app.command("add")
@@ -42,18 +44,20 @@ def add_code_layer(
     base_image: Annotated[str, typer.Option("--to", metavar="IMAGE", help="Image to add the directories to.")],
     tag: Annotated[str, typer.Option("--tag", "-t", help="Tag of the new image.")],
     push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Add each directory to an image as a separate layer, next to the script; print the tag. Only the new layers are pushed."""
     from swarmtrain import images
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_image
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress(f"building {tag}") as report_progress:
         images.add_code_layer(engine.client, code_folders, base_image, tag, working_folder=Path.cwd(), report_progress=report_progress)
         if push:
             images.push_image(engine.client, tag, report_progress=report_progress)
-    typer.echo(tag)
+    print_image(tag, as_json=json)
 
 
 @app.command("lock")
@@ -67,16 +71,17 @@ def lock_packages(folder: Annotated[Path, typer.Argument(help="Folder with requi
 
 
 @app.command("push")
-def push_image(tag: Annotated[str, typer.Argument(help="Tag of an image in the local engine.")]) -> None:
+def push_image(tag: Annotated[str, typer.Argument(help="Tag of an image in the local engine.")], json: JsonOption = False) -> None:
     """Push an image to the registry in its tag; print the pinned reference (digest)."""
     from swarmtrain import images
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_image
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress(f"pushing {tag}") as report_progress:
         images.push_image(engine.client, tag, report_progress=report_progress)
-    typer.echo(images.pin_image(engine, tag).reference)
+    print_image(images.pin_image(engine, tag).reference, as_json=json)
 
 
 @app.command("distribute")
@@ -86,25 +91,27 @@ def distribute_image(
         list[str],
         typer.Option("--to", metavar="ADDRESS", help="Target engine, such as ssh://gpu-2. Repeatable. Default: all nodes, over SSH."),
     ] = [],  # noqa: B006  # Typer's convention for lists
+    *,
+    json: JsonOption = False,
 ) -> None:
     """Copy an image to every node without a registry; print the tag to use in a config."""
     from swarmtrain import images
     from swarmtrain.images.swarm_nodes import list_other_engines
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_image
 
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress(f"distributing {image}") as report_progress:
         targets = {address: address for address in engine_addresses} or list_other_engines(engine)
-        typer.echo(
-            images.distribute_image(
-                engine.client,
-                image,
-                targets,
-                lambda address: DockerEngine(address, timeout=_ENGINE_TIMEOUT_SECONDS).client,
-                report_progress=report_progress,
-            )
+        tag = images.distribute_image(
+            engine.client,
+            image,
+            targets,
+            lambda address: DockerEngine(address, timeout=_ENGINE_TIMEOUT_SECONDS).client,
+            report_progress=report_progress,
         )
+    print_image(tag, as_json=json)
 
 
 @registry.command("up")
@@ -114,18 +121,24 @@ def start_registry(
     ] = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the registry on that node.")] = 5000,
     image: Annotated[str, typer.Option("--image", help="Registry image.")] = "registry:2.8.3",
+    *,
+    json: JsonOption = False,
 ) -> None:
     """Start a registry on one node; print its address (the prefix of image names) and the engine settings that it needs."""
     from swarmtrain.images import swarm_registry as registries
     from swarmtrain.launchers.common.docker_engine import DockerEngine
     from swarmtrain.view.console import print_message, show_progress
+    from swarmtrain.view.output import print_result
 
     with show_progress(
         "starting a registry", interrupt_hint="run swarmtrain image registry down to remove what is left"
     ) as report_progress:
         registry_status = registries.start_registry(DockerEngine(), node=node, port=port, image=image, report_progress=report_progress)
-    print_message(str(registry_status))
-    typer.echo(registry_status.address)
+    if json:
+        print_result(registry_status, as_json=True)
+    else:
+        print_message(str(registry_status))
+        typer.echo(registry_status.address)
 
 
 @registry.command("down")

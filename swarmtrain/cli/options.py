@@ -61,4 +61,5 @@ RunArgument = Annotated[
     ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a restart.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON for each result, for scripts.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]

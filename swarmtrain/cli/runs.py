@@ -1,4 +1,4 @@
-"""The commands for runs: deploy, status, dashboard, report, logs, history, why, scale, stop, down."""
+"""The commands for runs: deploy, status, dashboard, report, logs, shell, history, why, scale, stop, down."""
 
 import time
 from pathlib import Path
@@ -26,6 +26,7 @@ def register_commands(app: typer.Typer) -> None:
     app.command("dashboard")(open_dashboard)
     app.command("report")(write_report)
     app.command("logs")(show_logs)
+    app.command("shell")(open_shell)
     app.command("history")(show_run_history)
     app.command("why")(diagnose_run)
     app.command("scale")(scale_run)
@@ -147,6 +148,24 @@ def show_logs(
 
     since_time = None if since is None else parse_time(since, time.time())
     print_logs(run, LogFilter(tail, since_time, node, rank, compile_pattern(grep)), follow=follow, as_json=json)
+
+
+def open_shell(
+    run: RunArgument = None,
+    argv: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND", help="Command to run, after --. Default: bash, or sh.", show_default=False)
+    ] = None,
+    *,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Rank. Default: 0.", show_default=False)] = None,
+    node: Annotated[str | None, typer.Option("--node", help="Node, instead of a rank, such as node1.", show_default=False)] = None,
+) -> None:
+    """Open a shell, or run COMMAND, where a rank runs: in its container, or on its host. The rank continues."""
+    from swarmtrain.launchers.registry import find_run
+    from swarmtrain.operations.shell import open_node_shell
+
+    if rank is not None and node is not None:
+        raise typer.BadParameter("--rank and --node cannot be combined")
+    open_node_shell(*find_run(run), rank=rank, node=node, argv=argv or ())
 
 
 def show_run_history(run: RunArgument = None, json: JsonOption = False) -> None:

@@ -38,7 +38,7 @@ def write_ssh_files(lab_folder: Path, description: LabDescription) -> None:
     key = " ".join((folder / "host.pub").read_text().split()[:2])
     addresses = {node: description.get_node_address(node) for node in description.nodes}
     (folder / "known_hosts").write_text("".join(f"{address} {key}\n" for address in addresses.values()))
-    hosts = [f"Host {node}\n  HostName {address}\n  IdentityFile {folder / 'user'}\n" for node, address in addresses.items()]
+    hosts = [f"Host {node} {address}\n  HostName {address}\n  IdentityFile {folder / 'user'}\n" for node, address in addresses.items()]
     common_lines = ["User root", "IdentitiesOnly yes", f"UserKnownHostsFile {folder / 'known_hosts'}", "StrictHostKeyChecking yes"]
     get_client_config_path(lab_folder).write_text("".join([*hosts, "Host *\n", *(f"  {line}\n" for line in common_lines)]))
 

@@ -5,8 +5,8 @@ A launcher reads an inventory, carries out a plan, and reports what happens as a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -60,6 +60,18 @@ class TaskState:
     exit_code: int | None = None
     gpus: tuple[str, ...] = ()
     """The GPUs reserved by the service: their ids, or the number of GPUs of each kind."""
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """Command on this machine that runs a program inside a node of a run, for example `docker exec`.
+
+    `env` is added to the environment of this process; `cwd` is the working folder, on this machine.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = "."
 
 
 RunUpdate = Event | LogLine | TaskState
@@ -186,6 +198,14 @@ class Launcher(Protocol):
 
         `tail`: only the last `tail` lines of each node. `since`: only lines from this time on, in seconds since the epoch.
         `report_progress` is called when reading the logs fails temporarily, and when it works again.
+        """
+        ...
+
+    def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
+        """Return the command that runs `argv` where the ranks of `node` run: in the node's container, or on its host.
+
+        `with_terminal`: the input and output of `argv` are a terminal. Raises RunNotFound if the run does not exist, and SwarmtrainError
+        if `argv` cannot run there.
         """
         ...
 

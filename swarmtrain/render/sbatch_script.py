@@ -14,7 +14,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from swarmtrain.config.schema.slurm import ApptainerConfig
+from swarmtrain.config import Config
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import EXIT_PLANNED
 from swarmtrain.render.process_environment import NodeLayout, build_coordinator_env, build_node_env
@@ -135,7 +135,7 @@ def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
         shlex.quote(word)
         for word in [
             *argv,
-            *build_apptainer_command_prefix(slurm.apptainer, plan, job_layout),
+            *build_apptainer_command_prefix(plan.config, job_layout),
             python,
             "-m",
             NODE_TASK_MODULE,
@@ -144,13 +144,13 @@ def _build_srun_command(plan: Plan, job_layout: JobLayout) -> str:
     )
 
 
-def build_apptainer_command_prefix(apptainer: ApptainerConfig, plan: Plan, job_layout: JobLayout) -> list[str]:
+def build_apptainer_command_prefix(config: Config, job_layout: JobLayout) -> list[str]:
     """Return the command prefix that runs a command in the Apptainer container. Empty if no image is configured."""
+    apptainer, save_dir = config.runner.slurm.apptainer, config.trainer.save_dir
     if not apptainer.image:
         return []
     flags = ["--nv"] if apptainer.nv else []
     flags += ["--home", apptainer.home] if apptainer.home else []
-    save_dir = plan.config.trainer.save_dir
     binds = [
         str(job_layout.run_folder),
         job_layout.cwd,

@@ -22,6 +22,14 @@ def print_result(value: Displayable, *, as_json: bool) -> None:
         print(remove_control_characters(str(value)))  # noqa: T201  # this is the place that prints
 
 
+def print_image(reference: str, *, as_json: bool) -> None:
+    """Print the reference of an image on stdout."""
+    if as_json:
+        print_json({"image": reference})
+    else:
+        print(reference)  # noqa: T201  # this is the place that prints
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as JSON on stdout."""
     print(json.dumps(value, indent=2, default=str))  # noqa: T201  # this is the place that prints

@@ -322,6 +322,18 @@ class Contract:
     def test_in_a_container(self, target_with_run: LaunchTarget) -> None:
         assert target_with_run.is_in_container("node1") == self.has_feature(IN_A_CONTAINER)
 
+    @feature("`shell` runs a command where a rank runs, and ends with its exit code")
+    def test_a_shell(self, target_with_run: LaunchTarget) -> None:
+        starts = [line for line in target_with_run("logs", RUN).splitlines() if line.startswith("node0 ") and " of 2 starts" in line]
+        rank = starts[-1].split()[2]
+        printed = target_with_run(
+            "shell", RUN, "--rank", rank, "--", "sh", "-c", "cat; echo on $SWARMTRAIN_NODE$SLURMD_NODENAME; test ! -t 1"
+        )
+        assert printed == "on node0\n"
+        target_with_run("shell", RUN, "--node", "node0", "--", "sh", "-c", "exit 7", code=7)
+        assert "unknown rank; the newest world has the ranks 0 to 1" in target_with_run("shell", RUN, "--rank", "2", code=1)
+        assert "unknown node; its nodes: node0, node1" in target_with_run("shell", RUN, "--node", "node7", code=1)
+
     @feature("Ctrl-C detaches `deploy`, and the run continues", gate=False)
     def test_detaching(self, target_with_run: LaunchTarget) -> None:
         worlds = target_with_run.read_status()["worlds"]

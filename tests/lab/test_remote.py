@@ -16,10 +16,12 @@ from pathlib import Path
 
 import certificates
 import pytest
-from swarm_helpers import print_line
+from swarm_helpers import RUN, print_line
 
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.plan import Plan
 
 pytestmark = pytest.mark.test_all_only("starts sshd, TLS and machines that join")
 
@@ -50,6 +52,17 @@ def test_a_manager_behind_ssh(lab: Lab, tmp_path: Path) -> None:
     )
     assert "error: Docker engine at ssh://nobody@node0:22: " in refused.stderr
     assert "Permission denied" in refused.stderr
+
+
+def test_a_shell_on_a_node_of_another_machine(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
+    """docker reaches the engine of the other machine over SSH."""
+    launcher.deploy_run(plan_run(), print_line)
+    environ = {"DOCKER_HOST": lab.get_docker_host("node0")}
+    for node in ("node0", "node1"):
+        argv = ["shell", RUN, "--node", node, "--", "sh", "-c", "echo on $SWARMTRAIN_NODE"]
+        assert run_swarmtrain(lab, "node0", *argv, env=environ).stdout == f"on {node}\n"
+    refused = run_swarmtrain(lab, "node0", "shell", RUN, "--rank", "0", env=environ, code=1)  # the stub forms no world
+    assert "no world has formed, so its ranks have no nodes yet\nhint: use --node NODE" in refused.stderr
 
 
 @contextmanager

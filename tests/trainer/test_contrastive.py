@@ -34,7 +34,7 @@ from swarmtrain.trainer.objectives.contrastive import ContrastiveObjective
 from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.document_builders import CompletionBuilder
 from swarmtrain.trainer.tokenize.readers import SourceRecord
-from swarmtrain.trainer.tokenize.sample_inspection import format_samples
+from swarmtrain.trainer.tokenize.sample_inspection import describe_samples
 from swarmtrain.trainer.tokenize.shards import Document
 
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
@@ -244,7 +244,7 @@ def test_samples_are_whole_texts_with_their_positives_and_negatives(base_config:
     assert rows.targets[4, :2].tolist() == [-1, -1], "what all queries begin with does not count"
     assert rows.targets[4, 2:count].tolist() == query[2:count], "each token counts itself, the last too"
     assert {59 - token for token in query[2:count]} <= set(answer)
-    shown = list(format_samples(Config.from_json(json.dumps(base_config)), 1))
+    shown = list(map(str, describe_samples(Config.from_json(json.dumps(base_config)), 1)))
     assert len(shown) == 4
     assert "tokens count in the embedding" in shown[0]
     assert ["ignored" in shown[0], "counts " in shown[0], "ignored" in shown[1]] == [True, True, False]

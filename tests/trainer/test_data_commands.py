@@ -20,7 +20,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.tokenize import command, pipeline
-from swarmtrain.trainer.tokenize.sample_inspection import format_samples
+from swarmtrain.trainer.tokenize.sample_inspection import describe_samples
 from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 from swarmtrain.trainer.tokenize.verification import verify_token_files
 
@@ -36,7 +36,7 @@ def tokenize_texts(folder: Path, texts: list[str]) -> Path:
 @settings(max_examples=25, deadline=None)
 def test_one_bit_is_found(tmp_path_factory: pytest.TempPathFactory, ending: str, at: float, bit: int) -> None:
     prefix = tokenize_texts(tmp_path_factory.mktemp("bit"), ["some text", "more of it", "x"])
-    assert verify_token_files(prefix) == (
+    assert str(verify_token_files(prefix)) == (
         f"{prefix}: memory_map, 3 documents, 20 tokens of uint8, from 32 to 120; hashes of t.bin t.idx as recorded"
     )
     path = prefix.with_suffix(f".{ending}")
@@ -50,7 +50,7 @@ def test_one_bit_is_found(tmp_path_factory: pytest.TempPathFactory, ending: str,
 
 def test_files_without_hashes_are_read_all_the_same(tmp_path: Path) -> None:
     memory_map.write_token_files(tmp_path / "a", [np.arange(6), np.arange(0), np.arange(6)], "int16")
-    assert verify_token_files(tmp_path / "a").endswith(
+    assert str(verify_token_files(tmp_path / "a")).endswith(
         "a: memory_map, 3 documents, 12 tokens of int16, from 0 to 5; 1 documents are empty; no hashes are recorded"
     )
     memory_map.write_token_files(tmp_path / "a", [np.array([5, -3])], "int16")
@@ -63,11 +63,13 @@ def test_files_without_hashes_are_read_all_the_same(tmp_path: Path) -> None:
 
 def test_all_prefixes_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory_map.write_token_files(tmp_path / "a", [np.arange(6)], "uint8")
-    options = json.dumps({"format": "auto", "document_token": None})
+    options = json.dumps({"format": "auto", "document_token": None, "json": False})
     assert command.main(["verify", options, f"{tmp_path}/none", f"{tmp_path}/a"]) == 1
     said = capsys.readouterr()
     assert "none.meta.json: no such file" in said.err
     assert "a: memory_map, 1 documents" in said.out
+    assert command.main(["verify", options.replace("false", "true"), f"{tmp_path}/a"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 6
     assert command.main(["verify", json.dumps({"format": "own", "document_token": None}), "a"]) == 1
     assert "'own' is not one of auto, memory_map, megatron" in capsys.readouterr().err
 
@@ -94,9 +96,9 @@ def test_what_is_shown_is_what_is_loaded(
     config = Config.from_json(json.dumps({"transformer_architecture": shape, "data": {"data_prefixes": [str(prefix)], "packing": packing}}))
     data, _ = open_data(config)
     rows = data.load_samples(data.build_batch(0, len(data)).ids)
-    for row, text in enumerate(format_samples(config, len(data))):
+    for row, sample in enumerate(describe_samples(config, len(data))):
         inputs, targets, positions = np.zeros(6, dtype=int), np.full(6, -1), np.full(6, -1)
-        for line in text.splitlines()[1:]:
+        for line in str(sample).splitlines()[1:]:
             match = RUN_PATTERN.fullmatch(line)
             assert match, line
             first, end, position = int(match[2]), int(match[3]), int(match[4])
@@ -122,11 +124,15 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "transformer_architecture": {"sequence_length": 8, "vocab_size": 256},
         "data": {"data_prefixes": [str(prefix)]},
     }
-    options = {"config": Config.from_json(json.dumps(config)).to_json(), "samples": 1, "tokenizer": None}
+    options = {"config": Config.from_json(json.dumps(config)).to_json(), "samples": 1, "tokenizer": None, "json": False}
     assert command.main(["inspect", json.dumps(options)]) == 0
     shown = capsys.readouterr().out
     assert f"sample id 1, in {prefix}; " in shown
     assert any(f': "{text}"' in shown for text in ("ide is t", "he gate"))
+    assert command.main(["inspect", json.dumps({**options, "json": True})]) == 0
+    sample = json.loads(capsys.readouterr().out)
+    assert [(run["text"], run["counts"]) for run in sample["runs"]][-1][0].endswith(("is t", "gate"))
+    assert bytes(sample["runs"][0]["tokens"]).decode() == sample["runs"][0]["text"]
 
 
 def test_text_is_tokenized_without_torch() -> None:

@@ -26,7 +26,7 @@ from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.memory_map import MemoryMap
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.tokenize import pipeline
-from swarmtrain.trainer.tokenize.sample_inspection import format_samples
+from swarmtrain.trainer.tokenize.sample_inspection import describe_samples
 from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 from swarmtrain.trainer.tokenize.verification import verify_token_files
 
@@ -142,7 +142,7 @@ def test_prompts_and_completions(
     pipeline.tokenize_source_files(replace(asked, prefix=f"{folder}/u", workers=1), [name])
     assert read_contents(folder / "t") == read_contents(folder / "u")
     assert (folder / "t.mask.bin").read_bytes() == (folder / "u.mask.bin").read_bytes()
-    assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in verify_token_files(folder / "t")
+    assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in str(verify_token_files(folder / "t"))
 
 
 def _tokenize_by_hand(
@@ -247,8 +247,8 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
     pipeline.tokenize_source_files(asked, [path])
     assert "chat template: tokenizer_config.json" in capsys.readouterr().err
     config = {"transformer_architecture": {"sequence_length": 200, "vocab_size": 500}, "data": {"data_prefixes": [f"{tmp_path}/t"]}}
-    (shown,) = format_samples(Config.from_json(json.dumps(config)), 1)
-    runs = [(line.split()[0], json.loads(line.split(": ", 1)[1])) for line in shown.splitlines()[1:]]
+    (shown,) = describe_samples(Config.from_json(json.dumps(config)), 1)
+    runs = [(line.split()[0], json.loads(line.split(": ", 1)[1])) for line in str(shown).splitlines()[1:]]
     assert runs == [
         ("no", "<|endoftext|>[user says]A:"),
         ("loss", "assistant says<|im_end|>"),

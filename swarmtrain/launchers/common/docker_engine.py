@@ -12,7 +12,7 @@ import json
 import os
 import struct
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swarmtrain.errors import EngineError
@@ -59,6 +59,10 @@ class DockerEngine:
         self._timeout = timeout
         self.client = self._connect_client()
         """docker-py's low-level client, for building and pushing images. It raises docker-py's own errors."""
+
+    def build_cli_argv(self) -> list[str]:
+        """Return the docker CLI's command prefix for this engine: without an address if the CLI itself would find this engine."""
+        return ["docker"] if self.endpoint == engine_endpoint.find_endpoint(os.environ) else ["docker", "--host", self.address]
 
     def get(self, api_path: str, params: Mapping[str, str] | None = None) -> Any:
         """Return the engine's JSON response to GET `api_path`. Raises EngineError if the engine is unreachable, or refuses the request."""
@@ -192,6 +196,11 @@ class DockerEngine:
         except DockerException as error:
             raise EngineError(f"cannot read the login for its registry: {error}", place=f"image {image}", hint="docker login") from None
         return {"X-Registry-Auth": auth_header.decode() if isinstance(auth_header, bytes) else auth_header} if auth_header else {}
+
+
+def build_exec_argv(docker_argv: Sequence[str], container: str, argv: Sequence[str], *, with_terminal: bool) -> list[str]:
+    """Return the command that runs `argv` in a running container; `docker_argv` is the docker CLI's command prefix."""
+    return [*docker_argv, "exec", "--interactive", *(["--tty"] if with_terminal else []), container, *argv]
 
 
 def is_not_found_error(error: EngineError) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +21,9 @@ from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
 from swarmtrain.images.transfer_progress import pull_image_if_missing
-from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
-from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
+from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
@@ -219,6 +219,11 @@ class DockerLauncher:
             for container in selected
         ]
         return (line.to_log_line() for line in heapq.merge(*node_lines, key=lambda line: line.time))
+
+    def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
+        """Return the `docker exec` command for the container of the node. Raises RunNotFound if the run does not exist."""
+        container = self._list_existing_containers(run)[node]
+        return NodeCommand(tuple(build_exec_argv(self._engine.build_cli_argv(), container.id, argv, with_terminal=with_terminal)))
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:

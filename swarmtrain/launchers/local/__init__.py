@@ -11,7 +11,7 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from swarmtrain.cargo import Cargo
@@ -19,7 +19,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
@@ -161,6 +161,14 @@ class LocalLauncher:
         from swarmtrain.launchers.common.file_tail import stream_logs
 
         return stream_logs(_open_existing_run_folder(run), follow=follow, tail=tail, since=since, node=node)
+
+    @translate_os_errors()
+    def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
+        """Return `argv` with the environment and the working folder of the node. Raises RunNotFound."""
+        spec = _open_existing_run_folder(run).load_process_spec(node)
+        if spec is None:
+            raise RunNotFound("unknown node", place=f"run {run} {node}")
+        return NodeCommand(tuple(argv), spec.env, spec.cwd)
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -19,7 +19,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, StackError
-from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import translate_os_errors
 from swarmtrain.launchers.slurm import slurm_cli
@@ -33,7 +33,13 @@ from swarmtrain.launchers.slurm.slurm_run_folder import (
 )
 from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import EVENT_OUTCOME, Event
-from swarmtrain.render.sbatch_script import GRACEFUL_EXIT_SIGNAL, JobLayout, get_job_files_folder, render_sbatch_script
+from swarmtrain.render.sbatch_script import (
+    GRACEFUL_EXIT_SIGNAL,
+    JobLayout,
+    build_apptainer_command_prefix,
+    get_job_files_folder,
+    render_sbatch_script,
+)
 
 _MAX_NODES = 10_000
 _POLL_SECONDS = 0.1
@@ -230,6 +236,22 @@ class SlurmLauncher:
     ) -> Iterator[LogLine]:
         """Yield the output of all nodes. Raises RunNotFound. `report_progress` is never called, because log files need no connection."""
         return file_tail.stream_logs(_open_existing_run_folder(run), follow=follow, tail=tail, since=since, node=node)
+
+    @translate_os_errors()
+    def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
+        """Return the srun command that runs `argv` as a further step of the job on the host of the node, in its container if it has one.
+
+        Raises RunNotFound if the run does not exist, and StackError if the node has not started.
+        """
+        folder = SlurmRunFolder(run)
+        record = folder.read_job_record()
+        node_state = read_node_state(folder.path, node)
+        if node_state is None:
+            raise StackError("has not started", place=f"run {run} {node}", hint=f"swarmtrain status {run}")
+        prefix = build_apptainer_command_prefix(folder.load_deployment()[0], _build_job_layout(folder, record))
+        return NodeCommand(
+            (*slurm_cli.build_step_argv(record.job, node_state.host, with_terminal=with_terminal), *prefix, *argv), cwd=record.cwd
+        )
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:

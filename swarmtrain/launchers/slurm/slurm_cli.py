@@ -61,6 +61,19 @@ def check_sbatch_script(script: str) -> None:
     run_slurm_command("sbatch", "--test-only", stdin=script)
 
 
+def build_step_argv(job_id: str, host: str, *, with_terminal: bool) -> list[str]:
+    """Return the command prefix that runs a command on `host` as an additional step of job `job_id`, whose resources it shares."""
+    return [
+        "srun",
+        f"--jobid={job_id}",
+        "--overlap",
+        f"--nodelist={host}",
+        "--nodes=1",
+        "--ntasks=1",
+        *(["--pty"] if with_terminal else []),
+    ]
+
+
 def find_allocation_id() -> str:
     """Return the id of the job in whose allocation this process runs (salloc or a batch script); empty outside an allocation."""
     step = os.environ.get("SLURM_STEP_ID", _INTERACTIVE_STEP_ID)

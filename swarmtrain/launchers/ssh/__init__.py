@@ -11,6 +11,7 @@ import base64
 import contextlib
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -24,14 +25,14 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError
-from swarmtrain.launchers.base import Action, Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import build_version_error, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, update_stream
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts, list_hosts
 from swarmtrain.launchers.ssh.image_pull import pull_image
-from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
+from swarmtrain.launchers.ssh.process_specs import HostContext, build_container_exec_argv, build_host_exec_argv, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
 from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
@@ -264,6 +265,27 @@ class SshLauncher:
         return stream_logs(
             *self._index.read_record_and_hosts(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
         )
+
+    @translate_os_errors()
+    def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
+        """Return the command that runs `argv` over SSH where the node runs: in its container, or with its environment on its host.
+
+        Raises RunNotFound, HostError.
+        """
+        record, host_group = self._index.read_record_and_hosts(run)
+        if node not in record.nodes:
+            raise RunNotFound("unknown node", place=f"run {run} {node}")
+        host_name = record.nodes[node]
+        with host_group:
+            host_state = host_group.hosts[host_name].call_agent("inspect_run", run=run)
+        spec = ProcessSpec(**host_state["specs"][node])
+        if self.capabilities.runs_in_containers:
+            command = build_container_exec_argv(spec, argv, with_terminal=with_terminal)
+        else:
+            command = build_host_exec_argv(spec, f"{host_state['path']}/{node}.spec", argv)
+        if host_name == LOCALHOST:
+            return NodeCommand(tuple(command))
+        return NodeCommand(("ssh", "-t" if with_terminal else "-T", host_name, shlex.join(command)))
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:

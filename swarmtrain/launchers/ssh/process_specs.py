@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from swarmtrain.config.schema.runner import DockerConfig
+from swarmtrain.launchers.common.docker_engine import build_exec_argv
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
 from swarmtrain.plan import Plan, PlannedNode
 from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE
@@ -21,6 +22,17 @@ _SECRETS_FOLDER = PurePosixPath("/run/secrets")
 _LOGS_FOLDER = "/tmp/swarmtrain"  # noqa: S108  # in the container
 # RDMA requires locked memory. A rootless engine may be unable to grant these options.
 _RDMA_OPTIONS = ["--ulimit", "memlock=-1", "--cap-add", "IPC_LOCK"]
+
+
+_EXEC_PROGRAM = """
+import json, os, sys
+spec = json.load(open(sys.argv[1]))
+os.chdir(spec["cwd"])
+try:
+    os.execvpe(sys.argv[2], sys.argv[2:], {**os.environ, **spec["env"]})
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
 
 
 @dataclass(frozen=True)
@@ -153,6 +165,20 @@ def wrap_command_in_container(
         stop_command=[*build_docker_argv(plan), "kill", "--signal", "TERM", container_name],
         cleanup_command=[*build_docker_argv(plan), "rm", "--force", container_name],
     )
+
+
+def build_container_exec_argv(spec: ProcessSpec, argv: Sequence[str], *, with_terminal: bool) -> list[str]:
+    """Return the command that runs `argv` in the container of the process `spec`, on its host."""
+    *docker_argv, _, _, container_name = spec.cleanup_command
+    return build_exec_argv(docker_argv, container_name, argv, with_terminal=with_terminal)
+
+
+def build_host_exec_argv(spec: ProcessSpec, spec_file: str, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs `argv` with the environment and the working folder of the process `spec`, on its host.
+
+    The variables are read from the file of the spec on the host: they must not become part of a command line.
+    """
+    return [spec.argv[0], "-c", _EXEC_PROGRAM, spec_file, *argv]
 
 
 def build_docker_argv(plan: Plan, preserved_variables: str = "") -> list[str]:

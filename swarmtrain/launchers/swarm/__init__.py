@@ -10,7 +10,7 @@ import base64
 import heapq
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,10 +20,11 @@ from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin_image
-from swarmtrain.launchers.base import Finding, LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.images.swarm_nodes import get_engine_node_id, list_other_engines
+from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
-from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.swarm import cluster_state, code_placement, plan_checks, teardown
@@ -136,6 +137,18 @@ class SwarmLauncher:
         if follow:
             return self._follow_logs(run, LogScope(since, tail, lines, node), report_progress)
         return (line.to_log_line() for line in lines if line.parse_event() is None)
+
+    def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
+        """Return the `docker exec` command for the node's container: on the engine of its host, which docker reaches over SSH."""
+        services = [service for service in cluster_state.list_run_services(self._engine, run) if service.get_short_name(run) == node]
+        task = cluster_state.find_newest_task(cluster_state.list_tasks(self._engine, run), services[0].id) if services else None
+        if task is None or not task.container_id:
+            raise StackError("has no container", place=f"run {run} {node}", hint=f"swarmtrain status {run}")
+        docker_argv = self._engine.build_cli_argv()
+        if task.node_id != get_engine_node_id(self._engine):
+            host_name = cluster_state.read_host_names(self._engine)[task.node_id]
+            docker_argv = ["docker", "--host", list_other_engines(self._engine)[host_name]]
+        return NodeCommand(tuple(build_exec_argv(docker_argv, task.container_id, argv, with_terminal=with_terminal)))
 
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
         cluster_state.list_run_services(self._engine, run)

@@ -79,6 +79,8 @@ class Task:
     """Name of the run's node, or `rendezvous` for the coordinator's task."""
     stop_grace: float = 0.0
     """Seconds from the stop signal to the kill."""
+    container_id: str = ""
+    """Id of the task's container; empty before Swarm has created one."""
     gpus: tuple[str, ...] = ()
     """The GPUs or other resources assigned to the task: their ids, or the amount of each kind."""
 
@@ -228,6 +230,7 @@ def _parse_task(api_object: dict[str, Any]) -> Task:
             RENDEZVOUS_SERVICE,
         ),
         stop_grace=float(spec.get("StopGracePeriod", 10 * 10**9)) / 1e9,
+        container_id=container.get("ContainerID", ""),
         gpus=describe_resources(get_assigned_resources(api_object))
         if api_object.get("NodeID") and status.get("State") not in FINAL_STATES
         else (),

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def _run_verify_command(options: dict[str, Any], prefixes: Sequence[str]) -> int
     code = EXIT_OK
     for name in prefixes:
         try:
-            report = verify_token_files(Path(name), format=TokenFileFormat(options["format"]), document_token=options["document_token"])
-            sys.stdout.write(f"{report}\n")
+            summary = verify_token_files(Path(name), format=TokenFileFormat(options["format"]), document_token=options["document_token"])
+            _print_value(summary, as_json=options["json"])
         except SwarmtrainError as error:
             sys.stderr.write(error.plain_text)
             code = error.exit_code
@@ -67,11 +67,16 @@ def _run_verify_command(options: dict[str, Any], prefixes: Sequence[str]) -> int
 
 
 def _run_inspect_command(options: dict[str, Any], _: Sequence[str]) -> int:
-    from swarmtrain.trainer.tokenize.sample_inspection import format_samples
+    from swarmtrain.trainer.tokenize.sample_inspection import describe_samples
 
-    for sample in format_samples(Config.from_json(options["config"]), options["samples"], options["tokenizer"]):
-        sys.stdout.write(f"{sample}\n")
+    for sample in describe_samples(Config.from_json(options["config"]), options["samples"], options["tokenizer"]):
+        _print_value(sample, as_json=options["json"])
     return EXIT_OK
+
+
+def _print_value(value: Any, *, as_json: bool) -> None:
+    """Print a dataclass instance as text, or as one line of JSON."""
+    sys.stdout.write(f"{json.dumps(asdict(value)) if as_json else value}\n")
 
 
 _COMMANDS = {"tokenize": _run_tokenize_command, "verify": _run_verify_command, "inspect": _run_inspect_command}

@@ -1,9 +1,10 @@
-"""Format training samples as text, as the model receives them."""
+"""Describe training samples as the model receives them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +19,60 @@ from swarmtrain.trainer.tokenize import tokenizer_backends
 
 _MAX_SHOWN_CHARS = 160
 """Maximum number of characters shown for a run of tokens. Of a longer text, the beginning and the end are shown."""
-LabelArray = npt.NDArray[np.str_]
-_LOSS_LABELS = {1: ("loss   ", "no loss"), 0: ("counts ", "ignored")}
-"""By target shift: the label of tokens that contribute to the loss (shift 1) or the embedding (shift 0), and the label of other tokens."""
-DecodeFunction = Callable[[Sequence[int]], str]
+_LOSS_LABELS = {True: ("no loss", "loss   "), False: ("ignored", "counts ")}
+"""By whether the sample has a next-token loss: the label of tokens that do not count in the loss or the embedding, and of those that do."""
+DecodeFunction = Callable[[Sequence[int]], str | None]
 
 
-def format_samples(config: Config, count: int, tokenizer: str | None = None) -> Iterator[str]:
-    """Yield a text of several lines for each of the first `count` training samples of `config`.
+@dataclass(frozen=True)
+class TokenRun:
+    """Consecutive tokens of one document in a sample, which all count in the loss, or all do not."""
+
+    first_token: int
+    """Column of the first token in the sample; the others follow. The last column of a next-token sample is only a target."""
+    last_token: int
+    first_position: int
+    last_position: int
+    document: int
+    """Number of the document in the token file."""
+    begins_document: bool
+    counts: bool
+    """Whether the tokens count in the loss, or, in a contrastive sample, in the embedding."""
+    tokens: tuple[int, ...]
+    text: str | None
+    """The decoded tokens; None without a tokenizer."""
+
+
+@dataclass(frozen=True)
+class SampleDescription:
+    """A training sample as the model receives it. str() returns several lines, with long texts truncated."""
+
+    number: int
+    """Position of the sample in the order of training, from 0."""
+    sample_id: int
+    prefix: str
+    """Prefix of the token files that contain the sample."""
+    sequence_length: int
+    inputs: int
+    """Number of inputs that are tokens; the others are padding."""
+    counted_tokens: int
+    """Number of tokens that count in the loss, or in the embedding."""
+    has_next_token_loss: bool
+    runs: tuple[TokenRun, ...]
+
+    def __str__(self) -> str:
+        purpose = "loss" if self.has_next_token_loss else "embedding"
+        summary = f"{self.inputs} of {self.sequence_length} inputs, {self.counted_tokens} tokens count in the {purpose}"
+        lines = [f"sample {self.number}: sample id {self.sample_id}, in {self.prefix}; {summary}"]
+        for run in self.runs:
+            columns = f"tokens {run.first_token}-{run.last_token}, positions {run.first_position}-{run.last_position}"
+            document = f"document {run.document}{' begins' if run.begins_document else ''}"
+            lines.append(f"  {_LOSS_LABELS[self.has_next_token_loss][run.counts]} {columns}, {document}: {_format_tokens(run)}")
+        return "\n".join(lines)
+
+
+def describe_samples(config: Config, count: int, tokenizer: str | None = None) -> Iterator[SampleDescription]:
+    """Yield a description of each of the first `count` training samples of `config`.
 
     `tokenizer`: path of the tokenizer that decodes the tokens; None: the tokenizer recorded in the token files. Raises SwarmtrainError.
     """
@@ -34,46 +81,61 @@ def format_samples(config: Config, count: int, tokenizer: str | None = None) -> 
     decoders = {file.prefix: _build_decoder(file, tokenizer) for file in data.all_token_files}
     for number, sample in enumerate(data.build_batch(0, count).ids.tolist()):
         for dataset in (data, *data.companion_datasets):
-            yield "\n".join(_format_sample(dataset, number, sample, decoders, reset_positions=architecture.reset_position_ids))
+            yield _describe_sample(dataset, number, sample, decoders, reset_positions=architecture.reset_position_ids)
 
 
-def _format_sample(
+def _describe_sample(
     data: TokenDataset, sample_number: int, sample_id: int, decoders: Mapping[Path, DecodeFunction], *, reset_positions: bool
-) -> Iterator[str]:
+) -> SampleDescription:
     ids = np.array([sample_id])
     targets = data.load_samples(ids).targets[0].numpy()
     file, spans, target_shift = data.locate_sample(sample_id)
-    loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
-    summary = (
-        f"{int(spans.count.sum())} of {data.sequence_length} inputs, {loss_tokens} "
-        f"tokens count in the {'loss' if target_shift else 'embedding'}"
-    )
-    yield f"sample {sample_number}: sample id {sample_id}, in {file.prefix}; {summary}"
     order = np.argsort(spans.column)
+    runs: list[TokenRun] = []
     for column, start, size in zip(spans.column[order].tolist(), spans.start[order].tolist(), spans.count[order].tolist(), strict=True):
         is_in_loss = np.concatenate([[False] * target_shift, targets[column : column + size] != IGNORE_INDEX])
-        yield from _format_token_span(
-            file, column, start, np.where(is_in_loss, *_LOSS_LABELS[target_shift]), decoders[file.prefix], reset_positions=reset_positions
-        )
+        runs += _describe_token_runs(file, column, start, is_in_loss, decoders[file.prefix], reset_positions=reset_positions)
+    return SampleDescription(
+        number=sample_number,
+        sample_id=sample_id,
+        prefix=str(file.prefix),
+        sequence_length=data.sequence_length,
+        inputs=int(spans.count.sum()),
+        counted_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)),
+        has_next_token_loss=bool(target_shift),
+        runs=tuple(runs),
+    )
 
 
-def _format_token_span(
-    token_file: MemoryMap, column: int, first_token_index: int, labels: LabelArray, decode: DecodeFunction, *, reset_positions: bool
-) -> Iterator[str]:
-    """Yield a line for each run of consecutive tokens of one document with the same label.
+def _describe_token_runs(
+    token_file: MemoryMap,
+    column: int,
+    first_token_index: int,
+    is_in_loss: npt.NDArray[np.bool_],
+    decode: DecodeFunction,
+    *,
+    reset_positions: bool,
+) -> Iterator[TokenRun]:
+    """Yield each run of consecutive tokens of one document that all count in the loss, or all do not.
 
-    `column`: column of the span's first token in the sample; `first_token_index`: index of this token in the file. `labels`: one label per
+    `column`: column of the first token in the sample; `first_token_index`: index of this token in the file. `is_in_loss`: one value per
     token. The number of tokens is the number of inputs plus the target shift: with a shift of 1, the last token is only a target.
     """
-    tokens = token_file.tokens[first_token_index : first_token_index + len(labels)]
+    tokens = token_file.tokens[first_token_index : first_token_index + len(is_in_loss)]
     documents = token_file.find_documents_at(np.arange(first_token_index, first_token_index + len(tokens), dtype=np.int64))
-    changes = np.flatnonzero((np.diff(documents) != 0) | (labels[1:] != labels[:-1])) + 1
+    changes = np.flatnonzero((np.diff(documents) != 0) | (is_in_loss[1:] != is_in_loss[:-1])) + 1
     for first, end in zip([0, *changes.tolist()], [*changes.tolist(), len(tokens)], strict=True):
         position = first - int(np.searchsorted(documents, documents[first])) if reset_positions else column + first
-        boundary = " begins" if int(token_file.documents[documents[first], 0]) == first_token_index + first else ""
-        token_range = f"tokens {column + first}-{column + end - 1}, positions {position}-{position + end - first - 1}"
-        yield (
-            f"  {labels[first]} {token_range}, document {documents[first]}{boundary}: {_truncate_text(decode(tokens[first:end].tolist()))}"
+        yield TokenRun(
+            first_token=column + first,
+            last_token=column + end - 1,
+            first_position=position,
+            last_position=position + end - first - 1,
+            document=int(documents[first]),
+            begins_document=int(token_file.documents[documents[first], 0]) == first_token_index + first,
+            counts=bool(is_in_loss[first]),
+            tokens=tuple(tokens[first:end].tolist()),
+            text=decode(tokens[first:end].tolist()),
         )
 
 
@@ -81,26 +143,27 @@ def _build_decoder(token_file: MemoryMap, tokenizer: str | None) -> DecodeFuncti
     """Return a function that decodes tokens of `token_file` to text.
 
     `tokenizer`: path of the tokenizer; None: the tokenizer recorded in the file. If the recorded tokenizer is missing or has changed, or if
-    none is recorded, the function returns the token ids as text. Raises TrainingError if `tokenizer` cannot be read.
+    none is recorded, the function returns None. Raises TrainingError if `tokenizer` cannot be read.
     """
     recorded = token_file.meta.get("prepared", {}).get("tokenizer", {})
     name = tokenizer or recorded.get("name")
     if name is None:
-        return _format_token_ids
+        return _decode_nothing
     try:
         loaded_tokenizer = tokenizer_backends.open_tokenizer(name)
     except TrainingError:
         if tokenizer:
             raise
-        return _format_token_ids
+        return _decode_nothing
     if tokenizer is None and loaded_tokenizer.sha256 != recorded["sha256"]:
-        return _format_token_ids
-    return lambda tokens: json.dumps(loaded_tokenizer.decode(tokens), ensure_ascii=False)
+        return _decode_nothing
+    return loaded_tokenizer.decode
 
 
-def _format_token_ids(tokens: Sequence[int]) -> str:
-    return " ".join(map(str, tokens))
+def _decode_nothing(tokens: Sequence[int]) -> None:
+    return None
 
 
-def _truncate_text(text: str) -> str:
+def _format_tokens(run: TokenRun) -> str:
+    text = " ".join(map(str, run.tokens)) if run.text is None else json.dumps(run.text, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]} … {text[-_MAX_SHOWN_CHARS // 2 :]}"

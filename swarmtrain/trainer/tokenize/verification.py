@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,39 @@ _ERROR_PLACE = "data verify"
 _REBUILD_HINT = "tokenize it again, or copy it again from an intact copy"
 
 
-def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None) -> str:
-    """Verify all token files of `prefix`, and return a one-line summary.
+@dataclass(frozen=True)
+class TokenFileSummary:
+    """Contents of verified token files. str() returns one line."""
+
+    prefix: str
+    format: str
+    documents: int
+    empty_documents: int
+    tokens: int
+    dtype: str
+    lowest_token: int
+    highest_token: int
+    loss_tokens: int | None
+    """Number of tokens that count in the loss; None if the files have no loss mask."""
+    verified_hashes: tuple[str, ...]
+    """Names of the files whose recorded hash was verified."""
+
+    def __str__(self) -> str:
+        token_range = f"{self.tokens:,} tokens of {self.dtype}, from {self.lowest_token} to {self.highest_token}"
+        return "; ".join(
+            [
+                f"{self.prefix}: {self.format}, {self.documents:,} documents, {token_range}",
+                *([f"{self.loss_tokens:,} count in the loss"] if self.loss_tokens is not None else []),
+                *([f"{self.empty_documents:,} documents are empty"] if self.empty_documents else []),
+                f"hashes of {' '.join(self.verified_hashes)} as recorded" if self.verified_hashes else "no hashes are recorded",
+            ]
+        )
+
+
+def verify_token_files(
+    prefix: Path, *, format: TokenFileFormat = TokenFileFormat.auto, document_token: int | None = None
+) -> TokenFileSummary:
+    """Verify all token files of `prefix`, and return a summary of their contents.
 
     `document_token`: id of the token that separates documents, for formats without an index. Raises TrainingError for the first fault.
     """
@@ -52,14 +84,18 @@ def verify_token_files(prefix: Path, *, format: TokenFileFormat = TokenFileForma
             place=_ERROR_PLACE,
             hint=_REBUILD_HINT,
         )
-    empty = int((file.documents[:, 1] == 0).sum())
-    summary = [
-        f"{prefix}: {file.format}, {len(file.documents):,} documents, {count:,} tokens of {file.tokens.dtype}, from {lowest} to {highest}",
-        *([f"{loss_tokens:,} count in the loss"] if loss_tokens is not None else []),
-        *([f"{empty:,} documents are empty"] if empty else []),
-        f"hashes of {' '.join(hashed_names)} as recorded" if hashed_names else "no hashes are recorded",
-    ]
-    return "; ".join(summary)
+    return TokenFileSummary(
+        prefix=str(prefix),
+        format=str(file.format),
+        documents=len(file.documents),
+        empty_documents=int((file.documents[:, 1] == 0).sum()),
+        tokens=count,
+        dtype=str(file.tokens.dtype),
+        lowest_token=lowest,
+        highest_token=highest,
+        loss_tokens=loss_tokens,
+        verified_hashes=tuple(hashed_names),
+    )
 
 
 def _verify_hash(prefix: Path, suffix: str, expected_hash: str) -> str:
