@@ -97,7 +97,7 @@ def test_a_class_that_is_not_a_launcher_is_refused(project: Project) -> None:
         in project.run_swarmtrain("plan", "toy.yml", "-o", "runner.runner_type=wrong").stderr
     )
     assert (
-        "launcher partial: does not implement check_plan, deploy"
+        "launcher partial: does not implement build_node_command, check_plan, deploy"
         in project.run_swarmtrain("plan", "toy.yml", "-o", "runner.runner_type=partial").stderr
     )
 
