@@ -106,8 +106,8 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
         *("--volume", "/data:/data", "--mount"),
         'type=volume,source=nas,target=/nas,volume-opt=type=nfs,"volume-opt=o=addr=nas,rw",volume-opt=device=:/export',
         *("--volume", "/state/demo/config.json:/etc/swarmtrain/config.json:ro"),
-        *("--volume", "/state/demo/code/training_code.py:/workspace/training_code.py:ro"),
         *("--volume", "/state/demo/secrets/TOKEN:/run/secrets/TOKEN:ro"),
+        *("--volume", "/state/demo/code/training_code.py:/workspace/training_code.py:ro"),
         *("--label", "swarmtrain.run=demo"),
         *("--entrypoint", "python3", "registry/train:1", "-u", "-m", "swarmtrain.entrypoint", "node"),
     ]
@@ -117,6 +117,10 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     assert node.cleanup_command == ["sudo", "-n", "docker", "rm", "--force", "demo-node0"]
     assert "--gpus" not in found["node1"].prepare_command
     assert not [word for word in found[RENDEZVOUS_SERVICE].prepare_command if word.startswith("/state")]
+    many_files = tuple(RunFile.from_content(f"src/file{index}.py", b"") for index in range(100))
+    plan = build_plan(given, build_offline_inventory(given.runner.host_entries), Cargo((*cargo.code, *many_files)), run="demo")
+    volumes = [word for word in build_process_specs(plan, record, there)["b"][0].prepare_command if word.startswith("/state")]
+    assert volumes == ["/state/demo/config.json:/etc/swarmtrain/config.json:ro", "/state/demo/code:/workspace"]
     privileged = given.runner.docker_config.model_copy(update={"privileged": True})
     runner = given.runner.model_copy(update={"docker_config": privileged})
     plan = build_plan(given.model_copy(update={"runner": runner}), build_offline_inventory(given.runner.host_entries), cargo, run="demo")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from swarmtrain.cargo import Cargo
 from swarmtrain.config.schema.runner import DockerConfig
 from swarmtrain.launchers.common.docker_engine import build_exec_argv
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
@@ -19,6 +20,7 @@ from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout,
 
 _WORKSPACE_FOLDER = PurePosixPath("/workspace")
 _SECRETS_FOLDER = PurePosixPath("/run/secrets")
+_MAX_CODE_FILE_MOUNTS = 100
 _LOGS_FOLDER = "/tmp/swarmtrain"  # noqa: S108  # in the container
 # RDMA requires locked memory. A rootless engine may be unable to grant these options.
 _RDMA_OPTIONS = ["--ulimit", "memlock=-1", "--cap-add", "IPC_LOCK"]
@@ -127,6 +129,17 @@ def _format_mount_option(docker_config: DockerConfig, source: str, target: str) 
     return ["--mount", line.getvalue()]
 
 
+def _list_run_file_mounts(cargo: Cargo, run_folder: PurePosixPath) -> list[str]:
+    """Return the mounts of the run's files, as SOURCE:TARGET:ro. Many code files are one mount, which hides the image's own workspace."""
+    files = [("config.json", CONFIG_PATH), *((f"secrets/{item.name}", str(_SECRETS_FOLDER / item.name)) for item in cargo.secrets)]
+    is_one_mount = len(cargo.code) > _MAX_CODE_FILE_MOUNTS
+    if not is_one_mount:
+        files += [(f"code/{item.name}", str(_WORKSPACE_FOLDER / item.name)) for item in cargo.code]
+    mounts = [f"{run_folder / source}:{target}:ro" for source, target in files]
+    # Writable, like the workspace of an image: the script may write to its working folder, and docker creates mount points there.
+    return [*mounts, f"{run_folder / 'code'}:{_WORKSPACE_FOLDER}"] if is_one_mount else mounts
+
+
 def wrap_command_in_container(
     plan: Plan, node: PlannedNode | None, host_context: HostContext, argv: list[str], env: dict[str, str]
 ) -> ProcessCommands:
@@ -136,12 +149,10 @@ def wrap_command_in_container(
     started by separate commands, because a `docker run` that is killed while it waits for the engine leaves an unknown container behind.
     SIGTERM is sent to the container, not to the `docker start` process: the `docker start` of docker 28 exits with code 0 on SIGTERM.
     """
-    docker, cargo = plan.config.runner.docker_config, plan.cargo
+    docker = plan.config.runner.docker_config
     docker_argv = build_docker_argv(plan, preserved_variables=",".join(env))
     container_name = f"{plan.run}-{node.name if node else RENDEZVOUS_SERVICE}"
-    files = [("config.json", CONFIG_PATH), *((f"code/{item.name}", str(_WORKSPACE_FOLDER / item.name)) for item in cargo.code)]
-    files += [(f"secrets/{item.name}", str(_SECRETS_FOLDER / item.name)) for item in cargo.secrets]
-    own_mounts = [f"{host_context.folder / source}:{target}:ro" for source, target in files] if node else []
+    own_mounts = _list_run_file_mounts(plan.cargo, host_context.folder) if node else []
     options: dict[str, Any] = {
         "--name": container_name,
         "--network": "host",
