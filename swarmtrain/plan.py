@@ -19,6 +19,7 @@ from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.section import format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import PlanError
+from swarmtrain.placement import FRESH_PLACEMENT, Placement, assign_nodes
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
 _RUN_NAME_PATTERN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
@@ -162,17 +163,27 @@ def build_probe_run_name(run: str) -> str:
     return run[: MAX_RUN_NAME_LENGTH - len(_PROBE_SUFFIX)].rstrip("-") + _PROBE_SUFFIX
 
 
-def build_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, node_count: int | None = None) -> Plan:
-    """Return the plan for `run`. `node_count`, used by `swarmtrain scale`, overrides runner.nodes.
+def build_plan(
+    config: Config,
+    inventory: Inventory,
+    cargo: Cargo,
+    *,
+    run: str,
+    node_count: int | None = None,
+    placement: Placement = FRESH_PLACEMENT,
+) -> Plan:
+    """Return the plan for `run`, whose nodes keep their machines in `placement` where possible.
+
+    `node_count`, used by `swarmtrain scale`, overrides runner.nodes.
 
     Raises PlanError if the machines of the inventory cannot meet the config's requirements.
     """
     check_run_name(run)
     target_count = node_count or config.runner.node_range[1]
     planned_nodes = (
-        _plan_listed_hosts(config, inventory, target_count)
+        _plan_listed_hosts(config, inventory, target_count, placement)
         if config.runner.hosts
-        else _plan_available_machines(config, inventory, target_count)
+        else _plan_available_machines(config, inventory, target_count, placement)
     )
     plan = Plan(
         run=run,
@@ -180,7 +191,7 @@ def build_plan(config: Config, inventory: Inventory, cargo: Cargo, *, run: str, 
         cargo=cargo,
         nodes=planned_nodes,
         origin=inventory.origin,
-        coordinator_machine=_choose_coordinator_machine(config, inventory),
+        coordinator_machine=_choose_coordinator_machine(config, inventory, placement),
     )
     _check_world_size(plan)
     return plan
@@ -191,8 +202,10 @@ def add_notes(plan: Plan, *notes: str) -> Plan:
     return replace(plan, notes=(*plan.notes, *filter(None, notes)))
 
 
-def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine | None:
+def _choose_coordinator_machine(config: Config, inventory: Inventory, placement: Placement) -> Machine | None:
     """Return the manager that must run the coordinator, because the nodes receive its address; None if any manager may run it.
+
+    A coordinator that runs keeps its machine: all nodes restart if they receive another address.
 
     The nodes need an address only on the host network, where service names do not resolve.
     """
@@ -201,6 +214,7 @@ def _choose_coordinator_machine(config: Config, inventory: Inventory) -> Machine
         return None
     master_addr = runner.master_addr
     managers = [machine for machine in inventory.machines if machine.is_manager and not machine.unavailable_reason]
+    managers.sort(key=lambda machine: placement.coordinator not in (machine.id, machine.host))
     if master_addr:
         configured = next(
             (machine for machine in managers if master_addr in (machine.host, machine.id, machine.address)), Machine(host=master_addr)
@@ -230,24 +244,34 @@ def check_run_name(run: str) -> None:
         )
 
 
-def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int) -> tuple[PlannedNode, ...]:
+def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int, placement: Placement) -> tuple[PlannedNode, ...]:
     hosts = config.runner.host_entries
     if node_count > len(hosts):
         raise PlanError(
             f"lists {_format_count(len(hosts), 'host')}, but {_format_count(node_count, 'node')} are requested",
             place="config runner.hosts",
-            hint="list more hosts in the config and deploy it again",
+            hint="list more hosts in the config and deploy it again, or add them to the run: swarmtrain scale --add HOST",
         )
     machines_by_name: dict[str, list[Machine]] = {}
     for machine in inventory.machines:
         for name in {machine.id, machine.host} - {""}:
             machines_by_name.setdefault(name, []).append(machine)
-    machines = [_find_machine(inventory, machines_by_name, host.name) for host in hosts[:node_count]]
-    if duplicates := format_duplicates(machine.id or machine.host for machine in machines):
+    # A host that no node needs may be unknown, for example because it has left the cluster.
+    listed = [(host, _find_machine(inventory, machines_by_name, host.name)) for host in hosts[:node_count]]
+    listed += [(host, machines_by_name[host.name][0]) for host in hosts[node_count:] if len(machines_by_name.get(host.name, ())) == 1]
+    if duplicates := format_duplicates(machine.id or machine.host for _, machine in listed):
         raise PlanError(
             f"lists one node twice, by its host name and by its ID: {duplicates}", place="config runner.hosts", hint="keep one of the two"
         )
-    return tuple(_plan_node(config, index, host, machine) for index, (host, machine) in enumerate(zip(hosts, machines, strict=False)))
+    usable = [(host, machine) for host, machine in listed if not machine.unavailable_reason]
+    if len(usable) < node_count:
+        raise _build_unavailable_machine_error(*next(item for item in listed if item[1].unavailable_reason))
+    assigned = assign_nodes(usable, [(machine.id, machine.host) for _, machine in usable], node_count, placement)
+    entry_numbers = {host.name: number for number, host in enumerate(hosts, 1)}
+    return tuple(
+        _plan_node(config, name, entry_numbers[host.name], host, machine, is_kept=placement.is_machine_of(name, machine.id, machine.host))
+        for name, (host, machine) in assigned
+    )
 
 
 def _find_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Machine]], name: str) -> Machine:
@@ -267,31 +291,33 @@ def _find_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Mach
             place=f"config runner.hosts: {name}",
             hint="use the ID instead",
         )
-    if matches[0].unavailable_reason:
-        is_drained_or_paused = matches[0].unavailable_reason in ("drained", "paused")
-        hint = (
-            f"docker node update --availability active {name}"
-            if is_drained_or_paused
-            else "start the node; docker node ls shows when it is ready"
-        )
-        raise PlanError(f"the node is {matches[0].unavailable_reason}", place=f"node {name}", hint=hint)
     return matches[0]
 
 
-def _plan_node(config: Config, index: int, host: HostEntry, machine: Machine) -> PlannedNode:
+def _build_unavailable_machine_error(host: HostEntry, machine: Machine) -> PlanError:
+    is_drained_or_paused = machine.unavailable_reason in ("drained", "paused")
+    hint = (
+        f"docker node update --availability active {host.name}"
+        if is_drained_or_paused
+        else "start the node; docker node ls shows when it is ready"
+    )
+    return PlanError(f"the node is {machine.unavailable_reason}", place=f"node {host.name}", hint=hint)
+
+
+def _plan_node(config: Config, name: str, entry_number: int, host: HostEntry, machine: Machine, *, is_kept: bool) -> PlannedNode:
     by_id = bool(machine.id) and host.name == machine.id
     gpus = host.gpus or config.runner.swarm.gpu_ids
     slots, slots_reason = _resolve_slot_count(config, host.slots, machine)
     constraint = f"node.id=={machine.id}" if by_id else f"node.hostname=={machine.host}"
     rank_interface = host.address if config.runner.is_on_host_network else ""
     cause = (
-        f"entry {index + 1} of hosts{' (by id)' if by_id else ''}; "
+        f"{'keeps its host, ' if is_kept else ''}entry {entry_number} of hosts{' (by id)' if by_id else ''}; "
         f"{slots_reason}{f'; ranks communicate via {rank_interface}' if rank_interface else ''}"
     )
-    return PlannedNode(f"node{index}", machine.host, constraint, slots, cause, gpus, rank_interface or machine.address, rank_interface)
+    return PlannedNode(name, machine.host, constraint, slots, cause, gpus, rank_interface or machine.address, rank_interface)
 
 
-def _plan_available_machines(config: Config, inventory: Inventory, node_count: int) -> tuple[PlannedNode, ...]:
+def _plan_available_machines(config: Config, inventory: Inventory, node_count: int, placement: Placement) -> tuple[PlannedNode, ...]:
     labels = config.runner.swarm.labels if config.runner.capabilities.has_managers else {}  # only machines of a swarm have labels
     eligible = [
         machine for machine in inventory.machines if not machine.unavailable_reason and labels.items() <= dict(machine.labels).items()
@@ -306,14 +332,15 @@ def _plan_available_machines(config: Config, inventory: Inventory, node_count: i
     eligible_description = f"{_format_count(len(eligible), 'ready node')}{' with the labels' if labels else ''}, by name"
     are_interchangeable = len(host_counts) == 1 < len(eligible)  # as in an inventory with more machines than any plan needs
     planned_nodes = []
-    for index, machine in enumerate(eligible[:node_count]):
+    numbered = list(enumerate(eligible, 1))
+    names = [(machine.id, machine.host) if host_counts[machine.host] == 1 else (machine.id,) for machine in eligible]
+    for name, (number, machine) in assign_nodes(numbered, names, node_count, placement):
         slots, slots_reason = _resolve_slot_count(config, None, machine)
         # A host name that two machines share is ambiguous, so the id is used as the constraint.
         constraint = f"node.hostname=={machine.host}" if host_counts[machine.host] == 1 else f"node.id=={machine.id}"
-        cause = slots_reason if are_interchangeable else f"{index + 1} of {eligible_description}; {slots_reason}"
-        planned_nodes.append(
-            PlannedNode(f"node{index}", machine.host, constraint, slots, cause, config.runner.swarm.gpu_ids, machine.address)
-        )
+        place = "keeps its host" if placement.is_machine_of(name, machine.id, machine.host) else f"{number} of {eligible_description}"
+        cause = slots_reason if are_interchangeable else f"{place}; {slots_reason}"
+        planned_nodes.append(PlannedNode(name, machine.host, constraint, slots, cause, config.runner.swarm.gpu_ids, machine.address))
     return tuple(planned_nodes)
 
 

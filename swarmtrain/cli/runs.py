@@ -184,16 +184,30 @@ def diagnose_run(run: RunArgument = None, json: JsonOption = False) -> None:
 
 def scale_run(
     run: RunArgument = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="New number of nodes.", show_default=False)] = ...,  # type: ignore[assignment]
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="New number of nodes.", show_default=False)] = None,
+    *,
+    added_hosts: Annotated[
+        list[str], typer.Option("--add", metavar="HOST", help="Add a node on this host. Repeatable.", show_default=False)
+    ] = [],  # noqa: B006  # Typer's convention for lists
+    removed_hosts: Annotated[
+        list[str], typer.Option("--without", metavar="HOST", help="Remove the node of this host. Repeatable.", show_default=False)
+    ] = [],  # noqa: B006  # as above
+    replaced_hosts: Annotated[
+        list[str],
+        typer.Option("--replace", metavar="HOST", help="Move the node of this host to another host. Repeatable.", show_default=False),
+    ] = [],  # noqa: B006  # as above
     yes: YesOption = False,
 ) -> None:
-    """Scale a run to more or fewer nodes. It resumes from its newest checkpoint."""
-    from swarmtrain.launchers.planner import plan_scaled_run
+    """Scale a run to more or fewer nodes, or change its hosts. It resumes from its newest checkpoint; the other nodes keep their hosts."""
+    from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
     from swarmtrain.launchers.registry import find_run
     from swarmtrain.operations import runs
 
+    if not (nodes or added_hosts or removed_hosts or replaced_hosts):
+        raise typer.BadParameter("pass --nodes, --add, --without or --replace")
     launcher, run_name = find_run(run)
-    runs.scale_run(launcher, plan_scaled_run(launcher, run_name, nodes), assume_yes=yes)
+    request = ScaleRequest(nodes, tuple(added_hosts), tuple(removed_hosts), tuple(replaced_hosts))
+    runs.scale_run(launcher, plan_scaled_run(launcher, run_name, request), assume_yes=yes)
 
 
 def stop_run(run: RunArgument = None) -> None:

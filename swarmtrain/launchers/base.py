@@ -14,6 +14,7 @@ from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import Capabilities
+from swarmtrain.placement import Placement
 from swarmtrain.plan import Inventory, Plan
 from swarmtrain.protocol import Event
 
@@ -152,6 +153,14 @@ class Launcher(Protocol):
 
         A new plan can be made from them. Only the digest of a secret can be read back, not its content; the digest suffices if the secret
         is unchanged. Raises RunNotFound if the run does not exist.
+        """
+        ...
+
+    def read_placement(self, run: str) -> Placement:
+        """Return the machines of the nodes of `run`, which keep them in a new plan.
+
+        Empty if a new plan may place the nodes anywhere, for example because all are on one machine. Raises RunNotFound if the run does not
+        exist.
         """
         ...
 

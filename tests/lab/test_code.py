@@ -13,7 +13,7 @@ from swarmtrain.cargo import read_cargo
 from swarmtrain.config.loader import parse_config
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.planner import plan_scaled_run
+from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan, build_plan
 
@@ -96,7 +96,7 @@ def test_large_code_is_a_layer_and_an_edit_builds_nothing(
     config, cargo = launcher.load_deployment(RUN)
     assert config.runner.docker_config.docker_container == stub_image
     assert [(file.name, file.digest) for file in cargo.code] == [(file.name, file.digest) for file in plan.cargo.code]
-    scaled_plan = plan_scaled_run(launcher, RUN, 3)
+    scaled_plan = plan_scaled_run(launcher, RUN, ScaleRequest(3))
     assert [step.interrupts_run for step in launcher.plan_changes(scaled_plan)] == [False] * len(launcher.plan_changes(scaled_plan))
     launcher.deploy_run(scaled_plan, print_line)
     assert read_in_containers(lab, "src/part7.py") == ["NUMBER = 'edited'"] * 3

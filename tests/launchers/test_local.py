@@ -21,7 +21,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
 from swarmtrain.launchers.local import LocalLauncher
-from swarmtrain.launchers.planner import plan_scaled_run
+from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
@@ -215,11 +215,11 @@ def test_scaling_up_leaves_the_others_alone_and_down_again(launcher: LocalLaunch
     launcher.deploy_run(plan_run(launcher, 10_000, nodes=1, max_nodes=3), print)
     wait_for_event(launcher, "progress")
     board, first = find_supervisor(tmp_path, "rendezvous"), find_supervisor(tmp_path, "node")
-    launcher.deploy_run(plan_scaled_run(launcher, "demo", 2), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(2)), print)
     wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 2)
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", "node1", RENDEZVOUS_SERVICE]
     assert (board, first) == (find_supervisor(tmp_path, "rendezvous"), find_supervisor(tmp_path, "node"))
-    launcher.deploy_run(plan_scaled_run(launcher, "demo", 1), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(1)), print)
     wait_for_event(launcher, "world", lambda event: len([1 for each in launcher.read_events("demo") if each.kind == "world"]) == 3)
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", RENDEZVOUS_SERVICE]
     assert not [event for event in launcher.read_events("demo") if event.kind == "failure"]

@@ -22,7 +22,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.planner import plan_scaled_run
+from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.process import run_command
@@ -192,7 +192,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     release_job(first)
     wait_for_world(launcher, "demo", 2)
     assert read_job_id(launcher, "demo") == first
-    launcher.deploy_run(plan_scaled_run(launcher, "demo", 3), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(3)), print)
     wait_for_world(launcher, "demo", 3)
     assert list_starts(launcher, "demo")[-1].endswith("of world 3, hush")
     assert not slurm_cli.read_job_state(first).is_active

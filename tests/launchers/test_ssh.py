@@ -26,7 +26,7 @@ from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.planner import plan_scaled_run
+from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -162,7 +162,7 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     assert launcher.load_deployment("demo") == (plan.config, plan.cargo)
     before = [host for host in ("gpu-0", "gpu-1") for _ in hosts.list_programs(host)]
     again = SshLauncher()
-    again.deploy_run(plan_scaled_run(again, "demo", 3), print)
+    again.deploy_run(plan_scaled_run(again, "demo", ScaleRequest(3)), print)
     formed = wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 3)
     wait_for_event(launcher, "progress", lambda event: event.time > formed.time)
     assert len(before) <= len([host for host in ("gpu-0", "gpu-1") for _ in hosts.list_programs(host)])
@@ -172,12 +172,12 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
         "node2": ("gpu-2", "running"),
         RENDEZVOUS_SERVICE: ("gpu-0", "running"),
     }
-    launcher.deploy_run(plan_scaled_run(launcher, "demo", 2), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(2)), print)
     assert hosts.list_programs("gpu-2") == []
     assert not (hosts.get_state_dir("gpu-2") / "swarmtrain/.hosts/gpu-2").exists()
     launcher.stop_run("demo", print)
     saved = (tmp_path / "state").read_text()
-    launcher.deploy_run(plan_scaled_run(launcher, "demo", 2), print)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(2)), print)
     (tmp_path / "enough").touch()
     outcome, _, states = follow_to_outcome(launcher)
     assert outcome == "done: all 2 nodes have finished"
@@ -207,7 +207,7 @@ def test_the_others_continue_without_hosts_that_die_or_are_partitioned(launcher:
     wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 1)
     assert [task.node for task in launcher.list_tasks("demo") if task.state == "unreachable"] == ["node1", "node2"]
     messages: list[str] = []
-    launcher.deploy_run(plan_scaled_run(launcher, "demo", 1), messages.append)
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(1)), messages.append)
     assert sorted(line.partition(";")[0] for line in messages) == ["gpu-1 is unreachable", "gpu-2 is unreachable"]
     assert [task.node for task in launcher.list_tasks("demo")] == ["node0", RENDEZVOUS_SERVICE]
     (tmp_path / "enough").touch()

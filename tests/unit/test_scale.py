@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,7 +11,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import PlanError
-from swarmtrain.launchers.planner import plan_scaled_run
+from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
+from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Inventory, Machine
 
 TENSOR = "topology: {global_batch_size: 24, micro_batch_size: 2, model_parallel_size: 2}\nrunner: {nodes: 2, min_nodes: 2, max_nodes: 4}"
@@ -20,8 +21,11 @@ TENSOR = "topology: {global_batch_size: 24, micro_batch_size: 2, model_parallel_
 class StubLauncher:
     """A launcher that can only be queried."""
 
-    def __init__(self, *machines: Machine) -> None:
-        self._machines = machines
+    def __init__(self, *machines: Machine, placement: Placement = FRESH_PLACEMENT) -> None:
+        self._machines, self._placement = machines, placement
+
+    def read_placement(self, run: str) -> Placement:
+        return self._placement
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         return parse_config(TENSOR, []), Cargo(())
@@ -35,7 +39,7 @@ def build_four_machines(**changes: Any) -> Any:
 
 
 def test_a_size_that_fits_is_planned() -> None:
-    assert [node.host for node in plan_scaled_run(build_four_machines(), "demo", 4).nodes] == ["a", "b", "c", "d"]
+    assert [node.host for node in plan_scaled_run(build_four_machines(), "demo", ScaleRequest(4)).nodes] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -49,5 +53,64 @@ def test_a_size_that_fits_is_planned() -> None:
 )
 def test_a_size_that_does_not_fit_is_refused_with_the_reason(place: Any, nodes: int, match: str) -> None:
     with pytest.raises(PlanError, match=match) as raised:
-        plan_scaled_run(place, "demo", nodes)
+        plan_scaled_run(place, "demo", ScaleRequest(nodes))
     assert raised.value.hint
+
+
+SWARM = "runner: {nodes: 2, min_nodes: 1, max_nodes: 4, hosts: %s}"
+
+
+class RunningLauncher(StubLauncher):
+    """A launcher with a run on b and c, of the hosts a to d."""
+
+    def __init__(self, hosts: str = "null") -> None:
+        super().__init__(*(Machine(host, id=f"id-{host}") for host in "abcd"), placement=Placement({"node0": "b", "node1": "id-c"}))
+        self._hosts = hosts
+
+    def load_deployment(self, run: str) -> tuple[Config, Cargo]:
+        return parse_config(SWARM % self._hosts), Cargo(())
+
+
+def list_scaled_nodes(launcher: Any, request: ScaleRequest) -> dict[str, str]:
+    return {node.name: node.host for node in plan_scaled_run(launcher, "demo", request).nodes}
+
+
+@pytest.mark.parametrize("hosts", ["null", "[b, id-c, a]"])
+@pytest.mark.parametrize(
+    ("request_", "nodes"),
+    [
+        (ScaleRequest(3), {"node0": "b", "node1": "c", "node2": "a"}),
+        (ScaleRequest(1), {"node0": "b"}),
+        (ScaleRequest(added_hosts=("d",)), {"node0": "b", "node1": "c", "node2": "d"}),
+        (ScaleRequest(removed_hosts=("b",)), {"node1": "c"}),
+        (ScaleRequest(removed_hosts=("c",)), {"node0": "b"}),
+        (ScaleRequest(replaced_hosts=("id-c",)), {"node0": "b", "node1": "a"}),
+        (ScaleRequest(added_hosts=("d",), replaced_hosts=("b",), node_count=2), {"node0": "d", "node1": "c"}),
+    ],
+    ids=["up", "down", "add", "without", "without by another name", "replace", "replace by"],
+)
+def test_hosts_are_added_removed_and_replaced(hosts: str, request_: ScaleRequest, nodes: dict[str, str]) -> None:
+    assert list_scaled_nodes(RunningLauncher(hosts), request_) == nodes
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ScaleRequest(removed_hosts=("a",)), "scale --without: no node of demo runs on a"),
+        (ScaleRequest(replaced_hosts=("nowhere",)), "scale --replace: no node of demo runs on nowhere"),
+        (ScaleRequest(added_hosts=("c",)), "scale --add: a node of demo already runs on c"),
+        (ScaleRequest(added_hosts=("e",)), "scale --add: e is not in the swarm\nhint: its hosts: "),
+        (ScaleRequest(added_hosts=("a b",)), "scale --add: 'a b' is not a valid host"),
+    ],
+)
+def test_hosts_that_cannot_be_changed_are_refused(request_: ScaleRequest, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_scaled_run(cast("Any", RunningLauncher()), "demo", request_)
+    assert f"error: {message}" in caught.value.plain_text
+
+
+def test_a_list_of_hosts_is_a_limit_that_add_extends() -> None:
+    with pytest.raises(PlanError, match="lists 2 hosts, but 3 nodes") as caught:
+        list_scaled_nodes(RunningLauncher("[b, c]"), ScaleRequest(3))
+    assert "swarmtrain scale --add HOST" in str(caught.value.hint)
+    assert list_scaled_nodes(RunningLauncher("[b, c]"), ScaleRequest(added_hosts=("d slots=1",)))["node2"] == "d"

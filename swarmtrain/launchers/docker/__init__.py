@@ -29,6 +29,7 @@ from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
 from swarmtrain.launchers.docker import container_specs, container_state, update_stream
 from swarmtrain.launchers.docker.container_state import Container
+from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import CONFIG_PATH, LABEL_CODE, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SECRETS, RENDEZVOUS_SERVICE, Event
 from swarmtrain.render.compose_file import render_compose
@@ -166,6 +167,10 @@ class DockerLauncher:
             tuple(RunFile(name, self._engine.read_file(node.id, f"/run/secrets/{name}"), digest) for name, digest in digests.items()),
         )
         return config.model_copy(update={"runner": runner}), cargo
+
+    def read_placement(self, run: str) -> Placement:
+        """Return an empty placement: all nodes are on one machine."""
+        return FRESH_PLACEMENT
 
     def list_runs(self) -> list[str]:
         """Return the names of the runs on this engine, sorted."""

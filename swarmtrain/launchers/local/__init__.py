@@ -23,6 +23,7 @@ from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, Pro
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
+from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
@@ -108,6 +109,10 @@ class LocalLauncher:
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo with which the run was deployed. Raises RunNotFound if the run does not exist."""
         return LocalRunFolder(run).load_deployment()
+
+    def read_placement(self, run: str) -> Placement:
+        """Return an empty placement: all nodes are on this machine."""
+        return FRESH_PLACEMENT
 
     @translate_os_errors()
     def list_runs(self) -> list[str]:

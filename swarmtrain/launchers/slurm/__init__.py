@@ -31,6 +31,7 @@ from swarmtrain.launchers.slurm.slurm_run_folder import (
     list_slurm_runs,
     read_node_state,
 )
+from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import EVENT_OUTCOME, Event
 from swarmtrain.render.sbatch_script import (
@@ -158,6 +159,10 @@ class SlurmLauncher:
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
         return SlurmRunFolder(run).load_deployment()
+
+    def read_placement(self, run: str) -> Placement:
+        """Return an empty placement: Slurm places the nodes of each job."""
+        return FRESH_PLACEMENT
 
     @translate_os_errors()
     def list_runs(self) -> list[str]:

@@ -34,6 +34,7 @@ from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool,
 from swarmtrain.launchers.ssh.image_pull import pull_image
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_container_exec_argv, build_host_exec_argv, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
+from swarmtrain.placement import Placement
 from swarmtrain.plan import Inventory, Machine, Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
@@ -213,6 +214,12 @@ class SshLauncher:
                 secrets = tuple(RunFile.from_content(name, files[f"secrets/{name}"]) for name in record.secrets)
                 return Config.from_json(files["deployed.json"].decode()), Cargo(code, secrets)
         raise last_error or RunNotFound("has no hosts", place=f"run {run}")
+
+    @translate_os_errors()
+    def read_placement(self, run: str) -> Placement:
+        """Return the hosts of the nodes, and of the coordinator, from the index on this machine. Raises RunNotFound."""
+        record = self._index.read_record(run)
+        return Placement(record.nodes, record.coordinator_host)
 
     @translate_os_errors()
     def list_runs(self) -> list[str]:

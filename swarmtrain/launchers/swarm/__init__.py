@@ -36,6 +36,7 @@ from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_spe
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.launchers.swarm.update_stream import LogScope, format_manager_name, watch_run
+from swarmtrain.placement import Placement
 from swarmtrain.plan import Inventory, Plan
 from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
@@ -97,6 +98,12 @@ class SwarmLauncher:
         secrets = [RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"])) for item in container.get("Secrets", [])]
         code_files.sort(key=lambda file: (file.name != runner.script_name, file.name))  # as in read_cargo
         return config, Cargo(tuple(code_files), tuple(secrets))
+
+    def read_placement(self, run: str) -> Placement:
+        services = cluster_state.list_run_services(self._engine, run)
+        pinned = {service.get_short_name(run): service.pinned_machine for service in services}
+        coordinator = pinned.pop(RENDEZVOUS_SERVICE, "")
+        return Placement({node: machine for node, machine in pinned.items() if machine}, coordinator)
 
     def list_runs(self) -> list[str]:
         return cluster_state.list_runs(self._engine)

@@ -59,6 +59,15 @@ class Service:
         return bool(self.spec.get("Labels", {}).get(LABEL_ROLE) == ROLE_NODE)
 
     @property
+    def pinned_machine(self) -> str:
+        """Id or host name of the machine to which the service is pinned; empty if it is not pinned."""
+        for constraint in (self.spec["TaskTemplate"].get("Placement") or {}).get("Constraints") or []:
+            key, _, value = (part.strip() for part in constraint.partition("=="))
+            if key in ("node.id", "node.hostname"):
+                return str(value)
+        return ""
+
+    @property
     def is_probe(self) -> bool:
         return bool(self.spec["TaskTemplate"].get("ContainerSpec", {}).get("Args") == [ROLE_PROBE])
 
