@@ -1,4 +1,5 @@
-"""compose/generated.yml equals the output of `swarmtrain generate examples/quickstart.yml`; this folder has more such pairs.
+"""compose/generated.yml equals the output of `swarmtrain generate --offline examples/quickstart.yml`, with the placeholders replaced by the
+machines of a lab, node0, node1 and node2; this folder has more such pairs.
 
 REFRESH=1 pytest tests/golden rewrites them all.
 """
@@ -13,12 +14,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HOSTS = "runner.hosts=[node0, node1, node2]"
 
 
 def generate_stack(output: Path) -> None:
-    argv = [sys.executable, "-m", "swarmtrain", "generate", "examples/quickstart.yml", "-o", HOSTS, "--output", str(output)]
+    argv = [sys.executable, "-m", "swarmtrain", "generate", "examples/quickstart.yml", "--offline", "--output", str(output)]
     subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+    output.write_text(output.read_text().replace("HOST", "node"))
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from swarm_helpers import DISCARD, RUN, find_docker_programs, is_run_removed, list_task_ids, print_line, run_docker
 
-from swarmtrain import protocol
+from swarmtrain import images, protocol
 from swarmtrain.lab import Lab
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack, write_stack
 
+ROOT = Path(__file__).parents[2]
+STACK_IMAGE = "registry.lab:5000/swarmtrain:latest"
 # Characters that Swarm, or a parser of the stack file, would substitute if they were not escaped.
 SPECIAL_CHARACTERS = "$HOME ${RUN} $$ {{.Node.ID}} {{ a=b 'c' \"d\" %"
 
@@ -152,3 +159,53 @@ def test_what_looks_like_a_variable_or_a_template_arrives_as_it_is(
         assert json.loads(found["SWARMTRAIN_SCRIPT_ARGS"]) == [SPECIAL_CHARACTERS]
         assert f" {target} " in found["mounts"]
     run_docker(lab, "node", "update", "--label-rm", "odd", "node0")
+
+
+@pytest.mark.test_all_only("builds an image in a lab of four machines")
+def test_the_commands_of_the_readme_on_four_machines(create_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committed stack file, deployed by docker from a checkout, and then scaled by swarmtrain: its three nodes are not interrupted."""
+    lab = create_lab("four")
+    lab.bring_up(4, report_progress=DISCARD)
+    for name, value in lab.build_client_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    engine = DockerEngine(timeout=600)
+    images.build_image(engine.client, ROOT, STACK_IMAGE, report_progress=DISCARD)
+    images.push_image(engine.client, STACK_IMAGE, report_progress=DISCARD)
+    run_docker(lab, "stack", "deploy", "-c", "compose/generated.yml", "mine")
+    tasks = wait_until_training(engine, "mine", 3)
+    done = subprocess.run(
+        [sys.executable, "-m", "swarmtrain", "scale", "mine", "--nodes", "4"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a world of 4 ranks on 4 nodes has formed" in done.stderr
+    assert list_task_ids(engine).items() >= tasks.items()
+
+
+def wait_until_training(engine: DockerEngine, run: str, ranks: int) -> dict[str, set[str]]:
+    """Wait until a world of `ranks` has formed; return the ids of the tasks."""
+    launcher, end = SwarmLauncher(engine.address), time.monotonic() + 120
+    while not any(event.kind == protocol.EVENT_WORLD_FORMED and event.data["world_size"] == ranks for event in launcher.read_events(run)):
+        assert time.monotonic() < end, launcher.list_tasks(run)
+        time.sleep(0.5)
+    return list_task_ids(engine)
+
+
+def test_a_node_keeps_its_host_when_machines_change(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
+    """A machine that comes first by name, and one that is drained, change only the node that must move."""
+    engine = launcher._engine
+    run_docker(lab, "node", "update", "--availability", "drain", "node0")
+    try:
+        launcher.deploy_run(plan_run(), print_line)
+        assert launcher.read_placement(RUN).machines == {"node0": "node1", "node1": "node2"}
+        run_docker(lab, "node", "update", "--availability", "active", "node0")
+        assert launcher.plan_changes(plan_scaled_run(launcher, RUN, ScaleRequest(2))) == []
+        tasks = list_task_ids(engine)
+        launcher.deploy_run(plan_scaled_run(launcher, RUN, ScaleRequest(replaced_hosts=("node1",))), print_line)
+        assert launcher.read_placement(RUN).machines == {"node0": "node0", "node1": "node2"}
+        assert list_task_ids(engine)[f"{RUN}_node1"] == tasks[f"{RUN}_node1"]
+        launcher.deploy_run(plan_scaled_run(launcher, RUN, ScaleRequest(added_hosts=("node1",), removed_hosts=("node0",))), print_line)
+        assert launcher.read_placement(RUN).machines == {"node0": "node1", "node1": "node2"}
+        assert list_task_ids(engine)[f"{RUN}_node1"] == tasks[f"{RUN}_node1"]
+    finally:
+        run_docker(lab, "node", "update", "--availability", "active", "node0")
