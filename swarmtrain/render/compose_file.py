@@ -45,7 +45,8 @@ def _convert_service_to_compose(
     converted = {key: value for key, value in service.items() if key != "deploy"}
     converted |= {
         "container_name": f"{plan.run}-{service_name}",
-        "environment": {variable: unescape_go_template(value) for variable, value in service["environment"].items()},
+        "environment": {variable: unescape_go_template(value) for variable, value in service["environment"].items()}
+        | {stack_document.RUN_VARIABLE: plan.run},
         # A container is restarted after every exit code except 0, and when the engine restarts. The coordinator enforces the restart
         # budget.
         "restart": "on-failure",

@@ -23,12 +23,14 @@ from swarmtrain.errors import StackError
 from swarmtrain.plan import Plan, PlannedNode
 from swarmtrain.protocol import (
     CONFIG_PATH,
+    ENV_PREFIX,
     LABEL_CONFIG,
     LABEL_HOST,
     LABEL_HOSTS,
     LABEL_ROLE,
     LABEL_RUN,
     LABEL_SLOTS,
+    LABEL_STACK,
     RENDEZVOUS_SERVICE,
     ROLE_NODE,
     ROLE_RENDEZVOUS,
@@ -49,6 +51,13 @@ _IPV4_PATTERN = re.compile(r"[0-9.]+")
 # the predecessor (6 s), they would mistake the new container for it.
 _RESTART_DELAY, _RESTART_DELAY_ON_HOST_NETWORK = "2s", "8s"
 _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
+
+
+RUN_VARIABLE = f"{ENV_PREFIX}RUN"
+"""Environment variable with the name of the run."""
+# The name with which the stack was deployed. `docker stack deploy` may use another one than the stack file, and with that name as text,
+# `swarmtrain scale` would change, and restart, all services.
+_RUN_TEMPLATE = f'{{{{index .Service.Labels "{LABEL_STACK}"}}}}'
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,7 @@ def _build_common_service(plan: Plan, role: str, environment: dict[str, str]) ->
         "entrypoint": ["python3", "-m", ENTRYPOINT_MODULE],
         "command": [role],
         "init": True,
-        "environment": {name: escape_go_template(value) for name, value in environment.items()},
+        "environment": {name: escape_go_template(value) for name, value in environment.items()} | {RUN_VARIABLE: _RUN_TEMPLATE},
         "networks": [NETWORK_NAME],
         "stop_grace_period": f"{plan.config.runner.stop_grace:g}s",
         "logging": {"driver": "json-file", "options": {"max-size": "20m", "max-file": "5"}},
