@@ -175,6 +175,8 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(2)), print)
     assert hosts.list_programs("gpu-2") == []
     assert not (hosts.get_state_dir("gpu-2") / "swarmtrain/.hosts/gpu-2").exists()
+    moved = launcher.plan_changes(plan_scaled_run(launcher, "demo", ScaleRequest(replaced_hosts=("gpu-1",))))
+    assert [str(change) for change in moved] == ["end node1 on gpu-1: is not in the plan", "start node1 on gpu-2: does not exist"]
     launcher.stop_run("demo", print)
     saved = (tmp_path / "state").read_text()
     launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(2)), print)
