@@ -6,7 +6,6 @@ A format's module fills a MigrationReport and builds its result; keys that the m
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,13 +18,13 @@ from swarmtrain.config import Config
 from swarmtrain.config.loader import sort_and_limit_problems
 from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, Problem
+from swarmtrain.importers.secret_values import redact_secrets
 
 KeyPath = tuple[str, ...]
 _ABSENT = object()
 _MAX_VALUE_LENGTH = 40
 _BATCH_KEYS = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 _SECRET_SUFFIXES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
-_INLINE_SECRET_PATTERN = re.compile(r"(\b\w*(?:key|token|secret|passw(?:or)?d)\"?\s*[=:]\s*\"?)[^\s\",{}\[\]]+", re.IGNORECASE)
 
 
 class UnmappedReason(StrEnum):
@@ -386,6 +385,6 @@ def _sort_values_by_schema(config_values: dict[str, Any], model: type[BaseModel]
 
 def _abbreviate_value(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    text = _INLINE_SECRET_PATTERN.sub(r"\1…", text[: 9 * _MAX_VALUE_LENGTH])
+    text = redact_secrets(text[: 9 * _MAX_VALUE_LENGTH])
     printable = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return printable if len(printable) <= _MAX_VALUE_LENGTH else f"{printable[: _MAX_VALUE_LENGTH - 1]}…"

@@ -130,7 +130,7 @@ def test_a_json_and_its_hostfile() -> None:
         ("replicaCount: 3\nimage: x\n", "is not a known format; its keys are image, replicaCount"),
         ("runner: {runner_type: swarm}\n", "is already a swarmtrain config"),
         ("#!/bin/bash\necho hello\n", "starts neither torchrun nor python"),
-        ("#!/bin/bash\nA=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "torchrun train.py $A\n", "starts neither torchrun nor python"),
+        ("#!/bin/bash\nA=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "torchrun train.py $A\n", "(line 15): cannot be read: the value of A is too long"),
         ("services: {db: {image: postgres}}\n", "no service starts training"),
         ("runner: [\n", "is neither YAML nor JSON"),
         ("topology: {a: 1}\ntopology: {b: 1}\n", "appears twice"),

@@ -45,7 +45,8 @@ def parse_integer(text: str) -> int:
 
 
 def _split_tokens(expression: str) -> list[str]:
-    tokens, position = [], 0
+    position = 0
+    tokens: list[str] = []
     text = expression.strip()
     while position < len(text):
         match = _TOKEN_PATTERN.match(text, position)

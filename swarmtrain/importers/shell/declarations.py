@@ -23,8 +23,8 @@ def assign_variable(assignment: Assignment, scope: Scope, statement: Statement) 
     scope.assign(assignment.name, value, statement)
 
 
-def declare_variables(command: SimpleCommand, scope: Scope) -> None:
-    """Apply export, declare, typeset, local or readonly. Raises ShellSyntaxError for references to names (declare -n)."""
+def declare_variables(command: SimpleCommand, scope: Scope, statement: Statement) -> None:
+    """Apply export, declare, typeset, local or readonly, which is part of `statement`. Raises ShellSyntaxError for references to names (declare -n)."""
     name = command.words[0].literal
     flags = "".join(argument.literal[1:] for argument in command.arguments if isinstance(argument, Word) and argument.literal[:1] == "-")
     if "n" in flags and name != "export":
@@ -35,7 +35,7 @@ def declare_variables(command: SimpleCommand, scope: Scope) -> None:
     for argument in command.arguments:
         variable = _declare_variable(argument, scope, command, is_associative="A" in flags)
         if variable and is_export:
-            scope.exported[variable] = command
+            scope.exported[variable] = statement
         elif variable and name == "export":
             scope.exported.pop(variable, None)
 

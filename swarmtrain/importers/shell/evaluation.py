@@ -6,15 +6,16 @@ import posixpath
 import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarmtrain.importers.shell.assigned_names import collect_assigned_names, find_arithmetic_names, find_read_names, iterate_commands
 from swarmtrain.importers.shell.declarations import assign_variable, declare_variables
 from swarmtrain.importers.shell.expansion import expand_text, expand_words
 from swarmtrain.importers.shell.parser import DECLARATIONS, parse_script
-from swarmtrain.importers.shell.scope import POSITIONAL, Scope
+from swarmtrain.importers.shell.scope import POSITIONAL, Scope, Value
 from swarmtrain.importers.shell.syntax import (
+    Assignment,
     Branches,
     Chain,
     Function,
@@ -54,6 +55,8 @@ class EvaluatedCommand:
     unreached: str = ""
     """Why the command never runs; empty if it may run."""
     loop_variables: tuple[str, ...] = ()
+    assigned: Mapping[str, Value] = field(default_factory=dict)
+    """Variables that the command assigns, with their new values."""
 
     @property
     def line(self) -> int:
@@ -84,6 +87,14 @@ class ScriptEvaluator:
             if name not in self._called:
                 with self._set(_unreached=f"the function {name} is never called"):
                     self._run(function, scope.copy())
+
+    def is_function(self, name: str) -> bool:
+        """Return whether the script defines a function `name`."""
+        return name in self._functions
+
+    def is_called(self, name: str) -> bool:
+        """Return whether the script calls its function `name`."""
+        return name in self._called
 
     def evaluate_text(self, text: str, scope: Scope, outer: EvaluatedCommand) -> list[EvaluatedCommand]:
         """Return the commands of the script `text`, which the command `outer` passes to a new shell. Raises ShellSyntaxError."""
@@ -144,7 +155,10 @@ class ScriptEvaluator:
                 branch = scope
             if branch is scope and (operator == "||" or not _always_succeeds(previous)):
                 branch = scope.copy()
-            self._run(item, branch)
+            condition = next(iterate_commands(chain.items[0][1]), None)
+            constructs = (condition,) if condition is not None and branch is not scope else ()
+            with self._set(_constructs=(*self._constructs, *constructs)):
+                self._run(item, branch)
             if operator == "||":
                 scope.merge([scope.copy(), branch], line)
                 branch = scope
@@ -204,15 +218,17 @@ class ScriptEvaluator:
             raise ShellSyntaxError("starts too many commands", command.line)
         name = command.words[0].literal if command.words else ""
         if not command.words:
-            for assignment in command.assignments:
-                assign_variable(assignment, scope, command)
             self._record(command, (), {}, scope)
+            for assignment in command.assignments:
+                assign_variable(assignment, scope, self._origin or command)
+            self._record_assigned([assignment.name for assignment in command.assignments], scope)
             return
         variables = {assignment.name: self._expand_variable(assignment.value, scope, command) for assignment in command.assignments}
-        if name in DECLARATIONS:
-            declare_variables(command, scope)
         argv = tuple(expand_words(command.words, scope, command))
         self._record(command, argv, variables, scope)
+        if name in DECLARATIONS:
+            declare_variables(command, scope, self._origin or command)
+            self._record_assigned([argument.name for argument in command.arguments if isinstance(argument, Assignment)], scope)
         for variable in find_read_names(command):
             scope.make_unresolved(variable, command.line, "is read when the script runs")
         if command.words[0].source == "((":
@@ -230,6 +246,10 @@ class ScriptEvaluator:
         self.commands.append(
             EvaluatedCommand(statement, command, argv, variables, scope.copy(), self._constructs, self._unreached, self._loop_variables)
         )
+
+    def _record_assigned(self, names: list[str], scope: Scope) -> None:
+        values = {name: value for name in names if (value := scope.get(name)) is not None}
+        self.commands[-1] = replace(self.commands[-1], assigned=values)
 
     def _apply_builtin(self, argv: tuple[str, ...], command: SimpleCommand, scope: Scope) -> None:
         name, arguments = (argv[0], argv[1:]) if argv else ("", ())
@@ -256,7 +276,7 @@ class ScriptEvaluator:
         before = {variable: scope.variables.get(variable) for variable in (*local_names, POSITIONAL)}
         knew_positional, scope.knows_positional = scope.knows_positional, True
         scope.variables[POSITIONAL] = arguments
-        with self._set(_called=self._called):
+        with self._set():
             self._run(self._functions[name], scope)
         scope.knows_positional, scope.has_ended = knew_positional, _exits(self._functions[name]) and scope.has_ended
         for variable, value in before.items():

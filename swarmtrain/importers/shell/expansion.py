@@ -264,7 +264,7 @@ def _expand_alternative(part: Parameter, scope: Scope, statement: Statement) -> 
 
 
 def _note_default(part: Parameter, scope: Scope, statement: Statement, text: str | None) -> None:
-    if text is not None or scope.has_positional() and part.name.isdigit():
+    if text is not None or (scope.has_positional() and part.name.isdigit()):
         return
     note = f"line {statement.line}: {part.name} is not set in the script, so its default applies: {part.source}"
     if note not in scope.notes and part.name.replace("@", "").replace("*", ""):

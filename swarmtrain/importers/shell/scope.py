@@ -60,7 +60,7 @@ class Scope:
         value = self.variables.get(POSITIONAL)
         if isinstance(value, tuple):
             return value
-        arguments = []
+        arguments: list[str] = []
         while not self.knows_positional and str(len(arguments) + 1) in self.constants:
             arguments.append(self.constants[str(len(arguments) + 1)])
         return tuple(arguments)

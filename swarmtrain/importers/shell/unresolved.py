@@ -51,7 +51,7 @@ def name_unresolved(text: str, name: str) -> str:
     parts = _MARK_PATTERN.split(text)
     for index in range(1, len(parts), 2):
         part = _decode_mark(parts[index])
-        parts[index] = Unresolved(part.name or name, part.source, part.line, part.reason).to_mark()
+        parts[index] = (part if part.name else Unresolved(name, f"${name}", part.line, part.reason)).to_mark()
     return "".join(parts)
 
 
