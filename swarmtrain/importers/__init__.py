@@ -136,7 +136,7 @@ def recognize_foreign_config(path: Path, problem_paths: Collection[str]) -> Sour
     """
     try:
         text = _read_source_text(path)
-        if _is_shell_script(text):
+        if _is_shell_script(text, str(path)):
             return SourceFormat.sbatch
         values = _parse_yaml(text, str(path)).values
         source_format = _detect_source_format(values, str(path)) if isinstance(values, dict) else None
@@ -170,7 +170,7 @@ def import_config_text(
     """
     if not text.strip():
         raise SwarmtrainError("is empty", place=source_file, hint=f"pass {_KNOWN_FORMATS_TEXT}")
-    if source_format is SourceFormat.sbatch or (source_format is None and _is_shell_script(text)):
+    if source_format is SourceFormat.sbatch or (source_format is None and _is_shell_script(text, source_file)):
         return _import_sbatch_script(text, source_file, hosts, settings)
     if source_format in (None, SourceFormat.deepspeed) and deepspeed.is_hostfile(text):
         report = MigrationReport({})
@@ -254,7 +254,9 @@ def _detect_source_format(source_values: dict[str, Any], source_file: str) -> So
     )
 
 
-def _is_shell_script(text: str) -> bool:
+def _is_shell_script(text: str, source_file: str) -> bool:
+    if source_file.endswith((".sh", ".bash", ".sbatch", ".slurm")):
+        return True
     return text.startswith("#!") or any(line.lstrip().startswith("#SBATCH") for line in text.splitlines())
 
 

@@ -189,7 +189,9 @@ class LaunchFinder:
         text, positional = _take_shell_text(words)
         if text is None:
             shown = " ".join(map(show_text, words[:3]))
-            return [self._refuse(outer, command, strength, f"{shown} runs another script: import that script", words[1:2])]
+            reads_input = any(redirection.operator.startswith("<") for redirection in command.command.redirections) or len(words) == 1
+            reason = "reads its commands from its input" if reads_input else "runs another script: import that script"
+            return [self._refuse(outer, command, strength, f"{shown} {reason}", words[1:2])]
         variables = {name: value for prefix in prefixes for name, value in prefix.variables.items()}
         self._depth += 1
         try:

@@ -164,7 +164,7 @@ def _map_lines(report: MigrationReport, job: _Job, selected: LaunchCandidate, ca
         if command.unreached:
             report.add_unmapped_key(key, UnmappedReason.no_counterpart, command.unreached)
         elif id(command.statement) in candidates_by_statement:
-            _report_other_candidate(report, key, candidates_by_statement[id(command.statement)])
+            _report_other_candidate(report, key, candidates_by_statement[id(command.statement)], selected)
         elif not _is_assignment(job, command):
             map_script_line(report, key, command, is_before_launch=is_before_launch)
         elif is_before_launch and _depends_on_environment(command) and add_to_prelude(report, key, command):
@@ -194,8 +194,8 @@ def _map_header(report: MigrationReport, job: _Job, header: Header) -> None:
         report.add_unmapped_key(job.get_key(header), UnmappedReason.no_counterpart, _CONSTRUCT_TEXT)
 
 
-def _report_other_candidate(report: MigrationReport, key: KeyPath, candidate: LaunchCandidate) -> None:
-    is_preparation = candidate.launch is None or not candidate.launch.is_launcher
+def _report_other_candidate(report: MigrationReport, key: KeyPath, candidate: LaunchCandidate, selected: LaunchCandidate) -> None:
+    is_preparation = candidate.launch is None or candidate.strength < selected.strength
     text = "not the command that starts training: run it before swarmtrain deploy" if is_preparation else _OTHER_LAUNCH_TEXT
     report.add_unmapped_key(key, UnmappedReason.done_differently, text)
 
@@ -248,9 +248,11 @@ def _map_variable(report: MigrationReport, key: KeyPath, name: str, value: str) 
 
 def _report_unused_assignment(report: MigrationReport, key: KeyPath, command: EvaluatedCommand, exported: set[str]) -> None:
     """Report an export that does not reach the launch command; other assignments are handled by their use."""
-    is_export = bool(command.argv) and command.argv[0] == "export"
+    is_export, constants = bool(command.argv) and command.argv[0] == "export", command.scope.constants
     if is_export and any(name not in exported for name in command.assigned):
         report.add_unmapped_key(key, UnmappedReason.no_counterpart, "does not reach the launch command")
+    elif command.assigned and all(name in constants for name in command.assigned):
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "overridden by --set")
     else:
         report.mark_keys_handled(key)
 

@@ -182,9 +182,10 @@ def _expand_parameter(part: Parameter, scope: Scope, statement: Statement) -> Va
         return _apply_default(part, value, scope, statement)
     if value is None:
         return Unresolved(part.name, part.source, statement.line).to_mark()
-    if not part.operator:
-        return value
-    return _apply_text_operator(part, value, scope, statement)
+    if part.operator:
+        value = _apply_text_operator(part, value, scope, statement)
+    is_joined = part.is_quoted and "*" in (part.name, part.index)
+    return " ".join(value) if is_joined and isinstance(value, tuple) else value
 
 
 def _look_up(part: Parameter, scope: Scope, statement: Statement) -> Value | None:
@@ -211,7 +212,7 @@ def _look_up_all_arguments(part: Parameter, scope: Scope) -> Value:
     if not arguments and not scope.has_positional():
         note = "the script passes its own arguments ($@) to a command: write them into runner.script_args"
         scope.notes.append(note) if note not in scope.notes else None
-    return " ".join(arguments) if part.name == "*" and part.is_quoted else arguments
+    return arguments
 
 
 def _select_element(part: Parameter, value: Value | None, scope: Scope, statement: Statement) -> Value | None:
@@ -219,7 +220,7 @@ def _select_element(part: Parameter, value: Value | None, scope: Scope, statemen
         return None
     elements = value if isinstance(value, tuple) else (value,)
     if part.index in ("@", "*"):
-        return " ".join(elements) if part.index == "*" and part.is_quoted else elements
+        return elements
     if not part.index:
         return elements[0] if elements else ""
     name = part.index.strip("${}")
@@ -247,7 +248,7 @@ def _apply_default(part: Parameter, value: Value | None, scope: Scope, statement
     if kind == "+":
         return _expand_alternative(part, scope, statement) if is_set else ()
     if is_set and value is not None:
-        return value
+        return " ".join(value) if part.is_quoted and "*" in (part.name, part.index) and isinstance(value, tuple) else value
     if kind == "?":
         return Unresolved(part.name, part.source, statement.line).to_mark()
     default = expand_text(part.argument, scope, statement)
@@ -259,7 +260,7 @@ def _apply_default(part: Parameter, value: Value | None, scope: Scope, statement
 
 def _expand_alternative(part: Parameter, scope: Scope, statement: Statement) -> Value:
     """Return the value of ${X+word}. If the word is one array, as in ${X+"${X[@]}"}, its elements stay separate."""
-    parts = [inner for inner in part.argument.parts if inner != Literal("", True)] if part.argument else []
+    parts = part.argument.parts if part.argument else ()
     return _expand_part(parts[0], scope, statement) if len(parts) == 1 else expand_text(part.argument, scope, statement)
 
 
@@ -277,7 +278,10 @@ def _apply_text_operator(part: Parameter, value: Value, scope: Scope, statement:
         return _slice_elements(part, value, statement)
     argument = expand_text(part.argument, scope, statement)
     unresolved = [*find_unresolved(value), *find_unresolved(argument)]
-    result = None if unresolved else _edit_text(part.operator, value, argument)
+    if part.operator in ("/", "//"):
+        result = None if unresolved else _replace_text(part, value, scope, statement)
+    else:
+        result = None if unresolved else _edit_text(part.operator, value, argument)
     if result is not None:
         return result
     name = unresolved[0].name if unresolved else ""
@@ -295,16 +299,21 @@ def _slice_elements(part: Parameter, elements: tuple[str, ...], statement: State
 def _edit_text(operator: str, text: str, argument: str) -> str | None:
     if operator in ("#", "##", "%", "%%"):
         return _strip_pattern(operator, text, argument)
-    if operator in ("/", "//"):
-        old, _, new = argument.partition("/")
-        if not old or set(old) & set("*?[#%\\") or "&" in new:
-            return None
-        return text.replace(old, new) if operator == "//" else text.replace(old, new, 1)
     if operator in ("^^", ",,") and not argument:
         return text.upper() if operator == "^^" else text.lower()
     if operator == ":" and (match := re.fullmatch(r"(\d+)(?::(\d+))?", argument)):
         return text[int(match[1]) :][: int(match[2]) if match[2] else None]
     return None
+
+
+def _replace_text(part: Parameter, text: str, scope: Scope, statement: Statement) -> str | None:
+    """Return the result of ${X/old/new} or ${X//old/new}; None if `old` is a pattern."""
+    parts = part.argument.parts if part.argument else ()
+    slash = next((index for index, inner in enumerate(parts) if inner == Literal("/", part.is_quoted)), len(parts))
+    old, new = (expand_text(Word(half, "", statement.line), scope, statement) for half in (parts[:slash], parts[slash + 1 :]))
+    if not old or set(old) & set("*?[#%\\") or "&" in new:
+        return None
+    return text.replace(old, new) if part.operator == "//" else text.replace(old, new, 1)
 
 
 def _strip_pattern(operator: str, text: str, pattern: str) -> str:

@@ -131,7 +131,7 @@ def _read_double_quotes(cursor: Cursor, depth: int) -> list[Part]:
         cursor.position = start
         raise cursor.fail("a double quote is not closed")
     cursor.position += 1
-    return [Literal("", True), *parts]
+    return parts or [Literal("", True)]
 
 
 def _read_ansi_quotes(cursor: Cursor) -> Part:
