@@ -50,7 +50,8 @@ def _build_syntax(
 
 
 _SRUN = _build_syntax(
-    "A B C D c d e G i J L M m N n o p q r S t T w W x account accel-bind acctg-freq bb bbf begin chdir cluster-constraint clusters comment "
+    "A B C D c d e G i J L M m N n o p q r S t T w W x "
+    "account accel-bind acctg-freq bb bbf begin chdir cluster-constraint clusters comment "
     "constraint container container-id context core-spec cores-per-socket cpu-bind cpu_bind cpu-freq cpus-per-gpu cpus-per-task deadline "
     "delay-boot dependency distribution epilog error exclude export export-file extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node "
     "gpus-per-socket gpus-per-task gres gres-flags hint input jobid job-name licenses mail-type mail-user mcs-label mem mem-bind "
@@ -65,9 +66,11 @@ _SRUN = _build_syntax(
     "container-entrypoint-log no-container-entrypoint-log",
 )
 _MPIRUN = _build_syntax(
-    "n np c N H x f host hosts hostfile machinefile npernode ppn perhost map-by bind-to rank-by output-filename wdir wd rf rankfile timeout "
+    "n np c N H x f "
+    "host hosts hostfile machinefile npernode ppn perhost map-by bind-to rank-by output-filename wdir wd rf rankfile timeout "
     "iface bootstrap launcher tune path prefix genvlist envlist hostlist display mca*2 gmca*2 am pmixmca*2 prtemca*2 genv*2 env*2",
-    "v q l h oversubscribe allow-run-as-root tag-output display-map report-bindings genvall bynode bysloth nolocal novm prepend-rank verbose",
+    "v q l h "
+    "oversubscribe allow-run-as-root tag-output display-map report-bindings genvall bynode bysloth nolocal novm prepend-rank verbose",
     one_dash=True,
 )
 _APPTAINER = _build_syntax(
@@ -98,7 +101,7 @@ _PREFIXES: dict[str, _PrefixSyntax] = {
     "nohup": _build_syntax(),
     "time": _build_syntax("f o format output", "p v a verbose append"),
     "exec": _build_syntax("a", "c l"),
-    "command": _build_syntax("", "p"),
+    "command": _build_syntax("", "p v V"),
     "builtin": _build_syntax(),
     "setsid": _build_syntax("", "f w c fork wait ctty"),
     "stdbuf": _build_syntax("i o e input output error"),

@@ -147,7 +147,7 @@ def _add_variables(report: MigrationReport, source_key: KeyPath, value: str, *, 
             report.add_unmapped_key(variable_key, UnmappedReason.unknown, "not in the form NAME=value", value=show_text(pair))
         elif not is_resolved(text) and not is_secret_name(name):
             report.add_unmapped_key(variable_key, UnmappedReason.unknown, _describe_setting(text), value=show_text(text))
-        elif uses_slurm and not is_secret_name(name) and not is_secret_value(text):
+        elif uses_slurm and not is_secret_name(name) and not is_secret_value(text, report.secrets):
             report.map_key(variable_key, path, {**(report.get_config_value(path) or {}), name: text})
         else:
             map_environment_variable(report, variable_key, name, text)

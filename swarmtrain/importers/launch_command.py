@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
 from typing import Any
 
 from pydantic import ValidationError
@@ -58,10 +57,8 @@ _FLAG_SETTINGS = {
 }
 
 
-def map_launch_command(
-    report: MigrationReport, key: KeyPath, launch: LaunchCommand, secrets: Collection[str] = ()
-) -> tuple[int | None, int | None]:
-    """Map a launch command to the config, without arguments that contain one of `secrets`.
+def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> tuple[int | None, int | None]:
+    """Map a launch command to the config, without arguments that contain secrets.
 
     Return the number of nodes and of ranks per node, each None if not given as a number.
     """
@@ -70,7 +67,7 @@ def map_launch_command(
         _map_flag(report, (*key, f"{launch.program} --{flag}"), flag, value, launch)
     for option in launch.python_options:
         report.add_unmapped_key((*key, f"python {option}"), UnmappedReason.no_counterpart, "torchrun starts python -u", value=option)
-    _map_script(report, key, launch, secrets)
+    _map_script(report, key, launch)
     nodes, slots = launch.flags.get("nnodes", ""), launch.flags.get("nproc_per_node", "")
     low = nodes.partition(":")[0]
     return int(low) if low.isdigit() else None, int(slots) if slots.isdigit() else None
@@ -155,7 +152,7 @@ def map_environment_variable(report: MigrationReport, key: KeyPath, name: str, v
     shown_text, setting = show_text(text), _find_nccl_setting(name, text)
     if name in RENDEZVOUS_VARIABLES:
         report.add_unmapped_key(key, UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=shown_text)
-    elif is_secret_name(name) or is_secret_value(text):
+    elif is_secret_name(name) or is_secret_value(text, report.secrets):
         report.add_unmapped_key(
             key, UnmappedReason.done_differently, f"runner.secrets: {{{name}: FILE}}; ranks find the file's path in {name}_FILE", value="…"
         )
@@ -185,7 +182,7 @@ def add_shell_variable_note(report: MigrationReport, field_path: str, config_val
         )
 
 
-def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand, secrets: Collection[str]) -> None:
+def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> None:
     for index, text in enumerate(launch.other_commands):
         replacement = _LOGS_TEXT if _REDIRECTION_PATTERN.search(text) else _IMAGE_TEXT
         report.add_unmapped_key((*key, f"other command {index}"), UnmappedReason.done_differently, replacement, value=text)
@@ -194,7 +191,7 @@ def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand, se
         add_shell_variable_note(report, "runner.script", launch.script)
         if launch.script.startswith("/"):
             report.add_note("runner.script is read on the machine that runs swarmtrain, not in the container: use the path on that machine")
-    arguments = remove_secret_arguments(launch.args, secrets)
+    arguments = remove_secret_arguments(launch.args, report.secrets)
     for name in arguments.removed:
         replacement = "a secret: use runner.secrets, and read the file that its variable NAME_FILE names"
         report.add_unmapped_key((*key, f"{name} (secret)"), UnmappedReason.done_differently, replacement, value="…")

@@ -18,7 +18,7 @@ from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, 
 
 _SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
 _REMOTE_PROGRAMS = frozenset(
-    ("docker", "podman", "nerdctl", "ssh", "pdsh", "clush", "kubectl", "xargs", "parallel", "sbatch", "qsub", "enroot", "shifter", "find")
+    ("docker", "podman", "nerdctl", "ssh", "pdsh", "clush", "kubectl", "xargs", "parallel", "sbatch", "qsub", "enroot", "shifter")
 )
 _PARALLEL_PROGRAMS = frozenset(("horovodrun", "jsrun", "aprun", "lrun", "flux", "prun", "composer", "colossalai", "ray"))
 # Programs that do not start training, whatever their arguments are.
@@ -52,7 +52,7 @@ HARMLESS_PROGRAMS = frozenset(
         *("sinfo", "sacct", "sstat", "scancel", "sbcast", "getent", "ip", "ifconfig", "ibstat", "ibv_devinfo", "netstat", "ss", "nproc"),
         *("basename", "dirname", "realpath", "readlink", "seq", "shuf", "bc", "yes", "openssl", "md5sum", "sha256sum", "wandb", "clear"),
         *("huggingface-cli", "hf", "modelscope", "tensorboard", "jupyter", "make", "cmake", "ninja", "gcc", "g++", "cargo", "ldconfig"),
-        *("sudo", "export", "ds_report", "shopt", "dos2unix", "stat", "file", "diff", "mktemp", "mount", "umount", "lsof", "history"),
+        *("sudo", "eval", "find", "ds_report", "shopt", "dos2unix", "stat", "file", "diff", "mktemp", "mount", "umount", "lsof", "history"),
     )
 )
 _LAUNCH_IN_TEXT_PATTERN = re.compile(r"torchrun|accelerate\s+launch|deepspeed|torch\.distributed")
@@ -117,8 +117,8 @@ class LaunchFinder:
                 return []
             return [self._refuse(outer, command, _find_strength(command.argv, is_parallel=is_parallel), str(error))]
         prefixes = (*prefixes, *inner_prefixes)
-        if inner_prefixes and inner_prefixes[-1].program == "command" and words[:1] and words[0].startswith("-"):
-            return []
+        if any(prefix.program == "command" and {name for name, _ in prefix.options} & {"-v", "-V"} for prefix in inner_prefixes):
+            return []  # prints the path of the program
         if not words:
             is_parallel = any(prefix.program in SLURM_LAUNCHERS for prefix in inner_prefixes)
             return [self._refuse(outer, command, Strength.parallel, "starts no command")] if is_parallel else []
@@ -138,25 +138,25 @@ class LaunchFinder:
             return self._find_in_shell(outer, command, prefixes, words)
         if name == "eval" and any(part.name for word in words[1:] for part in find_unresolved(word)):
             return [self._refuse(outer, command, Strength.parallel, "eval runs text that is not known", words[1:])]
-        if name in _REMOTE_PROGRAMS and (any(map(is_launcher_program, words[1:])) or is_parallel or name != "find"):
-            strength = _find_strength(words, is_parallel=is_parallel)
-            strength = strength if strength is not Strength.python or any(map(is_launcher_program, words[1:])) else Strength.script
-            return [self._refuse(outer, command, strength, f"{name} starts commands elsewhere, which is not supported")]
-        if name in HARMLESS_PROGRAMS or name == "eval" or name == "find":
-            return []
         return self._classify_unknown(outer, command, words, is_parallel=is_parallel)
 
     def _classify_unknown(
         self, outer: EvaluatedCommand, command: EvaluatedCommand, words: Sequence[str], *, is_parallel: bool
     ) -> list[LaunchCandidate]:
         name = show_text(words[0])
+        mentions_launcher = any(map(is_launcher_program, words[1:]))
+        if PurePosixPath(name).name in _REMOTE_PROGRAMS:
+            strength = _find_strength(words, is_parallel=is_parallel)
+            strength = strength if strength is not Strength.python or mentions_launcher else Strength.script
+            return [self._refuse(outer, command, strength, f"{name} starts commands elsewhere, which is not supported")]
+        if PurePosixPath(name).name in HARMLESS_PROGRAMS:
+            return []
         if name.endswith(".py"):
             reason = "starts a script without python: write python before it"
             return [self._refuse(outer, command, Strength.parallel if is_parallel else Strength.python, reason)]
         if name.endswith((".sh", ".bash", ".sbatch", ".slurm")) or name.startswith(("./", "../")):
             reason = f"{name} is another script: import that script"
             return [self._refuse(outer, command, Strength.parallel if is_parallel else Strength.script, reason)]
-        mentions_launcher = any(map(is_launcher_program, words[1:]))
         if is_parallel or mentions_launcher or name in _PARALLEL_PROGRAMS:
             strength = _find_strength(words, is_parallel=is_parallel or name in _PARALLEL_PROGRAMS)
             return [self._refuse(outer, command, strength, f"the program {name} is not supported")]
@@ -237,14 +237,14 @@ def _find_strength(words: Sequence[str], *, is_parallel: bool) -> Strength:
 
 
 def _take_shell_text(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the text that a shell runs with -c, and its positional arguments; None as the text if there is none."""
+    """Return the text that a shell runs with -c, and its arguments from $0; None as the text if there is none."""
     arguments = list(words[1:])
     while arguments and arguments[0][:1] in "-+" and len(arguments[0]) > 1:
         option = arguments.pop(0)
         if option in ("-o", "+o", "-O", "+O", "--rcfile", "--init-file") and arguments:
             arguments.pop(0)
         elif not option.startswith("--") and "c" in option:
-            return (arguments[0], tuple(arguments[2:])) if arguments else (None, ())
+            return (arguments[0], tuple(arguments[1:])) if arguments else (None, ())
     return None, ()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection
 from dataclasses import replace
 
 from swarmtrain.importers.command_prefixes import CONTAINER_PROGRAMS, SLURM_LAUNCHERS, CommandPrefix
@@ -21,9 +20,7 @@ _NODE_SUPERVISOR_TEXT = "a supervisor is started on each node"
 Variables = dict[str, tuple[KeyPath, str]]
 
 
-def map_job_launch(
-    report: MigrationReport, key: KeyPath, candidate: LaunchCandidate, options: SlurmOptions, secrets: Collection[str]
-) -> Variables:
+def map_job_launch(report: MigrationReport, key: KeyPath, candidate: LaunchCandidate, options: SlurmOptions) -> Variables:
     """Map the launch command and the options of the job.
 
     Return the variables that are set for the launch command only, each with its source key and value.
@@ -34,7 +31,7 @@ def map_job_launch(
     variables: Variables = {}
     for prefix in launch.prefixes:
         _map_prefix(report, key, prefix, variables)
-    nodes, slots = map_launch_command(report, key, launch, secrets)
+    nodes, slots = map_launch_command(report, key, launch)
     _map_node_counts(report, options, launch, nodes)
     _map_rank_counts(report, options, launch, slots)
     map_pyxis_sbatch_options(report, options)
@@ -73,32 +70,31 @@ def _map_prefix(report: MigrationReport, key: KeyPath, prefix: CommandPrefix, va
     map_pyxis_options(report, key, prefix)
     for option, value in prefix.options:
         if not PYXIS_PATTERN.fullmatch(option):
-            _map_prefix_option(report, (*key, f"{prefix.program} {option}"), prefix, option, value, variables)
+            variables |= _map_prefix_option(report, (*key, f"{prefix.program} {option}"), prefix.program, option, value)
     for operand in prefix.operands:
         report.add_unmapped_key((*key, prefix.program), UnmappedReason.no_counterpart, "", value=show_text(operand))
 
 
-def _map_prefix_option(
-    report: MigrationReport, source_key: KeyPath, prefix: CommandPrefix, option: str, value: str, variables: Variables
-) -> None:
-    pairs = _list_variables(prefix, option, value)
+def _map_prefix_option(report: MigrationReport, source_key: KeyPath, program: str, option: str, value: str) -> Variables:
+    """Map an option of a prefix. Return the variables that it sets."""
+    pairs = _list_variables(program, option, value)
     if pairs:
         report.mark_keys_handled(source_key)
-        variables |= {name: ((*source_key, name), text) for name, text in pairs.items()}
-    elif prefix.program not in SLURM_LAUNCHERS:
+    elif program not in SLURM_LAUNCHERS:
         report.add_unmapped_key(source_key, UnmappedReason.no_counterpart, "", value=show_text(value))
     else:
         replacement = "runner.nodes and runner.default_gpu_count" if option in _COUNT_OPTIONS else _NODE_SUPERVISOR_TEXT
         report.add_unmapped_key(source_key, UnmappedReason.done_differently, replacement, value=show_text(value))
+    return {name: ((*source_key, name), text) for name, text in pairs.items()}
 
 
-def _list_variables(prefix: CommandPrefix, option: str, value: str) -> dict[str, str]:
+def _list_variables(program: str, option: str, value: str) -> dict[str, str]:
     """Return the variables that an option sets: srun --export=ALL,A=1, mpirun -x A=1, -genv A 1."""
-    if prefix.program == "srun" and option == "--export":
+    if program == "srun" and option == "--export":
         return dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair)
-    if prefix.program in ("mpirun", "mpiexec") and option == "-x" and "=" in value:
+    if program in ("mpirun", "mpiexec") and option == "-x" and "=" in value:
         return {value.partition("=")[0]: value.partition("=")[2]}
-    if prefix.program in ("mpirun", "mpiexec") and option in ("-genv", "-env") and " " in value:
+    if program in ("mpirun", "mpiexec") and option in ("-genv", "-env") and " " in value:
         return {value.partition(" ")[0]: value.partition(" ")[2]}
     return {}
 

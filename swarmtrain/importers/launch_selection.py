@@ -11,7 +11,7 @@ from swarmtrain.importers.command_prefixes import CONTAINER_PROGRAMS
 from swarmtrain.importers.launch_finder import LaunchCandidate
 from swarmtrain.importers.launcher_arguments import LaunchCommand
 from swarmtrain.importers.secret_values import redact_secrets, remove_secret_arguments
-from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved, is_resolved, show_text
+from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved
 
 _MAX_LISTED = 12
 _MAX_SHOWN_LENGTH = 100
@@ -70,8 +70,7 @@ def build_import_command(source: str, names: Sequence[str], settings: Iterable[s
 
 def describe_candidate(candidate: LaunchCandidate) -> str:
     """Return the text of the candidate's command, without secrets."""
-    text = redact_secrets(" ".join(show_text(shlex.quote(word) if is_resolved(word) else word) for word in candidate.command.argv))
-    text = " ".join(text.split())
+    text = redact_secrets(" ".join(candidate.command.statement.source.replace("\\\n", " ").split()))
     return text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[: _MAX_SHOWN_LENGTH - 1]}…"
 
 
@@ -106,7 +105,7 @@ def _select_equal(candidates: Sequence[LaunchCandidate], source: str) -> LaunchC
         hint = f"select one command: {build_import_command(source, (), options=f' --launch {understood.line}')}"
     else:
         hint = "import a script that starts torchrun, accelerate launch, deepspeed or python itself"
-    _refuse(problems, source, hint)
+    return _refuse(problems, source, hint)
 
 
 def _explain(candidate: LaunchCandidate) -> str:

@@ -77,6 +77,8 @@ class MigrationReport:
         self._unmapped: list[UnmappedKey] = []
         self._unmapped_keys: list[KeyPath] = []
         self._notes: list[str] = []
+        self.secrets: frozenset[str] = frozenset()
+        """Values that are neither copied to the config nor shown."""
 
     def get_source_value(self, key: str | KeyPath, default: Any = None) -> Any:
         """Return the source file's value at `key`; `default` if the key is missing."""
@@ -160,7 +162,7 @@ class MigrationReport:
         self._handled.add(source_key)
         shown_value = self.get_source_value(source_key) if value is _ABSENT else value
         self._unmapped_keys.append(source_key)
-        text = "…" if is_secret_name(source_key[-1]) else _abbreviate_value(shown_value)
+        text = "…" if is_secret_name(source_key[-1]) else _abbreviate_value(shown_value, self.secrets)
         self._unmapped.append(
             UnmappedKey(
                 source_key[-1].rstrip("'") if self._show_last_part_only else ".".join(source_key),
@@ -177,6 +179,7 @@ class MigrationReport:
 
     def add_note(self, text: str) -> None:
         """Add a note about the config, once."""
+        text = redact_secrets(text, self.secrets) if self.secrets else text
         if text not in self._notes:
             self._notes.append(text)
 
@@ -383,8 +386,8 @@ def _sort_values_by_schema(config_values: dict[str, Any], model: type[BaseModel]
     return ordered
 
 
-def _abbreviate_value(value: Any) -> str:
+def _abbreviate_value(value: Any, secrets: frozenset[str]) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    text = redact_secrets(text[: 9 * _MAX_VALUE_LENGTH])
+    text = redact_secrets(text[: 9 * _MAX_VALUE_LENGTH], secrets)
     printable = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return printable if len(printable) <= _MAX_VALUE_LENGTH else f"{printable[: _MAX_VALUE_LENGTH - 1]}…"

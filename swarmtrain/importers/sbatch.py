@@ -54,7 +54,7 @@ class _Job:
 
 
 def parse_script_settings(arguments: tuple[str, ...], launch_line: int | None) -> ScriptSettings | None:
-    """Return the settings of --set NAME=value and --launch LINE; None if there are none. Raises SwarmtrainError if one is not in this form."""
+    """Return the settings of --set NAME=value and --launch LINE; None if there are none. Raises SwarmtrainError if one is invalid."""
     if not arguments and launch_line is None:
         return None
     variables = {}
@@ -81,14 +81,15 @@ def parse_sbatch_script(text: str, source: str, settings: ScriptSettings | None 
         raise ConfigError((Problem("", f"cannot be read: {error}", error.line, hint),), source=source) from None
     selected = select_launch(candidates, source, settings.launch_line)
     secrets = _collect_secrets(selected)
+    report.secrets = frozenset(secrets)
     check_resolved(selected, source, secrets, [f"{name}={value}" for name, value in settings.variables.items()])
     _set_runner_type(report, job, selected)
     _map_lines(report, job, selected, candidates)
     key = job.get_key(selected.command.statement)
-    variables = map_job_launch(report, key, selected, job.options, secrets)
+    variables = map_job_launch(report, key, selected, job.options)
     _map_variables(report, job, selected, variables)
     for note in job.scope.notes:
-        report.add_note(redact_secrets(note))
+        report.add_note(redact_secrets(note, secrets))
     return report
 
 
@@ -112,7 +113,7 @@ def _read_job(text: str, settings: ScriptSettings) -> tuple[_Job, MigrationRepor
 
 
 def _assign_keys(option_lines: list[tuple[int, str]], statements: list[Statement]) -> tuple[dict[str, str], dict[str, int], dict[int, str]]:
-    """Return the text and the line number of each option line and statement, by a unique key, and the keys of the statements by their ids."""
+    """Return the text and the line number of each option line and statement by its key, and the keys of the statements by their ids."""
     values: dict[str, str] = {}
     lines: dict[str, int] = {}
     keys: dict[int, str] = {}

@@ -59,7 +59,7 @@ def add_to_prelude(report: MigrationReport, key: KeyPath, command: EvaluatedComm
     if not has_slurm_setting(report, "prelude") or command.constructs or command.unreached or command.command.redirections:
         return False
     text = _render_command(command)
-    if text is None or "\n" in text or not text.isprintable() or redact_secrets(text) != text:
+    if text is None or "\n" in text or not text.isprintable() or redact_secrets(text, report.secrets) != text:
         return False
     append_slurm_setting(report, key, "prelude", text)
     return True

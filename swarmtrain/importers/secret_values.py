@@ -44,16 +44,20 @@ class SecretArguments:
     removed: tuple[str, ...]
 
 
-def redact_secrets(text: str) -> str:
-    """Return `text` with everything that looks like a secret replaced by an ellipsis."""
+def redact_secrets(text: str, secrets: Collection[str] = ()) -> str:
+    """Return `text` with `secrets`, and everything that looks like a secret, replaced by an ellipsis."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= _MIN_SECRET_LENGTH:
+            text = text.replace(secret, "…")
     for pattern, replacement in _REDACTIONS:
         text = pattern.sub(replacement, text)
     return text
 
 
-def is_secret_value(text: str) -> bool:
-    """Return whether `text` contains a key of a known service."""
-    return _KEY_LIKE_PATTERN.search(text) is not None
+def is_secret_value(text: str, secrets: Collection[str] = ()) -> bool:
+    """Return whether `text` contains one of `secrets`, or a key of a known service."""
+    is_known = any(secret in text for secret in secrets if len(secret) >= _MIN_SECRET_LENGTH)
+    return is_known or _KEY_LIKE_PATTERN.search(text) is not None
 
 
 def remove_secret_arguments(arguments: Sequence[str], secrets: Collection[str] = ()) -> SecretArguments:
@@ -82,7 +86,7 @@ def _is_secret(name: str, value: str, secrets: Collection[str]) -> bool:
     name = name.lstrip("-+")
     if value.lower() in _SWITCH_VALUES:
         return False
-    if is_secret_value(value) or any(secret in value for secret in secrets if len(secret) >= _MIN_SECRET_LENGTH):
+    if is_secret_value(value, secrets):
         return True
     if _CREDENTIAL_NAME_PATTERN.fullmatch(name):
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -89,13 +88,13 @@ def test_an_imported_script_starts_what_bash_starts(name: str, tmp_path: Path) -
     text = (FOLDER / name).read_text()
     records = run_in_bash(text, tmp_path)
     runner = get_runner(text, name=name)
-    script = os.path.basename(runner["module"] if "module" in runner else runner["script"])
+    script = Path(runner["module"] if "module" in runner else runner["script"]).name
     expected = runner.get("script_args", [])
     removed = [row.key for row in import_script(text, name).result.unmapped_keys if "(secret)" in row.key]
-    started = [(argv, env) for argv, env in records if argv[0] in LAUNCHERS and script in [os.path.basename(word) for word in argv]]
+    started = [(argv, env) for argv, env in records if argv[0] in LAUNCHERS and script in [Path(word).name for word in argv]]
     assert started, [argv for argv, _ in records]
     for argv, env in started:
-        start = next(index for index, word in enumerate(argv) if os.path.basename(word) == script)
+        start = next(index for index, word in enumerate(argv) if Path(word).name == script)
         assert ("-m" in argv[start - 1 : start]) == ("module" in runner)
         arguments = argv[start + 1 :]
         if removed:

@@ -79,16 +79,16 @@ class _ArithmeticParser:
     def _parse_operand(self, depth: int) -> int:
         if not self.tokens or depth > _MAX_DEPTH:
             raise ArithmeticValueError
-        token = self.tokens.pop(0)
-        if token in "+-":
-            return self._parse_operand(depth + 1) * (-1 if token == "-" else 1)
-        if token == "(":
+        symbol = self.tokens.pop(0)
+        if symbol in "+-":
+            return self._parse_operand(depth + 1) * (-1 if symbol == "-" else 1)
+        if symbol == "(":
             value = self.parse_sum(1, depth + 1)
             if self.tokens[:1] != [")"]:
                 raise ArithmeticValueError
             self.tokens.pop(0)
             return value
-        return self._get_variable(token) if token.isidentifier() else parse_integer(token)
+        return self._get_variable(symbol) if symbol.isidentifier() else parse_integer(symbol)
 
 
 def _apply_operator(operator: str, left: int, right: int) -> int:

@@ -24,7 +24,10 @@ def assign_variable(assignment: Assignment, scope: Scope, statement: Statement) 
 
 
 def declare_variables(command: SimpleCommand, scope: Scope, statement: Statement) -> None:
-    """Apply export, declare, typeset, local or readonly, which is part of `statement`. Raises ShellSyntaxError for references to names (declare -n)."""
+    """Apply export, declare, typeset, local or readonly, which is part of `statement`.
+
+    Raises ShellSyntaxError for references to names (declare -n).
+    """
     name = command.words[0].literal
     flags = "".join(argument.literal[1:] for argument in command.arguments if isinstance(argument, Word) and argument.literal[:1] == "-")
     if "n" in flags and name != "export":

@@ -145,7 +145,7 @@ class ScriptEvaluator:
                 self._run(item, scope)
 
     def _run_chain(self, chain: Chain, scope: Scope) -> None:
-        """Run the items of a chain. What follows && runs in a branch, since it may be skipped, unless the item before it always succeeds."""
+        """Run the items of a chain. What follows && may be skipped, so it is a branch, unless the item before it always succeeds."""
         previous, branch = chain.items[0][1], scope
         self._run(previous, scope)
         for operator, item in chain.items[1:]:

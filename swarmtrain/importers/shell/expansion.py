@@ -197,14 +197,18 @@ def _look_up(part: Parameter, scope: Scope, statement: Statement) -> Value | Non
     if part.name == "#":
         return str(len(scope.get_positional()))
     if part.name.isdigit() and part.name != "0":
-        positional = scope.get_positional()
-        if int(part.name) <= len(positional):
-            return positional[int(part.name) - 1]
-        return "" if scope.has_positional() and part.operator == "" else None
-    if not part.name.isidentifier() and part.name not in scope.constants:
+        return _look_up_argument(part, scope)
+    if not part.name.isidentifier() and scope.get(part.name) is None:
         name = "0" if part.name == "0" else ""
         return Unresolved(name, part.source, statement.line, "is known only when the script runs").to_mark()
     return _select_element(part, scope.get(part.name), scope, statement)
+
+
+def _look_up_argument(part: Parameter, scope: Scope) -> Value | None:
+    positional = scope.get_positional()
+    if int(part.name) <= len(positional):
+        return positional[int(part.name) - 1]
+    return "" if scope.has_positional() and part.operator == "" else None
 
 
 def _look_up_all_arguments(part: Parameter, scope: Scope) -> Value:

@@ -10,6 +10,7 @@ from swarmtrain.importers.shell.unresolved import Unresolved, name_unresolved
 
 Value = str | tuple[str, ...]
 POSITIONAL = "@"
+SCRIPT_NAME = "0"
 _MAX_VALUE_LENGTH = 50_000
 # Variables that every login shell or Slurm job has, so that a default such as ${HOME:-/root} does not apply.
 _ENVIRONMENT_VARIABLES = frozenset(("HOME", "USER", "LOGNAME", "PWD", "OLDPWD", "PATH", "SHELL", "HOSTNAME", "TMPDIR", "UID", "RANDOM"))
@@ -93,14 +94,14 @@ class Scope:
         values = {name: self.get(name) for name in self.exported}
         return {name: value for name, value in values.items() if isinstance(value, str)}
 
-    def build_child(self, variables: Mapping[str, str], positional: tuple[str, ...]) -> Scope:
-        """Return the scope of a new shell that this one starts: only exported variables are inherited."""
+    def build_child(self, variables: Mapping[str, str], arguments: tuple[str, ...]) -> Scope:
+        """Return the scope of a new shell that this one starts with `arguments` from $0: only exported variables are inherited."""
         inherited: dict[str, Value] = {**self.get_exported_values(), **variables}
         exported = dict.fromkeys(inherited)
         return Scope(
             self.constants,
             self.provided,
-            {**inherited, POSITIONAL: positional},
+            {**inherited, **({SCRIPT_NAME: arguments[0]} if arguments else {}), POSITIONAL: arguments[1:]},
             {**exported, **{name: self.exported[name] for name in exported if name in self.exported}},
             self.folder,
             knows_positional=True,

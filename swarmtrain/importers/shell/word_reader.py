@@ -134,6 +134,13 @@ def _read_double_quotes(cursor: Cursor, depth: int) -> list[Part]:
     return parts or [Literal("", True)]
 
 
+def _read_dollar_quotes(cursor: Cursor, depth: int) -> list[Part]:
+    if cursor.peek(2) == "$'":
+        return [_read_ansi_quotes(cursor)]
+    cursor.position += 1
+    return _read_double_quotes(cursor, depth)
+
+
 def _read_ansi_quotes(cursor: Cursor) -> Part:
     match = cursor.match(re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL))
     if not match:
@@ -161,11 +168,8 @@ def _read_dollar(cursor: Cursor, *, is_quoted: bool, depth: int) -> list[Part]:
         return [Substitution(cursor.text[start : cursor.position], is_quoted)]
     if following[:1] == "{":
         return [_read_braced_parameter(cursor, is_quoted=is_quoted, depth=depth)]
-    if following[:1] == "'" and not is_quoted:
-        return [_read_ansi_quotes(cursor)]
-    if following[:1] == '"' and not is_quoted:
-        cursor.position += 1
-        return _read_double_quotes(cursor, depth)
+    if following[:1] in ("'", '"') and not is_quoted:
+        return _read_dollar_quotes(cursor, depth)
     if match := cursor.match(_PARAMETER_PATTERN):
         return [Parameter(match[1], match[0], is_quoted)]
     cursor.position += 1
@@ -207,17 +211,17 @@ def _read_braced_parameter(cursor: Cursor, *, is_quoted: bool, depth: int) -> Pa
 def _skip_parentheses(cursor: Cursor) -> None:
     """Move the cursor behind the closing parenthesis of the one at the cursor."""
     start, depth = cursor.position, 0
-    token_pattern = re.compile(r"'[^']*'|\\.|[()]|\"|[^()'\"\\]+|.", re.DOTALL)
+    symbol_pattern = re.compile(r"'[^']*'|\\.|[()]|\"|[^()'\"\\]+|.", re.DOTALL)
     in_quotes = False
-    while match := cursor.match(token_pattern):
-        token = match[0]
-        if in_quotes and len(token) > 1 and token.startswith("'"):
+    while match := cursor.match(symbol_pattern):
+        symbol = match[0]
+        if in_quotes and len(symbol) > 1 and symbol.startswith("'"):
             cursor.position = match.start() + 1
-        elif token == '"':
+        elif symbol == '"':
             in_quotes = not in_quotes
-        elif token == "(":
+        elif symbol == "(":
             depth += 1
-        elif token == ")":
+        elif symbol == ")":
             depth -= 1
             if depth == 0:
                 return
