@@ -46,6 +46,7 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_I
 _REDIRECTION_PATTERN = re.compile("[<>]")
 _LAUNCHER_PATTERN = r"srun|mpirun|torchrun|deepspeed|accelerate launch|(?:singularity|apptainer) (?:exec|run)|python[\d.]*"
 _TRAINING_LINE_PATTERN = re.compile(rf"^\s*(?:export )?(?:\w+=(?:\S+\s+|[\"'])?)*(?:{_LAUNCHER_PATTERN})\s", re.MULTILINE)
+_ACCELERATE_TEXT = "write it to an accelerate config, import that, and copy its runner.env"
 _IMAGE_TEXT = "install or copy it in the image: swarmtrain image build"
 # Settings to use for flags whose values are not known at import.
 _FLAG_SETTINGS = {
@@ -90,7 +91,8 @@ def _map_flag(report: MigrationReport, flag_key: KeyPath, flag: str, value: str,
         replacement = f"a shell variable: set {_FLAG_SETTINGS[flag]}"
         report.add_unmapped_key(flag_key, UnmappedReason.unknown, replacement, value=shown_value)
     else:
-        report.add_unmapped_key(flag_key, UnmappedReason.no_counterpart, "", value=shown_value)
+        replacement = _ACCELERATE_TEXT if launch.program == "accelerate launch" else ""
+        report.add_unmapped_key(flag_key, UnmappedReason.no_counterpart, replacement, value=shown_value)
 
 
 def _map_node_range(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
@@ -126,7 +128,14 @@ def _map_numa_binding(report: MigrationReport, flag_key: KeyPath, value: str) ->
     return True
 
 
+def _map_mixed_precision(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
+    if is_resolved(value):
+        report.map_key(flag_key, ("runner", "env", "ACCELERATE_MIXED_PRECISION"), value)
+    return is_resolved(value)
+
+
 _FLAG_HANDLERS = {
+    "mixed_precision": _map_mixed_precision,
     "nnodes": _map_node_range,
     "nproc_per_node": _map_automatic_ranks,
     "master_port": _map_master_port,

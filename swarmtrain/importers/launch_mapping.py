@@ -120,7 +120,11 @@ def _map_node_counts(report: MigrationReport, options: SlurmOptions, launch: Lau
 
 def _map_rank_counts(report: MigrationReport, options: SlurmOptions, launch: LaunchCommand, slots: int | None) -> None:
     is_plain_python, gpus = not launch.is_launcher, options.count_gpus_per_node()
-    ranks = slots or (options.count_tasks_per_node() if is_plain_python else None) or gpus
+    prefix_tasks = [
+        value for prefix in launch.prefixes for option, value in prefix.options if option == "--ntasks-per-node" and value.isdigit()
+    ]
+    tasks = int(prefix_tasks[-1]) if prefix_tasks else options.count_tasks_per_node()
+    ranks = slots or (tasks if is_plain_python else None) or gpus
     if ranks is not None:
         report.set_config_value("runner.default_gpu_count", ranks)
     per_node_key, per_node = options.values.get("ntasks-per-node", ((), ""))

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.command_prefixes import CONTAINER_PROGRAMS
+from swarmtrain.importers.launch_command import RENDEZVOUS_VARIABLES
 from swarmtrain.importers.launch_finder import LaunchCandidate
 from swarmtrain.importers.launcher_arguments import LaunchCommand
 from swarmtrain.importers.secret_values import redact_secrets, remove_secret_arguments
@@ -46,7 +47,7 @@ def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[
         texts.append(candidate.inner.scope.folder)
     unresolved = list(dict.fromkeys(part for text in texts for part in find_unresolved(text)))
     loop_variables = {*candidate.command.loop_variables, *candidate.inner.loop_variables}
-    loop_names = {part.name for text in [*texts, *_list_values(launch)] for part in find_unresolved(text)} & loop_variables
+    loop_names = {part.name for text in [*texts, *_list_values(candidate, launch)] for part in find_unresolved(text)} & loop_variables
     if not unresolved and not loop_names:
         return
     problems = [_build_unresolved_problem(part, loop_variables) for part in unresolved]
@@ -146,9 +147,10 @@ def _collect_variables(launch: LaunchCommand) -> dict[str, str]:
     return {name: value for prefix in launch.prefixes for name, value in prefix.variables.items()}
 
 
-def _list_values(launch: LaunchCommand) -> list[str]:
-    """Return the values of variables that are set only for the launch command."""
-    return list(_collect_variables(launch).values())
+def _list_values(candidate: LaunchCandidate, launch: LaunchCommand) -> list[str]:
+    """Return the values of the variables of the launch command, except those of the rendezvous."""
+    variables = candidate.command.scope.get_exported_values() | _collect_variables(launch)
+    return [value for name, value in variables.items() if name not in RENDEZVOUS_VARIABLES]
 
 
 def _list_images(launch: LaunchCommand) -> list[str]:

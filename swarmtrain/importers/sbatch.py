@@ -25,6 +25,7 @@ from swarmtrain.importers.slurm_options import SlurmOptions
 _CONSTRUCT_TEXT = "one run starts one script on all nodes"
 _OTHER_LAUNCH_TEXT = "a run starts one script: write a separate config"
 _PATH_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LIBRARY_PATH", "CPATH")
+_SHELL_PATTERN = re.compile(r"(?:^|[/ ])(?:bash|sh|dash|ksh)$")
 _SETTING_PATTERN = re.compile(r"([A-Za-z_]\w*|\d+)=(.*)", re.DOTALL)
 
 
@@ -95,6 +96,9 @@ def parse_sbatch_script(text: str, source: str, settings: ScriptSettings | None 
 
 def _read_job(text: str, settings: ScriptSettings) -> tuple[_Job, MigrationReport]:
     check_characters(text)
+    interpreter = re.match(r"#!\s*(\S+(?:[ \t]+[^\s-]\S*)?)", text)
+    if interpreter and not _SHELL_PATTERN.search(interpreter[1]):
+        raise ShellSyntaxError(f"{interpreter[1]} is not a supported shell: sh, bash, dash or ksh", 1)
     script, options = parse_script(text), SlurmOptions()
     first_line = min((statement.line for statement in script.statements), default=len(text))
     option_lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.startswith("#SBATCH")]
@@ -103,7 +107,7 @@ def _read_job(text: str, settings: ScriptSettings) -> tuple[_Job, MigrationRepor
     for key, (number, line) in zip(values, option_lines, strict=False):
         if number < first_line:
             report.mark_keys_handled((key,))
-            options.add_line((key,), line)
+            options.add_line((key,), line, number)
         else:
             report.add_unmapped_key((key,), UnmappedReason.is_default, "sbatch ignores options below the first command")
     scope = Scope(settings.variables, options.build_variables())

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_config_field
+from swarmtrain.importers.shell.syntax import ShellSyntaxError
 
 _SHORT_OPTIONS = {
     "A": "account",
@@ -82,11 +83,13 @@ class SlurmOptions:
         """Return the value of the option `name`; empty if it is not set."""
         return self.values.get(name, ((), ""))[1]
 
-    def add_line(self, key: KeyPath, line: str) -> None:
-        """Add the options in `line`, which begins with #SBATCH."""
+    def add_line(self, key: KeyPath, line: str, number: int) -> None:
+        """Add the options in line `number`, which begins with #SBATCH. Raises ShellSyntaxError if it contains anything else."""
         words = _split_option_line(line)
         while words:
             word = words.pop(0)
+            if not word.startswith("-"):
+                raise ShellSyntaxError(f"#SBATCH {word} is not an option; jobs with several components are not supported", number)
             name, has_value, value = word.removeprefix("--").partition("=")
             if not word.startswith("--"):
                 name, has_value, value = _SHORT_OPTIONS.get(word[1:2], word[1:2]), word[2:], word[2:].removeprefix("=")

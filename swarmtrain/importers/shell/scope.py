@@ -34,6 +34,8 @@ class Scope:
     """Whether the positional arguments are known, as in a function."""
     exports_all: bool = False
     has_ended: bool = False
+    sourced_line: int = 0
+    """Line that reads another file, which may set any variable; 0: none."""
     notes: list[str] = field(default_factory=list)
 
     def copy(self) -> Scope:
@@ -47,6 +49,7 @@ class Scope:
             self.knows_positional,
             self.exports_all,
             self.has_ended,
+            self.sourced_line,
             self.notes,
         )
 

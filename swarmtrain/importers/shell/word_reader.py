@@ -172,6 +172,8 @@ def _read_dollar(cursor: Cursor, *, is_quoted: bool, depth: int) -> list[Part]:
         return _read_dollar_quotes(cursor, depth)
     if match := cursor.match(_PARAMETER_PATTERN):
         return [Parameter(match[1], match[0], is_quoted)]
+    if following == "\\\n":
+        raise cursor.fail("a line continues between $ and a name")
     cursor.position += 1
     return [Literal("$", is_quoted)]
 
