@@ -11,7 +11,7 @@ from swarmtrain.importers.command_prefixes import CONTAINER_PROGRAMS
 from swarmtrain.importers.launch_command import RENDEZVOUS_VARIABLES
 from swarmtrain.importers.launch_finder import LaunchCandidate
 from swarmtrain.importers.launcher_arguments import LaunchCommand
-from swarmtrain.importers.secret_values import redact_secrets, remove_secret_arguments
+from swarmtrain.importers.secret_values import format_for_message, redact_secrets, remove_secret_arguments
 from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved
 
 _MAX_LISTED = 12
@@ -125,8 +125,11 @@ def _refuse(problems: Sequence[Problem], source: str, hint: str) -> NoReturn:
     shown = list(problems[:_MAX_LISTED])
     if len(problems) > _MAX_LISTED:
         shown.append(Problem("", f"and {len(problems) - _MAX_LISTED} more"))
-    last = shown.pop()
-    raise ConfigError((*shown, Problem(last.path, last.message, last.line, hint)), source=source)
+    hints = [None] * (len(shown) - 1) + [format_for_message(hint)]
+    raise ConfigError(
+        tuple(Problem("", format_for_message(problem.message), problem.line, hint) for problem, hint in zip(shown, hints, strict=True)),
+        source=source,
+    )
 
 
 def _build_unresolved_problem(part: Unresolved, loop_variables: Collection[str]) -> Problem:

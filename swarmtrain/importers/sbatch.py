@@ -13,7 +13,7 @@ from swarmtrain.importers.launch_mapping import map_job_launch
 from swarmtrain.importers.launch_selection import check_resolved, select_launch
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_secret_name
 from swarmtrain.importers.script_lines import add_to_prelude, map_script_line
-from swarmtrain.importers.secret_values import redact_secrets
+from swarmtrain.importers.secret_values import format_for_message, redact_secrets
 from swarmtrain.importers.shell.assigned_names import find_parameter_names
 from swarmtrain.importers.shell.evaluation import EvaluatedCommand, ScriptEvaluator
 from swarmtrain.importers.shell.parser import DECLARATIONS, ShellScript, check_characters, parse_script
@@ -62,7 +62,9 @@ def parse_script_settings(arguments: tuple[str, ...], launch_line: int | None) -
     for argument in arguments:
         match = _SETTING_PATTERN.fullmatch(argument)
         if not match:
-            raise SwarmtrainError(f"{redact_secrets(argument)!r} is not in the form NAME=value", place="--set", hint="--set DATA_DIR=/data")
+            raise SwarmtrainError(
+                f"{format_for_message(argument)!r} is not in the form NAME=value", place="--set", hint="--set DATA_DIR=/data"
+            )
         variables[match[1]] = match[2]
     return ScriptSettings(variables, launch_line)
 
@@ -79,7 +81,7 @@ def parse_sbatch_script(text: str, source: str, settings: ScriptSettings | None 
         candidates = [candidate for command in list(job.evaluator.commands) for candidate in finder.find(command)]
     except ShellSyntaxError as error:
         hint = "simplify this line, or import a script that contains only the launch command and the variables that it needs"
-        raise ConfigError((Problem("", f"cannot be read: {error}", error.line, hint),), source=source) from None
+        raise ConfigError((Problem("", format_for_message(f"cannot be read: {error}"), error.line, hint),), source=source) from None
     selected = select_launch(candidates, source, settings.launch_line)
     secrets = _collect_secrets(selected)
     report.secrets = frozenset(secrets)

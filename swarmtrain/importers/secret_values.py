@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from swarmtrain.errors import escape_control_characters
 from swarmtrain.importers.shell.unresolved import show_text
 
 _KEY_LIKE = (
@@ -52,6 +53,11 @@ def redact_secrets(text: str, secrets: Collection[str] = ()) -> str:
     for pattern, replacement in _REDACTIONS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def format_for_message(text: str) -> str:
+    """Return `text` for an error: in one line of printable characters, without secrets."""
+    return " ".join(redact_secrets(escape_control_characters(text)).split())
 
 
 def is_secret_value(text: str, secrets: Collection[str] = ()) -> bool:
