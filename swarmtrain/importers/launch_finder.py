@@ -18,9 +18,31 @@ from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, 
 
 _SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
 _REMOTE_PROGRAMS = frozenset(
-    ("docker", "podman", "nerdctl", "ssh", "pdsh", "clush", "kubectl", "xargs", "parallel", "sbatch", "qsub", "enroot", "shifter")
+    (
+        "docker",
+        "podman",
+        "nerdctl",
+        "ssh",
+        "pdsh",
+        "clush",
+        "kubectl",
+        "xargs",
+        "parallel",
+        "sbatch",
+        "qsub",
+        "enroot",
+        "shifter",
+        "tmux",
+        "screen",
+    )
 )
-_PARALLEL_PROGRAMS = frozenset(("horovodrun", "jsrun", "aprun", "lrun", "flux", "prun", "composer", "colossalai", "ray"))
+_OTHER_LAUNCHERS = frozenset(
+    (
+        *("horovodrun", "jsrun", "aprun", "lrun", "flux", "prun", "composer", "colossalai", "ray", "lightning", "litgpt", "tune", "trl"),
+        *("fairseq-train", "fairseq-hydra-train", "llamafactory-cli", "axolotl", "swift", "xtuner", "oumi", "nemo", "yolo", "ludwig"),
+    )
+)
+_TRAINING_NAME_PATTERN = re.compile(r"train|launch|finetune|sft|(?:^|[_-])run", re.IGNORECASE)
 # Programs that do not start training, whatever their arguments are.
 HARMLESS_PROGRAMS = frozenset(
     (
@@ -146,8 +168,7 @@ class LaunchFinder:
         name = show_text(words[0])
         mentions_launcher = any(map(is_launcher_program, words[1:]))
         if PurePosixPath(name).name in _REMOTE_PROGRAMS:
-            strength = _find_strength(words, is_parallel=is_parallel)
-            strength = strength if strength is not Strength.python or mentions_launcher else Strength.script
+            strength = _find_remote_strength(words, is_parallel=is_parallel)
             return [self._refuse(outer, command, strength, f"{name} starts commands elsewhere, which is not supported")]
         if PurePosixPath(name).name in HARMLESS_PROGRAMS:
             return []
@@ -156,9 +177,9 @@ class LaunchFinder:
             return [self._refuse(outer, command, Strength.parallel if is_parallel else Strength.python, reason)]
         if name.endswith((".sh", ".bash", ".sbatch", ".slurm")) or name.startswith(("./", "../")):
             reason = f"{name} is another script: import that script"
-            return [self._refuse(outer, command, Strength.parallel if is_parallel else Strength.script, reason)]
-        if is_parallel or mentions_launcher or name in _PARALLEL_PROGRAMS:
-            strength = _find_strength(words, is_parallel=is_parallel or name in _PARALLEL_PROGRAMS)
+            return [self._refuse(outer, command, _find_script_strength(name, is_parallel=is_parallel), reason)]
+        if is_parallel or mentions_launcher or name in _OTHER_LAUNCHERS:
+            strength = _find_strength(words, is_parallel=is_parallel or name in _OTHER_LAUNCHERS)
             return [self._refuse(outer, command, strength, f"the program {name} is not supported")]
         return []
 
@@ -185,10 +206,10 @@ class LaunchFinder:
         self, outer: EvaluatedCommand, command: EvaluatedCommand, prefixes: tuple[CommandPrefix, ...], words: Sequence[str]
     ) -> list[LaunchCandidate]:
         is_parallel = any(prefix.program in SLURM_LAUNCHERS for prefix in prefixes)
-        strength = Strength.parallel if is_parallel else Strength.script
         text, positional = _take_shell_text(words)
         if text is None:
             shown = " ".join(map(show_text, words[:3]))
+            strength = _find_script_strength(shown, is_parallel=is_parallel)
             reads_input = any(redirection.operator.startswith("<") for redirection in command.command.redirections) or len(words) == 1
             reason = "reads its commands from its input" if reads_input else "runs another script: import that script"
             return [self._refuse(outer, command, strength, f"{shown} {reason}", words[1:2])]
@@ -200,7 +221,7 @@ class LaunchFinder:
             inner_commands = self.evaluator.evaluate_text(text, command.scope.build_child(variables, positional), outer)
             found = [candidate for inner in inner_commands for candidate in self._find_inside(outer, inner, prefixes)]
         except ShellSyntaxError as error:
-            strength = Strength.launcher if _LAUNCH_IN_TEXT_PATTERN.search(text) else strength
+            strength = _find_remote_strength((text,), is_parallel=is_parallel)
             return [self._refuse(outer, command, strength, f"the text of {words[0]} -c cannot be read: {error}", (text,))]
         finally:
             self._depth -= 1
@@ -234,6 +255,23 @@ def _find_strength(words: Sequence[str], *, is_parallel: bool) -> Strength:
     if any(map(is_strong_launcher, words)):
         return Strength.launcher
     return Strength.parallel if is_parallel else Strength.python
+
+
+def _find_remote_strength(words: Sequence[str], *, is_parallel: bool) -> Strength:
+    """Return the strength of a command whose words may contain a whole shell line."""
+    text = " ".join(words)
+    if _LAUNCH_IN_TEXT_PATTERN.search(text):
+        return Strength.launcher
+    if is_parallel or re.search(r"\b(?:srun|mpirun)\b", text):
+        return Strength.parallel
+    return Strength.python if re.search(r"\bpython[\d.]*\b", text) else _find_script_strength(text, is_parallel=False)
+
+
+def _find_script_strength(name: str, *, is_parallel: bool) -> Strength:
+    """Return the strength of a script by its name: a script that may train is as strong as Python."""
+    if is_parallel:
+        return Strength.parallel
+    return Strength.python if _TRAINING_NAME_PATTERN.search(PurePosixPath(name).name) else Strength.script
 
 
 def _take_shell_text(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:

@@ -251,6 +251,15 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("docker run --gpus all image torchrun a.py", ["docker starts commands elsewhere"]),
         ("ssh gpu-1 torchrun a.py\ntorchrun b.py", ["(line 2)", "(line 3)"]),
         ("srun bash <<END\ntorchrun a.py\nEND", ["reads its commands from its input"]),
+        ("python prepare.py\nbash run_training.sh", ["(line 2)", "(line 3)"]),
+        ("python prepare.py\nllamafactory-cli train a.yml", ["(line 3)", "the program llamafactory-cli is not supported"]),
+        ("python prepare.py\nssh gpu-1 'cd x && torchrun a.py'", ["(line 3)"]),
+        ("python prepare.py\ntmux new-session -d 'torchrun a.py'", ["(line 3)"]),
+        ("source settings.sh\ntorchrun a.py ${LR:-3}", ["may be set in the file that line 2 reads"]),
+        ("cd $(dirname $0)\ntorchrun a.py", ["is the folder of the script", "--set 0=VALUE"]),
+        ("for i in $(seq 3); do\nexport SEED=$i\ntorchrun a.py\ndone", ["the loop over i starts several runs"]),
+        ("#SBATCH hetjob\nsrun torchrun a.py", ["jobs with several components are not supported"]),
+        ("torchrun a.py $X\\\nY", ["a line continues in the name of a variable"]),
         ("srun my_launcher train.py", ["the program my_launcher is not supported"]),
         ("srun --unknown x torchrun a.py", ["the option --unknown of srun is unknown"]),
         ("torchrun --unknown x a.py", ["the flag --unknown of torchrun is unknown"]),
@@ -286,6 +295,16 @@ def test_an_uncertain_script_is_refused(text: str, parts: list[str]) -> None:
     message = refuse(f"#!/bin/bash\n{text}\n")
     assert [part for part in parts if part not in message] == [], message
     assert "hint: " in message
+
+
+@pytest.mark.parametrize("line", ["#!/bin/tcsh", "#!/usr/bin/env fish", "#!/usr/bin/env python3", "#!/bin/zsh -l"])
+def test_other_shells_are_refused(line: str) -> None:
+    assert "is not a supported shell" in refuse(f"{line}\ntorchrun a.py\n")
+
+
+@pytest.mark.parametrize("line", ["#!/bin/bash -l", "#! /bin/sh", "#!/usr/bin/env bash", "#!/bin/dash"])
+def test_shells_with_the_syntax_of_sh_are_read(line: str) -> None:
+    assert get_runner(f"{line}\ntorchrun a.py\n")["script"] == "a.py"
 
 
 def test_one_of_several_launch_commands_is_selected_by_its_line() -> None:
@@ -366,7 +385,7 @@ FRAGMENTS = (
     *("${E:+i}", "${A[@]}", '"${A[@]}"', '"${A[*]}"', "${A[1]}", "${#A[@]}", "${#X}", "$((1+2))", "$(( N * 3 ))", "${P%.*}", "${P##*/}"),
     *("${P/a/b}", "${P//a/}", '"x${A[@]}y"', "$@", '"$@"', "#", "a#", "=", "--o=", "\\ ", '\\"', "$'t\\tn'", "~", "~/x", "{a", "}", "^"),
     *("${X:0:1}", "${A[@]:1}", "${A[@]:1:1}", "${P^^}", "%", "!", "-", "\\\n", '${X+"$X"}', '${E:-"p  q"}', "$N$N", '""', "''", "$#"),
-    *('${A[@]+"${A[@]}"}', '${B[@]+"${B[@]}"}', '"${B[@]}"', "`a`", "$(a)", "<X>", "*", "?", "{1,2}", "$U", ";", "$((", "${"),
+    *('${A[@]+"${A[@]}"}', '${B[@]+"${B[@]}"}', '"${B[@]}"', "`a`", "$(a)", "*", "?", "{1,2}", "$U", ";", "$((", "${"),
 )
 VARIABLES = "X='l m'\nE=\nN=4\nP=/da/ta.tar.gz\nA=(1 '2 3' four)\nB=()\n"
 

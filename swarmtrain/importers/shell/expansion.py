@@ -111,10 +111,11 @@ def _expand_word(word: Word, scope: Scope, statement: Statement) -> list[str]:
         else:
             _check_splitting(word, scope, statement)
             fields.add_split(value)
-    finished = [_finish_field(text, mask, statement) for text, mask in zip(fields.texts, fields.masks, strict=True)]
     if match := _TILDE_PATTERN.match(word.source.replace("\\\n", "")):
-        finished[0] = finished[0][: match.start(1)] + _get_home(scope, statement) + finished[0][match.end(1) :]
-    return finished
+        home = _get_home(scope, statement)
+        fields.texts[0] = fields.texts[0][: match.start(1)] + home + fields.texts[0][match.end(1) :]
+        fields.masks[0] = fields.masks[0][: match.start(1)] + "q" * len(home) + fields.masks[0][match.end(1) :]
+    return [_finish_field(text, mask, statement) for text, mask in zip(fields.texts, fields.masks, strict=True)]
 
 
 def _check_splitting(word: Word, scope: Scope, statement: Statement) -> None:

@@ -171,6 +171,8 @@ def _read_dollar(cursor: Cursor, *, is_quoted: bool, depth: int) -> list[Part]:
     if following[:1] in ("'", '"') and not is_quoted:
         return _read_dollar_quotes(cursor, depth)
     if match := cursor.match(_PARAMETER_PATTERN):
+        if re.match(r"\\\n\w", cursor.peek(3)):
+            raise cursor.fail("a line continues in the name of a variable")
         return [Parameter(match[1], match[0], is_quoted)]
     if following == "\\\n":
         raise cursor.fail("a line continues between $ and a name")
