@@ -15,8 +15,9 @@ from swarmtrain.importers.migration_report import KeyPath, MigrationReport, Unma
 from swarmtrain.importers.script_lines import add_to_prelude, map_script_line
 from swarmtrain.importers.secret_values import format_for_message, redact_secrets
 from swarmtrain.importers.shell.assigned_names import find_parameter_names
+from swarmtrain.importers.shell.command_reader import DECLARATIONS
 from swarmtrain.importers.shell.evaluation import EvaluatedCommand, ScriptEvaluator
-from swarmtrain.importers.shell.parser import DECLARATIONS, ShellScript, check_characters, parse_script
+from swarmtrain.importers.shell.parser import ShellScript, check_characters, parse_script
 from swarmtrain.importers.shell.scope import Scope
 from swarmtrain.importers.shell.syntax import Header, Parameter, ShellSyntaxError, Statement
 from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, show_text

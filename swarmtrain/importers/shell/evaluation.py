@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarmtrain.importers.shell.assigned_names import collect_assigned_names, find_arithmetic_names, find_read_names, iterate_commands
+from swarmtrain.importers.shell.builtin_commands import always_succeeds, apply_set, change_folder, exits, find_local_names
+from swarmtrain.importers.shell.command_reader import DECLARATIONS
 from swarmtrain.importers.shell.declarations import assign_variable, declare_variables
 from swarmtrain.importers.shell.expansion import expand_text, expand_words
-from swarmtrain.importers.shell.parser import DECLARATIONS, parse_script
+from swarmtrain.importers.shell.parser import parse_script
 from swarmtrain.importers.shell.scope import POSITIONAL, Scope, Value
 from swarmtrain.importers.shell.syntax import (
     Assignment,
@@ -28,7 +30,7 @@ from swarmtrain.importers.shell.syntax import (
     Statement,
     Subshell,
 )
-from swarmtrain.importers.shell.unresolved import Unresolved, is_resolved
+from swarmtrain.importers.shell.unresolved import is_resolved
 
 _MAX_CALL_DEPTH = 12
 _MAX_COMMANDS = 20_000
@@ -37,7 +39,6 @@ _ARGUMENT_LOOP_PATTERN = re.compile(r"\$#|\bgetopts\b|\$\{?1\b")
 _ENVIRONMENT_FILES = frozenset(
     ("activate", "conda.sh", "mamba.sh", ".bashrc", ".bash_profile", ".profile", "bashrc", "profile", "modules.sh", "bash", "lmod.sh")
 )
-_PREPARATIONS = frozenset(("cd", "pushd", "mkdir", "module", "source", ".", "set", "export", "conda", "echo", ":", "true", "ml"))
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class ScriptEvaluator:
             if operator == "||" and branch is not scope:
                 scope.merge([scope.copy(), branch], line)
                 branch = scope
-            if branch is scope and (operator == "||" or not _always_succeeds(previous)):
+            if branch is scope and (operator == "||" or not always_succeeds(previous)):
                 branch = scope.copy()
             condition = next(iterate_commands(chain.items[0][1]), None)
             constructs = (condition,) if condition is not None and branch is not scope else ()
@@ -261,11 +262,11 @@ class ScriptEvaluator:
         if name in self._functions:
             self._call_function(name, arguments, command, scope)
         elif name in ("cd", "pushd", "popd"):
-            scope.folder = _change_folder(scope, name, arguments, command)
+            scope.folder = change_folder(scope, name, arguments, command)
         elif name in ("exit", "return", "exec") and (name != "exec" or arguments):
             scope.has_ended = True
         elif name == "set":
-            _apply_set(arguments, scope)
+            apply_set(arguments, scope)
         elif name in ("source", ".") and arguments and posixpath.basename(arguments[0]) not in _ENVIRONMENT_FILES:
             scope.sourced_line = scope.sourced_line or command.line
         elif name == "shift":
@@ -279,64 +280,14 @@ class ScriptEvaluator:
         self._called.add(name)
         if self._depth > _MAX_CALL_DEPTH:
             raise ShellSyntaxError("functions call each other too deeply", command.line)
-        local_names = _find_local_names(self._functions[name])
+        local_names = find_local_names(self._functions[name])
         before = {variable: scope.variables.get(variable) for variable in (*local_names, POSITIONAL)}
         knew_positional, scope.knows_positional = scope.knows_positional, True
         scope.variables[POSITIONAL] = arguments
         with self._set():
             self._run(self._functions[name], scope)
-        scope.knows_positional, scope.has_ended = knew_positional, _exits(self._functions[name]) and scope.has_ended
+        scope.knows_positional, scope.has_ended = knew_positional, exits(self._functions[name]) and scope.has_ended
         for variable, value in before.items():
             scope.variables.pop(variable, None)
             if value is not None:
                 scope.variables[variable] = value
-
-
-def _exits(function: Node) -> bool:
-    """Return whether the function ends the script with exit or exec, not only itself with return."""
-    names = [command.words[0].literal for command in iterate_commands(function) if command.words]
-    return "return" not in names
-
-
-def _find_local_names(function: Node) -> set[str]:
-    """Return the names that the function declares as local."""
-    declarations = [command for command in iterate_commands(function) if command.words and command.words[0].literal in DECLARATIONS]
-    return {
-        argument.name if hasattr(argument, "name") else argument.literal
-        for command in declarations
-        if command.words[0].literal in ("local", "declare", "typeset")
-        and not any(getattr(argument, "literal", "").startswith("-g") for argument in command.arguments)
-        for argument in command.arguments
-    } - {""}
-
-
-def _always_succeeds(node: Node) -> bool:
-    """Return whether a script that works has `node` succeed: it only assigns variables or prepares the environment."""
-    if not isinstance(node, SimpleCommand):
-        return False
-    return not node.words or node.words[0].literal in _PREPARATIONS
-
-
-def _apply_set(arguments: tuple[str, ...], scope: Scope) -> None:
-    for index, argument in enumerate(arguments):
-        if argument == "--":
-            scope.variables[POSITIONAL] = arguments[index + 1 :]
-            return
-        if re.fullmatch(r"[-+]\w*a\w*", argument) and arguments[index - 1 : index] not in (("-o",), ("+o",)):
-            scope.exports_all = argument.startswith("-")
-        elif argument == "allexport":
-            scope.exports_all = arguments[index - 1] == "-o"
-
-
-def _change_folder(scope: Scope, name: str, arguments: tuple[str, ...], command: SimpleCommand) -> str:
-    """Return the working folder after cd, relative to the folder in which the script starts unless it is absolute."""
-    folders = [argument for argument in arguments if argument not in ("-P", "-L", "--")]
-    if name == "popd" or folders == ["-"]:
-        return Unresolved("", command.source, command.line, "is an earlier folder").to_mark()
-    if not folders:
-        home = scope.get("HOME")
-        return home if isinstance(home, str) else Unresolved("HOME", "cd", command.line).to_mark()
-    source = " ".join(word.source for word in command.words[1:]).strip("\"'")
-    if source in ("$SLURM_SUBMIT_DIR", "${SLURM_SUBMIT_DIR}", "$PWD", "$(pwd)", "${PBS_O_WORKDIR}", "$PBS_O_WORKDIR"):
-        return scope.folder if "PWD" in source or "pwd" in source else ""
-    return posixpath.normpath(posixpath.join(scope.folder, folders[0])) if folders[0] not in (".", "./") else scope.folder

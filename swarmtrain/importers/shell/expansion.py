@@ -6,7 +6,6 @@ import posixpath
 import re
 import shlex
 from collections.abc import Sequence
-from fnmatch import translate
 
 from swarmtrain.importers.shell.arithmetic import ArithmeticValueError, evaluate_arithmetic, parse_integer
 from swarmtrain.importers.shell.scope import SCRIPT_NAME, Scope, Value
@@ -21,6 +20,7 @@ from swarmtrain.importers.shell.syntax import (
     Substitution,
     Word,
 )
+from swarmtrain.importers.shell.text_operators import edit_text
 from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved, is_resolved
 
 _MAX_FIELDS = 5_000
@@ -302,7 +302,7 @@ def _apply_text_operator(part: Parameter, value: Value, scope: Scope, statement:
     if part.operator in ("/", "//"):
         result = None if unresolved else _replace_text(part, value, scope, statement)
     else:
-        result = None if unresolved else _edit_text(part.operator, value, argument)
+        result = None if unresolved else edit_text(part.operator, value, argument)
     if result is not None:
         return result
     name = unresolved[0].name if unresolved else ""
@@ -317,16 +317,6 @@ def _slice_elements(part: Parameter, elements: tuple[str, ...], statement: State
     return elements[max(start, 0) :][: int(match[2]) if match[2] else None]
 
 
-def _edit_text(operator: str, text: str, argument: str) -> str | None:
-    if operator in ("#", "##", "%", "%%"):
-        return _strip_pattern(operator, text, argument)
-    if operator in ("^^", ",,") and not argument:
-        return text.upper() if operator == "^^" else text.lower()
-    if operator == ":" and (match := re.fullmatch(r"(\d+)(?::(\d+))?", argument)):
-        return text[int(match[1]) :][: int(match[2]) if match[2] else None]
-    return None
-
-
 def _replace_text(part: Parameter, text: str, scope: Scope, statement: Statement) -> str | None:
     """Return the result of ${X/old/new} or ${X//old/new}; None if `old` is a pattern."""
     parts = part.argument.parts if part.argument else ()
@@ -335,13 +325,3 @@ def _replace_text(part: Parameter, text: str, scope: Scope, statement: Statement
     if not old or set(old) & set("*?[#%\\") or "&" in new:
         return None
     return text.replace(old, new) if part.operator == "//" else text.replace(old, new, 1)
-
-
-def _strip_pattern(operator: str, text: str, pattern: str) -> str:
-    """Return `text` without the shortest (# %) or longest (## %%) prefix (#) or suffix (%) that matches `pattern`."""
-    compiled = re.compile(translate(pattern))
-    if operator.startswith("#"):
-        cuts = range(len(text) + 1) if operator == "#" else range(len(text), -1, -1)
-        return next((text[cut:] for cut in cuts if compiled.match(text[:cut])), text)
-    cuts = range(len(text), -1, -1) if operator == "%" else range(len(text) + 1)
-    return next((text[:cut] for cut in cuts if compiled.match(text[cut:])), text)
