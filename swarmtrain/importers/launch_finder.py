@@ -79,6 +79,7 @@ HARMLESS_PROGRAMS = frozenset(
 )
 _LAUNCH_IN_TEXT_PATTERN = re.compile(r"torchrun|accelerate\s+launch|deepspeed|torch\.distributed")
 _MAX_DEPTH = 6
+_MAX_SUBSTITUTIONS = 20
 
 
 class Strength(IntEnum):
@@ -231,11 +232,9 @@ class LaunchFinder:
 
     def _find_in_substitutions(self, command: EvaluatedCommand) -> list[LaunchCandidate]:
         """Return the launch commands inside $(…), whose output the script reads."""
-        parts = [part for part in _list_parts(command.command) if isinstance(part, Substitution)]
+        parts = [part for part in _list_parts(command.command) if isinstance(part, Substitution) and part.source.startswith("$(")]
         found: list[LaunchCandidate] = []
-        for part in parts:
-            if not _LAUNCH_IN_TEXT_PATTERN.search(part.source) or not part.source.startswith("$("):
-                continue
+        for part in [part for part in parts if _LAUNCH_IN_TEXT_PATTERN.search(part.source)][:_MAX_SUBSTITUTIONS]:
             try:
                 inner_commands = self.evaluator.evaluate_text(part.source[2:-1], command.scope.copy(), command)
             except ShellSyntaxError as error:

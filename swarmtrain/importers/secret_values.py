@@ -35,6 +35,7 @@ _NAME_PATTERN = re.compile(_NAME, re.IGNORECASE)
 _RANDOM_PATTERN = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[A-Za-z0-9_+/=-]{16,}")
 _SWITCH_VALUES = ("true", "false", "yes", "no", "none", "null", "0", "1", "")
 _MIN_SECRET_LENGTH = 6
+_MAX_MESSAGE_LENGTH = 1000
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def redact_secrets(text: str, secrets: Collection[str] = ()) -> str:
 
 def format_for_message(text: str) -> str:
     """Return `text` for an error: in one line of printable characters, without secrets."""
-    return " ".join(redact_secrets(escape_control_characters(text)).split())
+    shown = " ".join(redact_secrets(escape_control_characters(text)).split())
+    return shown if len(shown) <= _MAX_MESSAGE_LENGTH else f"{shown[:_MAX_MESSAGE_LENGTH]}…"
 
 
 def is_secret_value(text: str, secrets: Collection[str] = ()) -> bool:

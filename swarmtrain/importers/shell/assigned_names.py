@@ -46,9 +46,10 @@ def find_read_names(command: SimpleCommand) -> set[str]:
     return {word for word in words[1:] if word.isidentifier()} | {defaults.get(name, "")} - {""}
 
 
-def collect_assigned_names(node: Node, functions: Mapping[str, Node], depth: int = 0) -> set[str]:
+def collect_assigned_names(node: Node, functions: Mapping[str, Node], visited: frozenset[str] = frozenset()) -> set[str]:
     """Return the names that `node` may assign, including the functions that it calls."""
     names: set[str] = set()
+    called: set[str] = set()
     for command in iterate_commands(node):
         names |= {assignment.name for assignment in command.assignments if not command.words}
         names |= {argument.name for argument in command.arguments if isinstance(argument, Assignment)}
@@ -57,8 +58,9 @@ def collect_assigned_names(node: Node, functions: Mapping[str, Node], depth: int
         names |= {POSITIONAL} if name in ("shift", "set") else set()
         if command.words and command.words[0].source == "((":
             names |= find_arithmetic_names(command.source)
-        if name in functions and depth < 8:  # functions that call each other
-            names |= collect_assigned_names(functions[name], functions, depth + 1)
+        called |= {name} & functions.keys()
+    for name in sorted(called - visited):
+        names |= collect_assigned_names(functions[name], functions, visited | called)
     return names
 
 

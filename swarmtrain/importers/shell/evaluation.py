@@ -32,8 +32,9 @@ from swarmtrain.importers.shell.syntax import (
 )
 from swarmtrain.importers.shell.unresolved import is_resolved
 
-_MAX_CALL_DEPTH = 12
-_MAX_COMMANDS = 20_000
+_MAX_CALL_DEPTH = 25
+_MAX_DEPTH = 60
+_MAX_COMMANDS = 5_000
 _ARGUMENT_LOOP_PATTERN = re.compile(r"\$#|\bgetopts\b|\$\{?1\b")
 # Files that prepare the environment, and do not set variables of the script.
 _ENVIRONMENT_FILES = frozenset(
@@ -113,15 +114,17 @@ class ScriptEvaluator:
     @contextmanager
     def _set(self, **values: Any) -> Any:
         before = {name: getattr(self, name) for name in values}
+        if self._depth >= _MAX_DEPTH:
+            raise ShellSyntaxError("is nested too deeply", self._origin.line if self._origin else 1)
+        self._depth += 1
         for name, value in values.items():
             setattr(self, name, value)
-        self._depth += 1
-        if self._depth > _MAX_CALL_DEPTH * 4:
-            raise ShellSyntaxError("is nested too deeply", self._origin.line if self._origin else 1)
-        yield
-        self._depth -= 1
-        for name, value in before.items():
-            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            for name, value in before.items():
+                setattr(self, name, value)
 
     def _run_text(self, text: str, scope: Scope, statement: Statement) -> None:
         script = parse_script(text, statement.line)

@@ -24,6 +24,7 @@ from swarmtrain.importers.shell.text_operators import edit_text
 from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved, is_resolved
 
 _MAX_FIELDS = 5_000
+_MAX_LENGTH = 100_000  # of one word
 _BRACES_PATTERN = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _PATTERN_CHARACTERS = re.compile(r"[*?]|\[[^\]]+\]")
 _SCRIPT_FOLDER_PATTERN = re.compile(r"""\$\(\s*dirname\s+(?:--\s+)?"?\$(?:0|\{0\}|BASH_SOURCE|\{BASH_SOURCE(?:\[0\])?\})"?\s*\)""")
@@ -33,7 +34,8 @@ _TILDE_PATTERN = re.compile(r"(?:[A-Za-z_]\w*=)?(~)(?=/|$)")
 class _Fields:
     """Fields of one word. `masks` has one letter per character: q quoted, l unquoted literal, e unquoted expansion."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: int) -> None:
+        self._line = line
         self.texts: list[str] = []
         self.masks: list[str] = []
         self._is_open = False
@@ -43,6 +45,8 @@ class _Fields:
             self.texts.append("")
             self.masks.append("")
             self._is_open = True
+        if len(self.texts[-1]) + len(text) > _MAX_LENGTH:
+            raise ShellSyntaxError("a word is too long once variables are expanded", self._line)
         self.texts[-1] += text
         self.masks[-1] += mask * len(text)
 
@@ -60,7 +64,7 @@ class _Fields:
                 self.close()
             self.add(value, "q") if is_quoted else self.add_split(value)
         if len(self.texts) > _MAX_FIELDS:
-            raise ValueError("too many words")
+            raise ShellSyntaxError("expands to too many words", self._line)
 
 
 def expand_words(words: Sequence[Word], scope: Scope, statement: Statement) -> list[str]:
@@ -99,7 +103,7 @@ def render_word(word: Word, scope: Scope, statement: Statement) -> str:
 
 
 def _expand_word(word: Word, scope: Scope, statement: Statement) -> list[str]:
-    fields = _Fields()
+    fields = _Fields(statement.line)
     for part in word.parts:
         value = _expand_part(part, scope, statement)
         if isinstance(part, Literal):

@@ -11,6 +11,7 @@ from swarmtrain.importers.shell.unresolved import Unresolved, name_unresolved
 Value = str | tuple[str, ...]
 POSITIONAL = "@"
 SCRIPT_NAME = "0"
+_MAX_VARIABLES = 500
 _MAX_VALUE_LENGTH = 50_000
 # Variables that every login shell or Slurm job has, so that a default such as ${HOME:-/root} does not apply.
 _ENVIRONMENT_VARIABLES = frozenset(("HOME", "USER", "LOGNAME", "PWD", "OLDPWD", "PATH", "SHELL", "HOSTNAME", "TMPDIR", "UID", "RANDOM"))
@@ -77,6 +78,8 @@ class Scope:
         """Assign `value` to `name`. Raises ShellSyntaxError if the value is too long."""
         if sum(map(len, value)) > _MAX_VALUE_LENGTH:
             raise ShellSyntaxError(f"the value of {name} is too long once variables are expanded", statement.line)
+        if len(self.variables) > _MAX_VARIABLES:
+            raise ShellSyntaxError("sets too many variables", statement.line)
         named = tuple(name_unresolved(text, name) for text in value) if isinstance(value, tuple) else name_unresolved(value, name)
         self.variables[name] = named
         if self.exports_all or name in self.exported:

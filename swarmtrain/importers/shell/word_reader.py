@@ -9,6 +9,7 @@ from swarmtrain.importers.shell.syntax import Arithmetic, Literal, Parameter, Pa
 
 _MAX_NESTING = 40
 _WORD_END = " \t\n;&|()<>"
+_PLAIN_PATTERN = re.compile(r"[\w.:,+-]+")
 _PARAMETER_PATTERN = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])")
 _BRACED_PATTERN = re.compile(
     r"([#!]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^\]\[{}\s]*|\$\{?\w+\}?)\])?(?=([:}#%/^,@=+?-]))(:[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@)?"
@@ -78,16 +79,16 @@ def _read_parts(cursor: Cursor, end: str, *, is_quoted: bool, depth: int) -> lis
 
 
 def _read_part(cursor: Cursor, character: str, *, is_quoted: bool, depth: int) -> list[Part]:
-    if character == "\\":
-        return _read_escape(cursor, is_quoted=is_quoted)
-    if character == "`":
-        return [_read_backticks(cursor, is_quoted=is_quoted)]
+    if character in "\\`":
+        return _read_escape(cursor, is_quoted=is_quoted) if character == "\\" else [_read_backticks(cursor, is_quoted=is_quoted)]
     if character == "$":
         return _read_dollar(cursor, is_quoted=is_quoted, depth=depth)
     if character == '"' and not (is_quoted and depth == 0):
         return _read_double_quotes(cursor, depth)
     if character == "'" and not is_quoted:
         return [_read_single_quotes(cursor)]
+    if match := cursor.match(_PLAIN_PATTERN):
+        return [Literal(match[0], is_quoted)]
     cursor.position += 1
     return [Literal(character, is_quoted)]
 
