@@ -267,4 +267,5 @@ def _report_unused_assignment(report: MigrationReport, key: KeyPath, command: Ev
 
 def _find_used_names(selected: LaunchCandidate) -> set[str]:
     """Return the names of the variables in the words of the launch command."""
-    return {name for word in selected.command.command.words for name in find_parameter_names(word)}
+    commands = (selected.command.command, selected.inner.command)
+    return {name for command in commands for word in command.words for name in find_parameter_names(word)}

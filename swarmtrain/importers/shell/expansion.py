@@ -228,6 +228,8 @@ def _look_up_argument(part: Parameter, scope: Scope) -> Value | None:
     positional = scope.get_positional()
     if int(part.name) <= len(positional):
         return positional[int(part.name) - 1]
+    if part.name in scope.constants and not scope.has_positional():
+        return scope.constants[part.name]
     return "" if scope.has_positional() and part.operator == "" else None
 
 
