@@ -20,7 +20,7 @@ from swarmtrain.importers.shell.evaluation import EvaluatedCommand, ScriptEvalua
 from swarmtrain.importers.shell.parser import ShellScript, check_characters, parse_script
 from swarmtrain.importers.shell.scope import Scope
 from swarmtrain.importers.shell.syntax import Header, Parameter, ShellSyntaxError, Statement
-from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, show_text
+from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, is_unknown, show_text
 from swarmtrain.importers.slurm_options import SlurmOptions
 
 _CONSTRUCT_TEXT = "one run starts one script on all nodes"
@@ -261,6 +261,8 @@ def _report_unused_assignment(report: MigrationReport, key: KeyPath, command: Ev
         report.add_unmapped_key(key, UnmappedReason.no_counterpart, "does not reach the launch command")
     elif command.assigned and all(name in constants for name in command.assigned):
         report.add_unmapped_key(key, UnmappedReason.done_differently, "overridden by --set")
+    elif any(is_unknown("".join(value)) for value in command.assigned.values()):
+        report.add_unmapped_key(key, UnmappedReason.done_differently, "known only in the job; the config does not depend on it")
     else:
         report.mark_keys_handled(key)
 

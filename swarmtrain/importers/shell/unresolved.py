@@ -41,6 +41,11 @@ def is_resolved(text: str) -> bool:
     return _START not in text
 
 
+def is_unknown(text: str) -> bool:
+    """Return whether `text` consists of unresolved parts only."""
+    return not is_resolved(text) and not _MARK_PATTERN.sub("", text).strip()
+
+
 def show_text(text: str) -> str:
     """Return `text` with its unresolved parts as the script contains them."""
     return _MARK_PATTERN.sub(lambda match: _decode_mark(match[1]).source, text)

@@ -5,7 +5,7 @@
 NNODES=$SLURM_NNODES
 MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
 export LAUNCHER="python -u -m torch.distributed.launch \
-  --nproc_per_node 8 --nnodes $NNODES \
+  --nproc_per_node 4 --nnodes $NNODES \
   --master_addr $MASTER_ADDR --master_port 6000 \
   "
 export CMD=" \
