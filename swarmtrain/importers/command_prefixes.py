@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from swarmtrain.importers.shell.unresolved import show_text
+from swarmtrain.importers.shell.unresolved import is_resolved, show_text
 
 SLURM_LAUNCHERS = ("srun", "mpirun", "mpiexec", "ibrun")
 CONTAINER_PROGRAMS = ("apptainer", "singularity")
@@ -188,6 +188,8 @@ def _take_option(program: str, syntax: _PrefixSyntax, word: str, words: list[str
     """Return an option with its value. Values in the next words are removed from `words`."""
     option, equals, value = word.partition("=")
     name = option.lstrip("-")
+    if not is_resolved(option):
+        raise ValueError(f"the option {show_text(word)} of {program} is not known")
     if equals and (word.startswith("--") or len(name) > 1):
         return option, value
     if name in syntax.values:

@@ -138,7 +138,7 @@ class LaunchFinder:
             is_parallel = PurePosixPath(command.argv[0]).name in SLURM_LAUNCHERS
             if not is_parallel and not any(map(is_launcher_program, command.argv)):
                 return []
-            return [self._refuse(outer, command, _find_strength(command.argv, is_parallel=is_parallel), str(error))]
+            return [self._refuse(outer, command, _find_strength(command.argv, is_parallel=is_parallel), str(error), command.argv)]
         prefixes = (*prefixes, *inner_prefixes)
         if any(prefix.program == "command" and {name for name, _ in prefix.options} & {"-v", "-V"} for prefix in inner_prefixes):
             return []  # prints the path of the program

@@ -134,9 +134,9 @@ def _parse_python_argv(arguments: list[str]) -> LaunchCommand | None:
         elif word in ("-V", "--version", "-h", "--help") or word.startswith("-c"):
             return None
         elif word in _PYTHON_VALUE_OPTIONS and arguments:
-            options.append(f"{word} {arguments.pop(0)}")
+            options.append(show_text(f"{word} {arguments.pop(0)}"))
         elif _PYTHON_FLAGS_PATTERN.fullmatch(word) or word.startswith(("-W", "-X")):
-            options += [] if word == "-u" else [word]
+            options += [] if word == "-u" else [show_text(word)]
         else:
             raise ValueError(f"the option {word} of python is not supported")
     if not arguments or arguments[0] in ("-", "-c"):
@@ -188,6 +188,8 @@ def _parse_flags(program: str, arguments: list[str]) -> LaunchCommand:
 def _take_flag(program: str, word: str, remaining: list[str]) -> tuple[str, str]:
     """Return the name and value of the flag `word`. A value in the next word is removed from `remaining`."""
     name, has_value, value = word.lstrip("-").partition("=")
+    if not is_resolved(name):
+        raise ValueError(f"the flag {show_text(word)} of {program} is not known")
     if not word.startswith("--"):
         short = name if len(name) == 1 else name[:1]
         has_value, value = ("=", name[1:]) if len(name) > 1 else (has_value, value)

@@ -262,6 +262,7 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("torchrun a.py $X\\\nY", ["a line continues in the name of a variable"]),
         ("srun my_launcher train.py", ["the program my_launcher is not supported"]),
         ("srun --unknown x torchrun a.py", ["the option --unknown of srun is unknown"]),
+        ("srun --nodes$N=1 torchrun a.py", ["the option --nodes$N=1 of srun is not known", "--set N=VALUE"]),
         ("torchrun --unknown x a.py", ["the flag --unknown of torchrun is unknown"]),
         ("torchrun --no-python a.out", ["not a Python script"]),
         ("mpirun -np 1 python a.py : -np 1 python b.py", ["several programs"]),
