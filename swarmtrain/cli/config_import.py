@@ -29,18 +29,41 @@ def import_config(
             show_default=False,
         ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="For scripts: value of a variable that the script does not set; 1=VALUE is its first argument. Can be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    launch_line: Annotated[
+        int | None,
+        typer.Option(
+            "--launch",
+            metavar="LINE",
+            help="For scripts: number of the line that starts training. Default: the only line that does.",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Import a config from another tool: Scaling, accelerate, DeepSpeed, sbatch, compose, or a Hugging Face config.json.
 
-    Settings that the config cannot express are listed.
+    Settings that the config cannot express are listed. A script is refused if it is not certain what it starts.
     """
     from swarmtrain import importers
     from swarmtrain.view.console import print_message
     from swarmtrain.view.output import print_json
 
-    imported = importers.import_config_file(source_file, hostsfile=hostsfile, source_format=importers.parse_source_format(format_name))
+    imported = importers.import_config_file(
+        source_file,
+        hostsfile=hostsfile,
+        source_format=importers.parse_source_format(format_name),
+        settings=importers.parse_script_settings(tuple(settings or ()), launch_line),
+    )
     if output is not None:
         importers.write_imported_config(imported, output, force=force)
     if json:

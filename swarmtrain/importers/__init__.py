@@ -1,7 +1,9 @@
 """Convert other tools' files into a config, with a report of what could not be mapped.
 
 migration_report    how each key of a source was handled
-launch_command      command lines that start training
+launch_finder, launch_selection    the command of a script that starts training
+launch_command, launch_mapping     its flags, script, variables and prefixes such as srun
+shell                              reading shell scripts
 scaling, accelerate, deepspeed, sbatch, compose, huggingface    one format each
 """
 
@@ -26,15 +28,18 @@ from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 from swarmtrain.importers import accelerate, compose, deepspeed, huggingface, sbatch, scaling
 from swarmtrain.importers.launch_command import is_training_script
 from swarmtrain.importers.migration_report import ImportResult, MigrationReport, UnmappedKey, UnmappedReason
+from swarmtrain.importers.sbatch import ScriptSettings, parse_script_settings
 
 __all__ = [
     "ImportResult",
     "ImportedConfig",
+    "ScriptSettings",
     "SourceFormat",
     "UnmappedKey",
     "UnmappedReason",
     "import_config_file",
     "import_config_text",
+    "parse_script_settings",
     "parse_source_format",
     "recognize_foreign_config",
     "write_imported_config",
@@ -109,16 +114,18 @@ class ImportedConfig:
         }
 
 
-def import_config_file(path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None) -> ImportedConfig:
+def import_config_file(
+    path: Path, *, hostsfile: Path | None = None, source_format: SourceFormat | None = None, settings: ScriptSettings | None = None
+) -> ImportedConfig:
     """Return the config imported from the file at `path`, for a run on the hosts in `hostsfile`.
 
-    `source_format` overrides detection by content. Raises ConfigError with all problems of the file, or SwarmtrainError if the file cannot
-    be read or has an unknown format.
+    `source_format` overrides detection by content. `settings` complete a script. Raises ConfigError with all problems of the file, or
+    SwarmtrainError if the file cannot be read or has an unknown format.
     """
     text = _read_source_text(path)
     hosts = deepspeed.parse_hostfile(_read_source_text(hostsfile), str(hostsfile)) if hostsfile else ()
     model_folder = str(path.parent) if next(path.parent.glob("*.safetensors"), None) else None
-    return import_config_text(text, str(path), hosts=hosts, source_format=source_format, model_folder=model_folder)
+    return import_config_text(text, str(path), hosts=hosts, source_format=source_format, model_folder=model_folder, settings=settings)
 
 
 def recognize_foreign_config(path: Path, problem_paths: Collection[str]) -> SourceFormat | None:
@@ -129,7 +136,7 @@ def recognize_foreign_config(path: Path, problem_paths: Collection[str]) -> Sour
     """
     try:
         text = _read_source_text(path)
-        if _is_shell_script(text):
+        if _is_shell_script(text, str(path)):
             return SourceFormat.sbatch
         values = _parse_yaml(text, str(path)).values
         source_format = _detect_source_format(values, str(path)) if isinstance(values, dict) else None
@@ -148,17 +155,23 @@ def parse_source_format(name: str | None) -> SourceFormat | None:
 
 
 def import_config_text(
-    text: str, source_file: str, *, hosts: tuple[str, ...] = (), source_format: SourceFormat | None = None, model_folder: str | None = None
+    text: str,
+    source_file: str,
+    *,
+    hosts: tuple[str, ...] = (),
+    source_format: SourceFormat | None = None,
+    model_folder: str | None = None,
+    settings: ScriptSettings | None = None,
 ) -> ImportedConfig:
     """Return the config imported from `text`, the content of `source_file`.
 
-    `model_folder` is the file's folder if it also contains the model's weights.
+    `model_folder` is the file's folder if it also contains the model's weights. `settings` complete a script.
     Raises SwarmtrainError and ConfigError as `import_config_file` does.
     """
     if not text.strip():
         raise SwarmtrainError("is empty", place=source_file, hint=f"pass {_KNOWN_FORMATS_TEXT}")
-    if source_format is SourceFormat.sbatch or (source_format is None and _is_shell_script(text)):
-        return _import_sbatch_script(text, source_file, hosts)
+    if source_format is SourceFormat.sbatch or (source_format is None and _is_shell_script(text, source_file)):
+        return _import_sbatch_script(text, source_file, hosts, settings)
     if source_format in (None, SourceFormat.deepspeed) and deepspeed.is_hostfile(text):
         report = MigrationReport({})
         deepspeed.map_hosts(report, deepspeed.parse_hostfile(text, source_file), ("hostsfile",))
@@ -167,10 +180,10 @@ def import_config_text(
         document = _parse_yaml(text, source_file)
     except ConfigError:
         if source_format is None and is_training_script(text):
-            return _import_sbatch_script(text, source_file, hosts)
+            return _import_sbatch_script(text, source_file, hosts, settings)
         raise
     if source_format is None and isinstance(document.values, str) and is_training_script(text):
-        return _import_sbatch_script(text, source_file, hosts)
+        return _import_sbatch_script(text, source_file, hosts, settings)
     if not isinstance(document.values, dict):
         raise SwarmtrainError(
             f"is not a known format: it contains {describe_value(document.values)}", place=source_file, hint=f"pass {_KNOWN_FORMATS_TEXT}"
@@ -178,6 +191,8 @@ def import_config_text(
     if not document.values:
         raise SwarmtrainError("is empty", place=source_file, hint=f"pass {_KNOWN_FORMATS_TEXT}")
     source_format = source_format or _detect_source_format(document.values, source_file)
+    if settings is not None:
+        raise SwarmtrainError(f"{source_file} is a {source_format} file, not a script", place="--set and --launch", hint="omit them")
     report = MigrationReport(document.values, document.lines)
     _map_source_config(report, source_format, source_file, hosts, model_folder)
     return ImportedConfig(source_file, source_format, report.build_import_result(source_file))
@@ -193,8 +208,8 @@ def write_imported_config(imported_config: ImportedConfig, path: Path, *, force:
         raise SwarmtrainError(f"cannot be written: {describe_os_error(error)}", place=str(path), hint="choose another file") from None
 
 
-def _import_sbatch_script(text: str, source_file: str, hosts: tuple[str, ...]) -> ImportedConfig:
-    report = sbatch.parse_sbatch_script(text, source_file)
+def _import_sbatch_script(text: str, source_file: str, hosts: tuple[str, ...], settings: ScriptSettings | None) -> ImportedConfig:
+    report = sbatch.parse_sbatch_script(text, source_file, settings)
     if hosts:
         deepspeed.map_hosts(report, hosts, ("hostsfile",))
     return ImportedConfig(source_file, SourceFormat.sbatch, report.build_import_result(source_file))
@@ -239,7 +254,9 @@ def _detect_source_format(source_values: dict[str, Any], source_file: str) -> So
     )
 
 
-def _is_shell_script(text: str) -> bool:
+def _is_shell_script(text: str, source_file: str) -> bool:
+    if source_file.endswith((".sh", ".bash", ".sbatch", ".slurm")):
+        return True
     return text.startswith("#!") or any(line.lstrip().startswith("#SBATCH") for line in text.splitlines())
 
 

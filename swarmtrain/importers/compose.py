@@ -11,13 +11,13 @@ from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.launch_command import (
     RENDEZVOUS_TEXT,
     RENDEZVOUS_VARIABLES,
-    LaunchCommand,
     map_environment_variable,
     map_launch_command,
-    parse_launch_argv,
-    parse_launch_command,
 )
+from swarmtrain.importers.launch_finder import parse_launch_argv, parse_launch_text
+from swarmtrain.importers.launcher_arguments import LaunchCommand
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
+from swarmtrain.importers.shell.unresolved import Unresolved, has_reserved_characters, show_text
 
 _CONSTRAINT_PATTERN = re.compile(r"\s*node\.(?P<what>hostname|id|role|labels\.(?P<label>[\w.-]+))\s*(?P<sign>==|!=)\s*(?P<value>.+?)\s*")
 _VARIABLE_PATTERN = re.compile(r"\$\{?\w+")
@@ -94,9 +94,9 @@ def _find_launch_command(report: MigrationReport, service_name: str, service: An
         value = service.get(field)
         try:
             launch = (
-                parse_launch_argv([str(word) for word in value])
+                parse_launch_argv([_mark_variables(str(word)) for word in value])
                 if isinstance(value, list)
-                else parse_launch_command(str(value or "").replace("$$", "$"))
+                else parse_launch_text(_mark_variables(str(value or "")))
             )
         except ValueError:
             launch = None
@@ -104,6 +104,20 @@ def _find_launch_command(report: MigrationReport, service_name: str, service: An
             return launch
     variables = _parse_environment(service.get("environment"))
     return LaunchCommand("image") if any(variable in variables for variable in ("RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")) else None
+
+
+def _mark_variables(text: str) -> str:
+    """Return `text` with the variables that Docker takes from the shell that deploys marked as unresolved.
+
+    Raises ValueError if `text` contains a reserved character.
+    """
+    if has_reserved_characters(text):
+        raise ValueError("contains a private-use character of Unicode")
+
+    def mark(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else Unresolved(match[1] or match[2], match[0], 1).to_mark()
+
+    return re.sub(r"\$\$|\$(\w+)|\$\{(\w+)[^{}]*\}", mark, text)
 
 
 def _parse_environment(environment: Any) -> dict[str, Any]:
@@ -121,14 +135,12 @@ def _get_node_rank(report: MigrationReport, service_name: str, launch: LaunchCom
 
 def _map_service(report: MigrationReport, service_name: str, launch: LaunchCommand) -> tuple[int | None, int | None]:
     service_key: KeyPath = ("services", service_name)
-    for word in launch.wrapper_words:
-        variable, equals, value = word.partition("=")
-        if equals and variable.isidentifier():
+    for prefix in launch.prefixes:
+        for variable, value in prefix.variables.items():
             map_environment_variable(report, (*service_key, "command", variable), variable, value)
-        else:
-            report.add_unmapped_key(
-                (*service_key, "command", word), UnmappedReason.done_differently, "each node starts a supervisor", value=word
-            )
+        if prefix.program:
+            key = (*service_key, "command", prefix.program)
+            report.add_unmapped_key(key, UnmappedReason.done_differently, "each node starts a supervisor", value=prefix.text)
     nodes, slots = (
         (None, None)
         if launch.program == "image"
@@ -205,7 +217,7 @@ def _map_environment_variable(report: MigrationReport, key: KeyPath, name: str, 
     elif value is None or value == "":
         report.add_unmapped_key(key, UnmappedReason.unknown, f"Docker takes its value from the shell that deploys: set runner.env.{name}")
     else:
-        map_environment_variable(report, key, name, value)
+        map_environment_variable(report, key, name, _mark_variables(value) if isinstance(value, str) else value)
 
 
 def _map_deploy_section(report: MigrationReport, key: KeyPath) -> None:
@@ -305,13 +317,13 @@ def _compare_with_first_service(report: MigrationReport, first_service_name: str
 def _compare_command(report: MigrationReport, service_key: KeyPath, first_launch: LaunchCommand, launch: LaunchCommand) -> None:
     unmapped = (UnmappedReason.no_counterpart, "all nodes run the command of the first service")
     command_parts: dict[str, tuple[Any, Any]] = {
-        "script": (launch.script, first_launch.script),
-        "script_args": (launch.args, first_launch.args),
-        "wrapper": (launch.wrapper_words, first_launch.wrapper_words),
+        "script": (show_text(launch.script), show_text(first_launch.script)),
+        "script_args": (list(map(show_text, launch.args)), list(map(show_text, first_launch.args))),
+        "wrapper": ([prefix.text for prefix in launch.prefixes], [prefix.text for prefix in first_launch.prefixes]),
         "other_commands": (launch.other_commands, first_launch.other_commands),
     }
     command_parts |= {
-        f"{launch.program} --{flag}": (value, first_launch.flags.get(flag))
+        f"{launch.program} --{flag}": (show_text(value), show_text(first_launch.flags.get(flag, "")))
         for flag, value in launch.flags.items()
         if flag not in ("node_rank", "nproc_per_node")
     }

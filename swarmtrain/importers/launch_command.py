@@ -1,45 +1,21 @@
-"""Parse command lines that start training: torchrun and its equivalents, including the script and wrappers such as srun or a container."""
+"""Map command lines that start training to config fields: the flags of the launcher, the script with its arguments, and variables."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic import ValidationError
 
 from swarmtrain.config.schema.runner import MODULE_PATTERN, NcclConfig
+from swarmtrain.importers.launcher_arguments import LaunchCommand
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason, is_secret_name
+from swarmtrain.importers.secret_values import is_secret_value, remove_secret_arguments
+from swarmtrain.importers.shell.unresolved import is_resolved, show_text
 
 RENDEZVOUS_TEXT = "determined by the run's rendezvous"
 _LOGS_TEXT = "swarmtrain logs shows all ranks in one stream"
-_FLAGS_WITHOUT_VALUE = {
-    "standalone",
-    "module",
-    "no_python",
-    "run_path",
-    "use_env",
-    "multi_gpu",
-    "use_fsdp",
-    "use_deepspeed",
-    "no_ssh",
-    "cpu",
-}
-_SHORT_FLAGS = {"m": "module", "r": "redirects", "t": "tee", "H": "hostfile", "i": "include", "e": "exclude"}
-# Flags of other launchers, mapped to torchrun's names of the same flags.
-_TORCHRUN_FLAG_NAMES = {
-    "num_machines": "nnodes",
-    "num_nodes": "nnodes",
-    "num_gpus": "nproc_per_node",
-    "machine_rank": "node_rank",
-    "main_process_ip": "master_addr",
-    "main_process_port": "master_port",
-}
 _UNMAPPED_FLAGS = {
     **dict.fromkeys(
         ("node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_addr", "standalone", "local_addr"), RENDEZVOUS_TEXT
@@ -70,131 +46,103 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_I
 _REDIRECTION_PATTERN = re.compile("[<>]")
 _LAUNCHER_PATTERN = r"srun|mpirun|torchrun|deepspeed|accelerate launch|(?:singularity|apptainer) (?:exec|run)|python[\d.]*"
 _TRAINING_LINE_PATTERN = re.compile(rf"^\s*(?:export )?(?:\w+=(?:\S+\s+|[\"'])?)*(?:{_LAUNCHER_PATTERN})\s", re.MULTILINE)
-_SHELL_VARIABLE_PATTERN = re.compile(r"\$(\w+|\{)|\$\(|`")
-
-
-@dataclass(frozen=True)
-class LaunchCommand:
-    """Parsed launch command. Its flags have the names of torchrun's flags, without dashes."""
-
-    program: str
-    flags: dict[str, str] = field(default_factory=dict)
-    script: str = ""
-    args: tuple[str, ...] = ()
-    wrapper_words: tuple[str, ...] = ()
-    """Words of the wrapper command in front of the launcher: for example srun, a container command, or variable assignments."""
-    other_commands: tuple[str, ...] = ()
-    """The other parts of the shell line: further commands, and output redirections."""
-
-
-def parse_launch_command(text: str) -> LaunchCommand | None:
-    """Return the first launch command in the shell line `text`; None if the line does not start training.
-
-    The result also contains the rest of the line. Raises ValueError if the line cannot be parsed.
-    """
-    launch_command, other_commands = None, []
-    for operator, words in _split_commands(text):
-        launch = None if launch_command or _REDIRECTION_PATTERN.search(operator) else parse_launch_argv(words)
-        if launch is None and not (operator == ">&" and words[:1] in (["1"], ["2"])):
-            other_commands.append(" ".join([*([operator] if operator else []), *words]))
-        launch_command = launch_command or launch
-    return launch_command and replace(
-        launch_command, other_commands=(*launch_command.other_commands, *(text for text in other_commands if text.strip("&|;() ")))
-    )
-
-
-def parse_launch_argv(argv: Sequence[str]) -> LaunchCommand | None:
-    """Return the launch command parsed from `argv`; None if it does not start training. Raises ValueError if it is invalid."""
-    for index, word in enumerate(argv):
-        name, wrapper_words, remaining_words = PurePosixPath(word).name, tuple(argv[:index]), list(argv[index + 1 :])
-        launch_command = None
-        if re.match(r"\w+=", word):
-            continue
-        if name in ("bash", "sh") and remaining_words[:1] and remaining_words[0] in ("-c", "-lc", "-ic"):
-            launch_command = parse_launch_command(" ".join(remaining_words[1:2]))
-            return launch_command and replace(launch_command, wrapper_words=(*wrapper_words, *launch_command.wrapper_words))
-        if name in ("torchrun", "deepspeed"):
-            launch_command = _parse_launcher_argv(name, remaining_words)
-        elif name == "accelerate" and remaining_words[:1] == ["launch"]:
-            launch_command = _parse_launcher_argv("accelerate launch", remaining_words[1:])
-        elif re.fullmatch(r"python[\d.]*", name):
-            launch_command = _parse_python_argv([*itertools.dropwhile(lambda option: option in ("-u", "-O", "-B"), remaining_words)])
-        if launch_command is not None:
-            return replace(launch_command, wrapper_words=wrapper_words)
-    return None
-
-
-def _parse_python_argv(arguments: list[str]) -> LaunchCommand | None:
-    if arguments[:1] != ["-m"]:
-        return LaunchCommand("python", {}, arguments[0], tuple(arguments[1:])) if arguments and arguments[0].endswith(".py") else None
-    if arguments[1:2] and arguments[1] in ("torch.distributed.run", "torch.distributed.launch"):
-        return _parse_launcher_argv("torchrun", arguments[2:])
-    return LaunchCommand("python", {"module": ""}, arguments[1], tuple(arguments[2:])) if arguments[1:] else None
-
-
-def split_first_command(text: str) -> list[str]:
-    """Return the words of the first command in the shell line `text`. Raises ValueError if the line cannot be parsed."""
-    return next(iter(_split_commands(text)), ("", []))[1]
-
-
-def _split_commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return the commands and redirections in the shell line `text`, as pairs of an operator (such as && or >) and words.
-
-    Raises ValueError if the line cannot be parsed.
-    """
-    quoted_text = re.sub(r"(?<=\s)[12](?=>)", "", re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", _quote_command_substitution, text))
-    lexer = shlex.shlex(quoted_text, posix=True, punctuation_chars=True)
-    lexer.whitespace_split, lexer.commenters = True, "#"
-    commands: list[tuple[str, list[str]]] = [("", [])]
-    for word in lexer:
-        if word and set(word) <= set(";&|<>()"):
-            commands.append((word, []))
-        else:
-            commands[-1][1].append(word)
-    return commands
+_ACCELERATE_TEXT = "write it to an accelerate config, import that, and copy its runner.env"
+_IMAGE_TEXT = "install or copy it in the image: swarmtrain image build"
+# Settings to use for flags whose values are not known at import.
+_FLAG_SETTINGS = {
+    "nnodes": "runner.nodes",
+    "nproc_per_node": "runner.default_gpu_count",
+    "num_processes": "runner.default_gpu_count",
+    "master_port": "runner.master_port",
+    "max_restarts": "runner.max_restarts",
+}
 
 
 def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> tuple[int | None, int | None]:
-    """Map a launch command to the config. Return the number of nodes and of ranks per node, each None if not given as a number."""
+    """Map a launch command to the config, without arguments that contain secrets.
+
+    Return the number of nodes and of ranks per node, each None if not given as a number.
+    """
     report.mark_keys_handled(key)
-    nodes, slots = None, None
     for flag, value in launch.flags.items():
-        flag_key = (*key, f"{launch.program} --{flag}")
-        if flag == "nnodes" and re.fullmatch(r"\d+:\d+", value):
-            low, high = map(int, value.split(":"))
-            nodes = low
-            report.map_key(flag_key, "runner.min_nodes", low)
-            report.map_key(flag_key, "runner.max_nodes", high)
-        elif flag == "nnodes" and value.isdigit():
-            nodes = int(value)
-            report.mark_keys_handled(flag_key)
-        elif flag == "nproc_per_node" and value.isdigit():
-            slots = int(value)
-            report.mark_keys_handled(flag_key)
-        elif flag == "nproc_per_node" and value in ("gpu", "auto"):
-            report.add_unmapped_key(flag_key, UnmappedReason.is_default, "one rank per GPU that the cluster reports", value=value)
-        elif flag == "master_port" and value.isdigit() and int(value) < _MAX_PORT:
-            report.map_key(flag_key, "runner.master_port", int(value))
-        elif flag == "max_restarts" and value.isdigit():
-            report.map_key(flag_key, "runner.max_restarts", int(value))
-            report.add_note("runner.max_restarts counts consecutive failures without a new step between them; torchrun counts all failures")
-        elif flag == "numa_binding":
-            report.map_key(flag_key, "runner.numa", value)
-        elif flag == "module":
-            _map_module(report, flag_key, launch.script)
-        elif flag in _UNMAPPED_FLAGS:
-            report.add_unmapped_key(flag_key, UnmappedReason.done_differently, _UNMAPPED_FLAGS[flag], value=value)
-        elif _SHELL_VARIABLE_PATTERN.search(value) and flag in ("nnodes", "nproc_per_node", "num_processes", "master_port", "max_restarts"):
-            replacement = {
-                "nnodes": "runner.nodes",
-                "nproc_per_node": "runner.default_gpu_count",
-                "num_processes": "runner.default_gpu_count",
-            }.get(flag, f"runner.{flag}")
-            report.add_unmapped_key(flag_key, UnmappedReason.unknown, f"a shell variable: set {replacement}", value=value)
-        else:
-            report.add_unmapped_key(flag_key, UnmappedReason.no_counterpart, "", value=value)
+        _map_flag(report, (*key, f"{launch.program} --{flag}"), flag, value, launch)
+    for option in launch.python_options:
+        report.add_unmapped_key((*key, f"python {option}"), UnmappedReason.no_counterpart, "torchrun starts python -u", value=option)
     _map_script(report, key, launch)
-    return nodes, slots
+    nodes, slots = launch.flags.get("nnodes", ""), launch.flags.get("nproc_per_node", "")
+    low = nodes.partition(":")[0]
+    return int(low) if low.isdigit() else None, int(slots) if slots.isdigit() else None
+
+
+def _map_flag(report: MigrationReport, flag_key: KeyPath, flag: str, value: str, launch: LaunchCommand) -> None:
+    shown_value = show_text(value)
+    if flag in ("nnodes", "nproc_per_node") and value.isdigit():
+        report.mark_keys_handled(flag_key)
+    elif flag in _FLAG_HANDLERS and _FLAG_HANDLERS[flag](report, flag_key, value):
+        return
+    elif flag == "module":
+        _map_module(report, flag_key, show_text(launch.script))
+    elif flag == "legacy_local_rank":
+        report.mark_keys_handled(flag_key)
+        report.add_note(f"{launch.program} passed --local_rank to the script; swarmtrain sets only the variable LOCAL_RANK")
+    elif flag in _UNMAPPED_FLAGS:
+        report.add_unmapped_key(flag_key, UnmappedReason.done_differently, _UNMAPPED_FLAGS[flag], value=shown_value)
+    elif not is_resolved(value) and flag in _FLAG_SETTINGS:
+        replacement = f"a shell variable: set {_FLAG_SETTINGS[flag]}"
+        report.add_unmapped_key(flag_key, UnmappedReason.unknown, replacement, value=shown_value)
+    else:
+        replacement = _ACCELERATE_TEXT if launch.program == "accelerate launch" else ""
+        report.add_unmapped_key(flag_key, UnmappedReason.no_counterpart, replacement, value=shown_value)
+
+
+def _map_node_range(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
+    match = re.fullmatch(r"(\d+):(\d+)", value)
+    if match:
+        report.map_key(flag_key, "runner.min_nodes", int(match[1]))
+        report.map_key(flag_key, "runner.max_nodes", int(match[2]))
+    return match is not None
+
+
+def _map_automatic_ranks(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
+    if value in ("gpu", "auto"):
+        report.add_unmapped_key(flag_key, UnmappedReason.is_default, "one rank per GPU that the cluster reports", value=value)
+    return value in ("gpu", "auto")
+
+
+def _map_master_port(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
+    is_port = value.isdigit() and int(value) < _MAX_PORT
+    if is_port:
+        report.map_key(flag_key, "runner.master_port", int(value))
+    return is_port
+
+
+def _map_max_restarts(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
+    if value.isdigit():
+        report.map_key(flag_key, "runner.max_restarts", int(value))
+        report.add_note("runner.max_restarts counts consecutive failures without a new step between them; torchrun counts all failures")
+    return value.isdigit()
+
+
+def _map_numa_binding(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
+    report.map_key(flag_key, "runner.numa", show_text(value))
+    return True
+
+
+def _map_mixed_precision(report: MigrationReport, flag_key: KeyPath, value: str) -> bool:
+    if is_resolved(value):
+        report.map_key(flag_key, ("runner", "env", "ACCELERATE_MIXED_PRECISION"), value)
+    return is_resolved(value)
+
+
+_FLAG_HANDLERS = {
+    "mixed_precision": _map_mixed_precision,
+    "nnodes": _map_node_range,
+    "nproc_per_node": _map_automatic_ranks,
+    "master_port": _map_master_port,
+    "max_restarts": _map_max_restarts,
+    "numa_binding": _map_numa_binding,
+}
+"""Handlers of flags: each returns whether it has mapped the value."""
 
 
 def _map_module(report: MigrationReport, flag_key: KeyPath, module: str) -> None:
@@ -210,10 +158,10 @@ def map_environment_variable(report: MigrationReport, key: KeyPath, name: str, v
     `on_host_network`: interface names in the variable's value are those of machines, not of containers.
     """
     text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    setting = _find_nccl_setting(name, text)
+    shown_text, setting = show_text(text), _find_nccl_setting(name, text)
     if name in RENDEZVOUS_VARIABLES:
-        report.add_unmapped_key(key, UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=text)
-    elif is_secret_name(name):
+        report.add_unmapped_key(key, UnmappedReason.done_differently, RENDEZVOUS_TEXT, value=shown_text)
+    elif is_secret_name(name) or is_secret_value(text, report.secrets):
         report.add_unmapped_key(
             key, UnmappedReason.done_differently, f"runner.secrets: {{{name}: FILE}}; ranks find the file's path in {name}_FILE", value="…"
         )
@@ -221,12 +169,12 @@ def map_environment_variable(report: MigrationReport, key: KeyPath, name: str, v
         report.map_key(key, "runner.interface", text)
     elif name in _INTERFACE_VARIABLES:
         report.add_unmapped_key(
-            key, UnmappedReason.done_differently, "the interface is detected; to override it, set runner.interface", value=text
+            key, UnmappedReason.done_differently, "the interface is detected; to override it, set runner.interface", value=shown_text
         )
     elif setting is not None:
         report.map_key(key, ("runner", "nccl", setting[0]), setting[1])
     else:
-        report.map_key(key, ("runner", "env", name), text)
+        report.map_key(key, ("runner", "env", name), shown_text)
         add_shell_variable_note(report, f"runner.env.{name}", text)
 
 
@@ -237,44 +185,29 @@ def is_training_script(text: str) -> bool:
 
 def add_shell_variable_note(report: MigrationReport, field_path: str, config_value: str) -> None:
     """Add a note if `config_value`, at `field_path`, contains shell syntax that only the imported file's shell would have expanded."""
-    if _SHELL_VARIABLE_PATTERN.search(config_value):
-        report.add_note(f"{field_path} contains {config_value}, which only the original shell can expand: replace it with its value")
+    if not is_resolved(config_value):
+        report.add_note(
+            f"{field_path} contains {show_text(config_value)}, which only the original shell can expand: replace it with its value"
+        )
 
 
 def _map_script(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> None:
     for index, text in enumerate(launch.other_commands):
-        replacement = _LOGS_TEXT if _REDIRECTION_PATTERN.search(text) else "install or copy it in the image: swarmtrain image build"
+        replacement = _LOGS_TEXT if _REDIRECTION_PATTERN.search(text) else _IMAGE_TEXT
         report.add_unmapped_key((*key, f"other command {index}"), UnmappedReason.done_differently, replacement, value=text)
     if launch.script and "module" not in launch.flags:
-        report.map_key((*key, "script"), "runner.script", launch.script)
+        report.map_key((*key, "script"), "runner.script", show_text(launch.script))
         add_shell_variable_note(report, "runner.script", launch.script)
         if launch.script.startswith("/"):
             report.add_note("runner.script is read on the machine that runs swarmtrain, not in the container: use the path on that machine")
-    if launch.args:
-        report.map_key((*key, "script_args"), "runner.script_args", list(launch.args))
-        for arg in launch.args:
-            if arg.startswith("--") and is_secret_name(arg.partition("=")[0]):
-                report.add_note(
-                    f"runner.script_args has {arg.partition('=')[0]}: configs are stored with checkpoints, so put secrets into "
-                    f"runner.secrets"
-                )
-            add_shell_variable_note(report, "runner.script_args", arg)
-
-
-def _parse_launcher_argv(program: str, arguments: list[str]) -> LaunchCommand:
-    flags: dict[str, str] = {}
-    while arguments and arguments[0].startswith("-"):
-        word = arguments.pop(0)
-        name, has_value, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_") if word.startswith("--") else _SHORT_FLAGS.get(name, name)
-        name = _TORCHRUN_FLAG_NAMES.get(name, name)
-        if not has_value and name not in _FLAGS_WITHOUT_VALUE:
-            value = arguments.pop(0) if arguments else ""
-        flags[name] = value
-    if "num_processes" in flags and flags["num_processes"].isdigit():
-        nodes = int(flags.get("nnodes", "1")) if flags.get("nnodes", "1").isdigit() else 1
-        flags["nproc_per_node"] = str(int(flags.pop("num_processes")) // max(1, nodes))
-    return LaunchCommand(program, flags, arguments[0] if arguments else "", tuple(arguments[1:]))
+    arguments = remove_secret_arguments(launch.args, report.secrets)
+    for name in arguments.removed:
+        replacement = "a secret: use runner.secrets, and read the file that its variable NAME_FILE names"
+        report.add_unmapped_key((*key, f"{name} (secret)"), UnmappedReason.done_differently, replacement, value="…")
+    if arguments.remaining:
+        report.map_key((*key, "script_args"), "runner.script_args", [show_text(argument) for argument in arguments.remaining])
+        for argument in arguments.remaining:
+            add_shell_variable_note(report, "runner.script_args", argument)
 
 
 def _find_nccl_setting(variable_name: str, variable_value: str) -> tuple[str, Any] | None:
@@ -295,8 +228,3 @@ def _find_nccl_setting(variable_name: str, variable_value: str) -> tuple[str, An
         except ValidationError:
             continue
     return None
-
-
-def _quote_command_substitution(match: re.Match[str]) -> str:
-    """Quote a matched command substitution so that it stays one word. Inside double quotes it is one word already."""
-    return match[0] if match.string[: match.start()].count('"') % 2 else shlex.quote(match[0])

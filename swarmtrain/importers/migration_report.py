@@ -6,7 +6,6 @@ A format's module fills a MigrationReport and builds its result; keys that the m
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,13 +18,13 @@ from swarmtrain.config import Config
 from swarmtrain.config.loader import sort_and_limit_problems
 from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, Problem
+from swarmtrain.importers.secret_values import redact_secrets
 
 KeyPath = tuple[str, ...]
 _ABSENT = object()
 _MAX_VALUE_LENGTH = 40
 _BATCH_KEYS = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 _SECRET_SUFFIXES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
-_INLINE_SECRET_PATTERN = re.compile(r"(\b\w*(?:key|token|secret|passw(?:or)?d)\"?\s*[=:]\s*\"?)[^\s\",{}\[\]]+", re.IGNORECASE)
 
 
 class UnmappedReason(StrEnum):
@@ -78,6 +77,8 @@ class MigrationReport:
         self._unmapped: list[UnmappedKey] = []
         self._unmapped_keys: list[KeyPath] = []
         self._notes: list[str] = []
+        self.secrets: frozenset[str] = frozenset()
+        """Values that are neither copied to the config nor shown."""
 
     def get_source_value(self, key: str | KeyPath, default: Any = None) -> Any:
         """Return the source file's value at `key`; `default` if the key is missing."""
@@ -161,7 +162,7 @@ class MigrationReport:
         self._handled.add(source_key)
         shown_value = self.get_source_value(source_key) if value is _ABSENT else value
         self._unmapped_keys.append(source_key)
-        text = "…" if is_secret_name(source_key[-1]) else _abbreviate_value(shown_value)
+        text = "…" if is_secret_name(source_key[-1]) else _abbreviate_value(shown_value, self.secrets)
         self._unmapped.append(
             UnmappedKey(
                 source_key[-1].rstrip("'") if self._show_last_part_only else ".".join(source_key),
@@ -178,6 +179,7 @@ class MigrationReport:
 
     def add_note(self, text: str) -> None:
         """Add a note about the config, once."""
+        text = redact_secrets(text, self.secrets) if self.secrets else text
         if text not in self._notes:
             self._notes.append(text)
 
@@ -384,8 +386,8 @@ def _sort_values_by_schema(config_values: dict[str, Any], model: type[BaseModel]
     return ordered
 
 
-def _abbreviate_value(value: Any) -> str:
+def _abbreviate_value(value: Any, secrets: frozenset[str]) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    text = _INLINE_SECRET_PATTERN.sub(r"\1…", text[: 9 * _MAX_VALUE_LENGTH])
+    text = redact_secrets(text[: 9 * _MAX_VALUE_LENGTH], secrets)
     printable = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return printable if len(printable) <= _MAX_VALUE_LENGTH else f"{printable[: _MAX_VALUE_LENGTH - 1]}…"

@@ -10,6 +10,19 @@ from error_cases import ErrorCase
 CHAPTER = "The files it names"
 
 
+def test_uncertain_script(error_case: ErrorCase) -> None:
+    """Script that starts several commands, or depends on variables
+
+    A script is imported only if it is certain which command it starts, with which arguments.
+    """
+    error_case.write_file("two.sh", "#!/bin/bash\nsrun python train.py --lr 0.1\nsrun python train.py --lr 0.2\n")
+    error_case("swarmtrain import two.sh")
+    error_case.write_file("open.sh", "#!/bin/bash\nOUT=runs/$(date +%F)\ntorchrun train.py --data $DATA_DIR --out $OUT --config <CONFIG>\n")
+    error_case("swarmtrain import open.sh")
+    error_case.write_file("wrapper.sh", "#!/bin/bash\nsrun ./run_in_container.sh train.py\n")
+    error_case("swarmtrain import wrapper.sh")
+
+
 def test_missing_script(error_case: ErrorCase) -> None:
     """Script file is missing
 

@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ MAPPINGS = [name for name in SOURCES if name.endswith((".yml", ".json"))]
 
 
 def convert_fixture(name: str, text: str | None = None) -> importers.ImportedConfig:
-    return importers.import_config_text((FOLDER / name).read_text() if text is None else text, name)
+    source = (FOLDER / name).read_text()
+    settings = importers.parse_script_settings(tuple(re.findall(r"^# --set (.*)$", source, re.MULTILINE)), None)
+    return importers.import_config_text(source if text is None else text, name, settings=settings)
 
 
 def format_import(result: importers.ImportedConfig) -> str:
@@ -130,7 +133,10 @@ def test_a_json_and_its_hostfile() -> None:
         ("replicaCount: 3\nimage: x\n", "is not a known format; its keys are image, replicaCount"),
         ("runner: {runner_type: swarm}\n", "is already a swarmtrain config"),
         ("#!/bin/bash\necho hello\n", "starts neither torchrun nor python"),
-        ("#!/bin/bash\nA=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "torchrun train.py $A\n", "starts neither torchrun nor python"),
+        (
+            "#!/bin/bash\nA=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "torchrun train.py $A\n",
+            "(line 15): cannot be read: the value of A is too long",
+        ),
         ("services: {db: {image: postgres}}\n", "no service starts training"),
         ("runner: [\n", "is neither YAML nor JSON"),
         ("topology: {a: 1}\ntopology: {b: 1}\n", "appears twice"),

@@ -11,4 +11,4 @@ ARGS=(
 )
 srun --mpi=none singularity exec --nv --cleanenv \
   -B /p/scratch/fm:/scratch,/p/data:/data:ro --bind $HOME/cache:/cache --env HF_HUB_OFFLINE=1,TOKEN_X=2 --home /p/home \
-  docker://nvcr.io/nvidia/pytorch:24.10-py3 bash -c "$LAUNCHER scripts/train.py ${ARGS[@]}"
+  docker://nvcr.io/nvidia/pytorch:24.10-py3 bash -c "$LAUNCHER scripts/train.py ${ARGS[*]}"

@@ -7,8 +7,9 @@
 #SBATCH --mail-type=END --mail-user=me@example.org
 cd $SLURM_SUBMIT_DIR
 conda activate train
-for trial in 1 2; do
-  srun python -u main.py --trial $trial --out $SCRATCH/out &
+for name in train validation; do
+  python prepare.py $name
 done
+srun python -u main.py --trial 1 --out /runs/trial &
 wait
-srun python -m package.evaluate
+python -m package.evaluate

@@ -1,0 +1,296 @@
+"""Follow a shell script in the order of its execution, without running it: which commands it starts, with which words and variables."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from swarmtrain.importers.shell.assigned_names import collect_assigned_names, find_arithmetic_names, find_read_names, iterate_commands
+from swarmtrain.importers.shell.builtin_commands import always_succeeds, apply_set, change_folder, exits, find_local_names
+from swarmtrain.importers.shell.command_reader import DECLARATIONS
+from swarmtrain.importers.shell.declarations import assign_variable, declare_variables
+from swarmtrain.importers.shell.expansion import expand_text, expand_words
+from swarmtrain.importers.shell.parser import parse_script
+from swarmtrain.importers.shell.scope import POSITIONAL, Scope, Value
+from swarmtrain.importers.shell.syntax import (
+    Assignment,
+    Branches,
+    Chain,
+    Function,
+    Loop,
+    Node,
+    Pipeline,
+    Sequence,
+    ShellSyntaxError,
+    SimpleCommand,
+    Statement,
+    Subshell,
+)
+from swarmtrain.importers.shell.unresolved import is_resolved
+
+_MAX_CALL_DEPTH = 25
+_MAX_DEPTH = 60
+_MAX_COMMANDS = 5_000
+_ARGUMENT_LOOP_PATTERN = re.compile(r"\$#|\bgetopts\b|\$\{?1\b")
+# Files that prepare the environment, and do not set variables of the script.
+_ENVIRONMENT_FILES = frozenset(
+    ("activate", "conda.sh", "mamba.sh", ".bashrc", ".bash_profile", ".profile", "bashrc", "profile", "modules.sh", "bash", "lmod.sh")
+)
+
+
+@dataclass(frozen=True)
+class EvaluatedCommand:
+    """A simple command that the script starts: its words and variables after expansion.
+
+    `scope` is a copy of the script's variables at this point.
+    """
+
+    statement: Statement
+    """The statement of the script that contains the command."""
+    command: SimpleCommand
+    argv: tuple[str, ...]
+    variables: Mapping[str, str]
+    """Variables set for this command only."""
+    scope: Scope
+    constructs: tuple[Statement, ...] = ()
+    """Headers of the if, case and loops that contain the command."""
+    unreached: str = ""
+    """Why the command never runs; empty if it may run."""
+    loop_variables: tuple[str, ...] = ()
+    assigned: Mapping[str, Value] = field(default_factory=dict)
+    """Variables that the command assigns, with their new values."""
+
+    @property
+    def line(self) -> int:
+        """Line number of the command (1-based)."""
+        return self.statement.line
+
+
+@dataclass
+class ScriptEvaluator:
+    """Evaluator of one script. `commands` are the evaluated commands, in the order of execution."""
+
+    commands: list[EvaluatedCommand] = field(default_factory=list)
+    skipped: list[tuple[Statement, str]] = field(default_factory=list)
+    """Statements that were not evaluated, each with the reason."""
+    _functions: dict[str, Node] = field(default_factory=dict)
+    _headers: dict[str, Statement] = field(default_factory=dict)
+    _called: set[str] = field(default_factory=set)
+    _constructs: tuple[Statement, ...] = ()
+    _loop_variables: tuple[str, ...] = ()
+    _origin: Statement | None = None
+    _unreached: str = ""
+    _depth: int = 0
+
+    def run(self, body: Sequence, scope: Scope) -> None:
+        """Evaluate the script `body` in `scope`. Raises ShellSyntaxError if it is too complex."""
+        self._run(body, scope)
+        for name, function in list(self._functions.items()):
+            if name not in self._called:
+                with self._set(_unreached=f"the function {name} is never called"):
+                    self._run(function, scope.copy())
+
+    def is_function(self, name: str) -> bool:
+        """Return whether the script defines a function `name`."""
+        return name in self._functions
+
+    def is_called(self, name: str) -> bool:
+        """Return whether the script calls its function `name`."""
+        return name in self._called
+
+    def evaluate_text(self, text: str, scope: Scope, outer: EvaluatedCommand) -> list[EvaluatedCommand]:
+        """Return the commands of the script `text`, which the command `outer` passes to a new shell. Raises ShellSyntaxError."""
+        first = len(self.commands)
+        with self._set(_constructs=outer.constructs, _loop_variables=outer.loop_variables, _unreached=outer.unreached):
+            self._run_text(text, scope, outer.statement)
+        commands = self.commands[first:]
+        del self.commands[first:]
+        return commands
+
+    @contextmanager
+    def _set(self, **values: Any) -> Any:
+        before = {name: getattr(self, name) for name in values}
+        if self._depth >= _MAX_DEPTH:
+            raise ShellSyntaxError("is nested too deeply", self._origin.line if self._origin else 1)
+        self._depth += 1
+        for name, value in values.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    def _run_text(self, text: str, scope: Scope, statement: Statement) -> None:
+        script = parse_script(text, statement.line)
+        with self._set(_origin=self._origin or statement):
+            self._run(script.body, scope)
+
+    def _run(self, node: Node, scope: Scope) -> None:
+        runners: dict[type, Callable[[Any, Scope], None]] = {
+            SimpleCommand: self._run_command,
+            Sequence: self._run_sequence,
+            Chain: self._run_chain,
+            Pipeline: self._run_pipeline,
+            Branches: self._run_branches,
+            Loop: self._run_loop,
+            Function: self._define_function,
+            Subshell: self._run_subshell,
+        }
+        runners[type(node)](node, scope)
+
+    def _run_sequence(self, sequence: Sequence, scope: Scope) -> None:
+        for item in sequence.items:
+            if scope.has_ended and not self._unreached:
+                with self._set(_unreached="the script ends before it"):
+                    self._run(item, scope.copy())
+            else:
+                self._run(item, scope)
+
+    def _run_chain(self, chain: Chain, scope: Scope) -> None:
+        """Run the items of a chain. What follows && may be skipped, so it is a branch, unless the item before it always succeeds."""
+        previous, branch = chain.items[0][1], scope
+        self._run(previous, scope)
+        for operator, item in chain.items[1:]:
+            line = next((command.line for command in iterate_commands(item)), 0)
+            if operator == "||" and branch is not scope:
+                scope.merge([scope.copy(), branch], line)
+                branch = scope
+            if branch is scope and (operator == "||" or not always_succeeds(previous)):
+                branch = scope.copy()
+            condition = next(iterate_commands(chain.items[0][1]), None)
+            constructs = (condition,) if condition is not None and branch is not scope else ()
+            with self._set(_constructs=(*self._constructs, *constructs)):
+                self._run(item, branch)
+            if operator == "||":
+                scope.merge([scope.copy(), branch], line)
+                branch = scope
+            previous = item
+        if branch is not scope:
+            scope.merge([scope.copy(), branch], line)
+
+    def _run_pipeline(self, pipeline: Pipeline, scope: Scope) -> None:
+        for item in pipeline.items:
+            self._run(item, scope.copy())
+
+    def _run_subshell(self, subshell: Subshell, scope: Scope) -> None:
+        self._run(subshell.body, scope.copy())
+
+    def _run_branches(self, branches: Branches, scope: Scope) -> None:
+        outcomes = []
+        with self._set(_constructs=(*self._constructs, branches.header)):
+            for condition, body in branches.alternatives:
+                if condition is not None:
+                    self._run(condition, scope)
+                branch = scope.copy()
+                self._run(body, branch)
+                outcomes.append(branch)
+        scope.merge(outcomes if branches.is_exhaustive else [*outcomes, scope.copy()], branches.header.line)
+
+    def _run_loop(self, loop: Loop, scope: Scope) -> None:
+        values = expand_words(loop.words, scope, loop.header) if loop.words is not None else list(scope.get_positional())
+        iterates_arguments = bool(_ARGUMENT_LOOP_PATTERN.search(loop.header.source)) and loop.condition is not None
+        is_empty = (not values and loop.condition is None and bool(loop.variable)) or (iterates_arguments and not scope.get_positional())
+        if is_empty:
+            self._skip(loop, "the loop has nothing to iterate over: the script was imported without arguments")
+            return
+        line, before = loop.header.line, scope.copy()
+        branch = scope.copy()
+        for name in collect_assigned_names(loop.body, self._functions) | {loop.variable} - {""}:
+            branch.make_unresolved(name, line, f"changes in the loop of line {line}")
+        is_single = len(values) == 1 and is_resolved(values[0])
+        if loop.variable and is_single:
+            branch.variables[loop.variable] = values[0]
+        names = (*self._loop_variables, *([loop.variable] if loop.variable and not is_single else []))
+        with self._set(_constructs=(*self._constructs, loop.header), _loop_variables=names):
+            if loop.condition is not None:
+                self._run(loop.condition, branch)
+            self._run(loop.body, branch)
+        branch.has_ended = False
+        scope.merge([before, branch], line)
+
+    def _skip(self, loop: Loop, reason: str) -> None:
+        self.skipped.append((loop.header, reason))
+        self.skipped += [(command, reason) for command in iterate_commands(loop.body)]
+        self.skipped += [(command, reason) for command in iterate_commands(loop.condition)] if loop.condition else []
+
+    def _define_function(self, function: Function, scope: Scope) -> None:
+        self._functions[function.name], self._headers[function.name] = function.body, function.header
+
+    def _run_command(self, command: SimpleCommand, scope: Scope) -> None:
+        if len(self.commands) > _MAX_COMMANDS:
+            raise ShellSyntaxError("starts too many commands", command.line)
+        name = command.words[0].literal if command.words else ""
+        if not command.words:
+            self._record(command, (), {}, scope)
+            for assignment in command.assignments:
+                assign_variable(assignment, scope, self._origin or command)
+            self._record_assigned([assignment.name for assignment in command.assignments], scope)
+            return
+        variables = {assignment.name: self._expand_variable(assignment.value, scope, command) for assignment in command.assignments}
+        argv = tuple(expand_words(command.words, scope, command))
+        self._record(command, argv, variables, scope)
+        if name in DECLARATIONS:
+            declare_variables(command, scope, self._origin or command)
+            self._record_assigned([argument.name for argument in command.arguments if isinstance(argument, Assignment)], scope)
+        for variable in find_read_names(command):
+            scope.make_unresolved(variable, command.line, "is read when the script runs")
+        if command.words[0].source == "((":
+            for variable in find_arithmetic_names(command.source):
+                scope.make_unresolved(variable, command.line, "is computed when the script runs")
+        self._apply_builtin(argv, command, scope)
+
+    def _expand_variable(self, value: Any, scope: Scope, command: SimpleCommand) -> str:
+        if isinstance(value, tuple):
+            return " ".join(expand_words(value, scope, command))
+        return expand_text(value, scope, command)
+
+    def _record(self, command: SimpleCommand, argv: tuple[str, ...], variables: Mapping[str, str], scope: Scope) -> None:
+        statement = self._origin or command
+        self.commands.append(
+            EvaluatedCommand(statement, command, argv, variables, scope.copy(), self._constructs, self._unreached, self._loop_variables)
+        )
+
+    def _record_assigned(self, names: list[str], scope: Scope) -> None:
+        values = {name: value for name in names if (value := scope.get(name)) is not None}
+        self.commands[-1] = replace(self.commands[-1], assigned=values)
+
+    def _apply_builtin(self, argv: tuple[str, ...], command: SimpleCommand, scope: Scope) -> None:
+        name, arguments = (argv[0], argv[1:]) if argv else ("", ())
+        if name in self._functions:
+            self._call_function(name, arguments, command, scope)
+        elif name in ("cd", "pushd", "popd"):
+            scope.folder = change_folder(scope, name, arguments, command)
+        elif name in ("exit", "return", "exec") and (name != "exec" or arguments):
+            scope.has_ended = True
+        elif name == "set":
+            apply_set(arguments, scope)
+        elif name in ("source", ".") and arguments and posixpath.basename(arguments[0]) not in _ENVIRONMENT_FILES:
+            scope.sourced_line = scope.sourced_line or command.line
+        elif name == "shift":
+            count = int(arguments[0]) if arguments and arguments[0].isdigit() else 1
+            scope.variables[POSITIONAL] = scope.get_positional()[count:]
+        elif name == "eval" and arguments and is_resolved(" ".join(arguments).strip()[:1]):
+            self.commands.pop()
+            self._run_text(" ".join(arguments), scope, self._origin or command)
+
+    def _call_function(self, name: str, arguments: tuple[str, ...], command: SimpleCommand, scope: Scope) -> None:
+        self._called.add(name)
+        if self._depth > _MAX_CALL_DEPTH:
+            raise ShellSyntaxError("functions call each other too deeply", command.line)
+        local_names = find_local_names(self._functions[name])
+        before = {variable: scope.variables.get(variable) for variable in (*local_names, POSITIONAL)}
+        knew_positional, scope.knows_positional = scope.knows_positional, True
+        scope.variables[POSITIONAL] = arguments
+        with self._set():
+            self._run(self._functions[name], scope)
+        scope.knows_positional, scope.has_ended = knew_positional, exits(self._functions[name]) and scope.has_ended
+        for variable, value in before.items():
+            scope.variables.pop(variable, None)
+            if value is not None:
+                scope.variables[variable] = value

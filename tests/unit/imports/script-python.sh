@@ -1,0 +1,2 @@
+export SEED=3
+exec python -u -X faulthandler main.py --seed ${SEED} <<< "yes"
