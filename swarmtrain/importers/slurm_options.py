@@ -138,7 +138,9 @@ def map_slurm_options(report: MigrationReport, options: SlurmOptions) -> None:
     for name, (source_key, value) in options.values.items():
         if report.is_key_handled(source_key):
             continue
-        if has_slurm_setting(report, "options") and name not in _HANDLED_OPTIONS:
+        if not value and (name in _SHORT_OPTIONS.values() or name in _SLURM_SETTINGS):
+            report.add_unmapped_key(source_key, UnmappedReason.unknown, "has no value in the script", value=value)
+        elif has_slurm_setting(report, "options") and name not in _HANDLED_OPTIONS:
             _map_to_slurm_launcher(report, source_key, name, value)
         elif name in _UNMAPPED_OPTIONS:
             report.add_unmapped_key(source_key, *_UNMAPPED_OPTIONS[name], value=value)

@@ -375,6 +375,18 @@ def test_lines_that_depend_on_the_environment_become_the_prelude() -> None:
     assert "env" not in local.result.values["runner"]
 
 
+def test_options_without_a_value_are_reported() -> None:
+    """A template whose options are to be filled in."""
+    result = importers.import_config_text(
+        "#!/bin/bash\n#SBATCH --partition= # set it\n#SBATCH -A # set it\n#SBATCH --hold\nsrun torchrun train.py\n", "job.sh"
+    ).result
+    assert result.values["runner"]["slurm"] == {"options": ["--hold"]}
+    assert [(row.key, row.replacement) for row in result.unmapped_keys][:2] == [
+        ("#SBATCH --partition", "has no value in the script"),
+        ("#SBATCH --account", "has no value in the script"),
+    ]
+
+
 def test_options_below_the_first_command_are_ignored() -> None:
     imported = import_script("#!/bin/bash\n#SBATCH --nodes=2\necho\n#SBATCH --nodes=3\nsrun torchrun a.py\n")
     assert imported.result.values["runner"]["nodes"] == 2
