@@ -53,24 +53,19 @@ def map_pyxis_sbatch_options(report: MigrationReport, options: SlurmOptions) -> 
 
 
 def convert_pyxis_image(image: str) -> str:
-    """Return an image of pyxis, such as nvcr.io#nvidia/pytorch:24.10, in Apptainer's notation; empty if it is a file of enroot."""
+    """Return an image of pyxis, such as nvcr.io#nvidia/pytorch:24.10, in Apptainer's notation.
+
+    A file of enroot is a SquashFS file system, which Apptainer runs as it is.
+    """
     if image.startswith(("/", "./", "../", "~")) or image.endswith((".sqsh", ".squashfs")):
-        return ""
+        return image
     reference = re.sub(r"^[a-z]+://", "", image).replace("#", "/", 1)
     return f"docker://{reference}"
 
 
 def _map_pyxis_option(report: MigrationReport, source_key: KeyPath, name: str, value: str) -> None:
     if name == "container-image":
-        image = convert_pyxis_image(value)
-        if image:
-            _map_image(report, source_key, image, "apptainer")
-        else:
-            replacement = "NOT in the config: build a SIF file for Apptainer, and set runner.slurm.apptainer.image"
-            report.add_unmapped_key(source_key, UnmappedReason.done_differently, replacement, value=value)
-            report.add_note(
-                "the image of enroot is not in the config: without runner.slurm.apptainer.image, ranks run outside any container"
-            )
+        _map_image(report, source_key, convert_pyxis_image(value), "apptainer")
         report.add_note(
             "pyxis is replaced by Apptainer, which has to be installed on the nodes; set runner.slurm.apptainer.nv if they have GPUs"
         )

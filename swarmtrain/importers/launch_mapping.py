@@ -11,7 +11,7 @@ from swarmtrain.importers.launch_command import map_launch_command
 from swarmtrain.importers.launch_finder import LaunchCandidate
 from swarmtrain.importers.launcher_arguments import LaunchCommand
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
-from swarmtrain.importers.shell.unresolved import show_text
+from swarmtrain.importers.shell.unresolved import is_resolved, show_text
 from swarmtrain.importers.slurm_options import GPU_OPTIONS, SlurmOptions, has_slurm_setting, map_slurm_options
 
 _COUNT_OPTIONS = ("-n", "-np", "--ntasks", "--ntasks-per-node", "-N", "--nodes", "-npernode", "--npernode", "-ppn")
@@ -30,7 +30,7 @@ def map_job_launch(report: MigrationReport, key: KeyPath, candidate: LaunchCandi
     launch = _resolve_script(report, candidate, candidate.launch, options)
     variables: Variables = {}
     for prefix in launch.prefixes:
-        _map_prefix(report, key, prefix, variables)
+        _map_prefix(report, key, prefix, variables, options)
     nodes, slots = map_launch_command(report, key, launch)
     _map_node_counts(report, options, launch, nodes)
     _map_rank_counts(report, options, launch, slots)
@@ -61,7 +61,7 @@ def _resolve_script(report: MigrationReport, candidate: LaunchCandidate, launch:
     return replace(launch, script=posixpath.normpath(posixpath.join(folder, launch.script)))
 
 
-def _map_prefix(report: MigrationReport, key: KeyPath, prefix: CommandPrefix, variables: Variables) -> None:
+def _map_prefix(report: MigrationReport, key: KeyPath, prefix: CommandPrefix, variables: Variables, options: SlurmOptions) -> None:
     for name, value in prefix.variables.items():
         variables[name] = ((*key, name), value)
     if prefix.program in CONTAINER_PROGRAMS:
@@ -69,7 +69,8 @@ def _map_prefix(report: MigrationReport, key: KeyPath, prefix: CommandPrefix, va
         return
     map_pyxis_options(report, key, prefix)
     for option, value in prefix.options:
-        if not PYXIS_PATTERN.fullmatch(option):
+        is_adopted = prefix.program == "srun" and is_resolved(value) and options.adopt_srun_option((*key, f"srun {option}"), option, value)
+        if not is_adopted and not PYXIS_PATTERN.fullmatch(option):
             variables |= _map_prefix_option(report, (*key, f"{prefix.program} {option}"), prefix.program, option, value)
     for operand in prefix.operands:
         report.add_unmapped_key((*key, prefix.program), UnmappedReason.no_counterpart, "", value=show_text(operand))
@@ -146,5 +147,5 @@ def _map_gpu_option(report: MigrationReport, options: SlurmOptions, name: str, *
             report.mark_keys_handled(key)
         else:
             report.add_unmapped_key(key, UnmappedReason.done_differently, "runner.default_gpu_count", value=value)
-    elif name == "gpus" and gpus:
+    elif name in ("gpus", "gpus-per-task") and gpus:
         report.map_key(key, "runner.slurm.gpus_per_node", gpus)

@@ -28,6 +28,7 @@ _SHORT_OPTIONS = {
     "w": "nodelist",
     "x": "exclude",
 }
+_OPTION_ALIASES = {"tasks-per-node": "ntasks-per-node"}
 _OPTIONS_WITHOUT_VALUE = (
     "exclusive",
     "requeue",
@@ -78,6 +79,8 @@ class SlurmOptions:
     """Options of the script, each with its key in the migration report and its value."""
 
     values: dict[str, tuple[KeyPath, str]] = field(default_factory=dict)
+    incomplete: set[str] = field(default_factory=set)
+    """Names of the options that need a value and have none, as in a template."""
 
     def get(self, name: str) -> str:
         """Return the value of the option `name`; empty if it is not set."""
@@ -93,9 +96,23 @@ class SlurmOptions:
             name, has_value, value = word.removeprefix("--").partition("=")
             if not word.startswith("--"):
                 name, has_value, value = _SHORT_OPTIONS.get(word[1:2], word[1:2]), word[2:], word[2:].removeprefix("=")
+            name = _OPTION_ALIASES.get(name, name)
             if not has_value and name not in _OPTIONS_WITHOUT_VALUE and words and not words[0].startswith("--"):
                 value = words.pop(0)
             self.values[name] = ((*key, f"#SBATCH --{name}"), value)
+            if not value and (word.endswith("=") or name in _SHORT_OPTIONS.values() or name in _SLURM_SETTINGS):
+                self.incomplete.add(name)
+
+    def adopt_srun_option(self, key: KeyPath, option: str, value: str) -> bool:
+        """Add an option of srun that requests resources, unless sbatch has it. Return whether it was added.
+
+        Without sbatch, srun itself requests the resources of the job.
+        """
+        name = _SHORT_OPTIONS.get(option[1:], option[1:]) if not option.startswith("--") else option[2:]
+        if not value or name in self.values or name not in (*_SLURM_SETTINGS, *GPU_OPTIONS):
+            return False
+        self.values[name] = (key, value)
+        return True
 
     def count_gpus_per_node(self) -> int | None:
         """Return the number of GPUs per node; None if the options do not determine it."""
@@ -103,6 +120,8 @@ class SlurmOptions:
             count = _COUNT_PATTERN.fullmatch(self.get(name).partition(",")[0]) if name in self.values else None
             if count:
                 return int(count[1])
+        if self.get("gpus-per-task").isdigit():
+            return int(self.get("gpus-per-task")) * (self.count_tasks_per_node() or 1)
         nodes, count = self.get("nodes") or "1", _COUNT_PATTERN.fullmatch(self.get("gpus"))
         return _divide(int(count[1]), nodes) if count else None
 
@@ -138,7 +157,7 @@ def map_slurm_options(report: MigrationReport, options: SlurmOptions) -> None:
     for name, (source_key, value) in options.values.items():
         if report.is_key_handled(source_key):
             continue
-        if not value and (name in _SHORT_OPTIONS.values() or name in _SLURM_SETTINGS):
+        if name in options.incomplete:
             report.add_unmapped_key(source_key, UnmappedReason.unknown, "has no value in the script", value=value)
         elif has_slurm_setting(report, "options") and name not in _HANDLED_OPTIONS:
             _map_to_slurm_launcher(report, source_key, name, value)

@@ -362,8 +362,8 @@ srun torchrun a.py
 """
     apptainer = get_runner(text)["slurm"]["apptainer"]
     assert apptainer == {"image": "docker://nvcr.io/nvidia/pytorch:24.10", "binds": ["/a:/b:ro", "/c:/d"]}
-    report = import_script("#!/bin/bash\nsrun --container-image=/images/a.sqsh torchrun a.py\n").format_report()
-    assert "NOT in the config: build a SIF file" in report
+    result = import_script("#!/bin/bash\nsrun --container-image=/images/a.sqsh torchrun a.py\n").result
+    assert result.values["runner"]["slurm"]["apptainer"]["image"] == "/images/a.sqsh"
 
 
 def test_lines_that_depend_on_the_environment_become_the_prelude() -> None:
@@ -375,15 +375,26 @@ def test_lines_that_depend_on_the_environment_become_the_prelude() -> None:
     assert "env" not in local.result.values["runner"]
 
 
+def test_srun_requests_the_resources_without_sbatch() -> None:
+    runner = get_runner("#!/bin/bash\nsrun -p big --gres=gpu:8 --nodes=4 --ntasks-per-node=8 -A me python train.py\n")
+    assert runner["slurm"] == {"account": "me", "partition": "big", "gres": "gpu:8"}
+    assert (runner["nodes"], runner["default_gpu_count"]) == (4, 8)
+
+
+def test_gpus_per_task_times_tasks_are_the_gpus_of_a_node() -> None:
+    runner = get_runner("#!/bin/bash\n#SBATCH --tasks-per-node=2 --gpus-per-task=4\nsrun torchrun --nproc_per_node=gpu train.py\n")
+    assert (runner["default_gpu_count"], runner["slurm"]) == (8, {"gpus_per_node": 8})
+
+
 def test_options_without_a_value_are_reported() -> None:
     """A template whose options are to be filled in."""
-    result = importers.import_config_text(
-        "#!/bin/bash\n#SBATCH --partition= # set it\n#SBATCH -A # set it\n#SBATCH --hold\nsrun torchrun train.py\n", "job.sh"
-    ).result
+    options = "#SBATCH --partition= # set it\n#SBATCH -A # set it\n#SBATCH --cpus-per-gpu=\n#SBATCH --hold\n"
+    result = import_script(f"#!/bin/bash\n{options}srun torchrun train.py\n").result
     assert result.values["runner"]["slurm"] == {"options": ["--hold"]}
-    assert [(row.key, row.replacement) for row in result.unmapped_keys][:2] == [
+    assert [(row.key, row.replacement) for row in result.unmapped_keys][:3] == [
         ("#SBATCH --partition", "has no value in the script"),
         ("#SBATCH --account", "has no value in the script"),
+        ("#SBATCH --cpus-per-gpu", "has no value in the script"),
     ]
 
 
