@@ -1,4 +1,4 @@
-"""Assign the nodes of a run to machines. A node keeps its machine while the machine is wanted and usable, so that it is not restarted."""
+"""Assign the nodes of a run to machines. A node keeps its machine while the machine is listed and available: it is not restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FRESH_PLACEMENT = Placement()
 def assign_nodes(
     machines: Sequence[MachineT], machine_names: Sequence[Iterable[str]], node_count: int, placement: Placement
 ) -> list[tuple[str, MachineT]]:
-    """Return the names of `node_count` nodes with their machines, which are the wanted and usable `machines` in the order of use.
+    """Return the names of `node_count` nodes with their machines, from `machines`, which are listed and available, in the order of use.
 
     `machine_names` are the id and the host name of each machine. A node keeps its machine; if there are too many nodes, those with the
     highest numbers are removed. Other machines get the lowest numbers that are free. The result is ordered by number, and shorter than

@@ -256,16 +256,19 @@ def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int, pl
     for machine in inventory.machines:
         for name in {machine.id, machine.host} - {""}:
             machines_by_name.setdefault(name, []).append(machine)
-    # A host that no node needs may be unknown, for example because it has left the cluster.
-    listed = [(host, _find_machine(inventory, machines_by_name, host.name)) for host in hosts[:node_count]]
-    listed += [(host, machines_by_name[host.name][0]) for host in hosts[node_count:] if len(machines_by_name.get(host.name, ())) == 1]
-    if duplicates := format_duplicates(machine.id or machine.host for _, machine in listed):
+    usable: list[tuple[HostEntry, Machine]] = []
+    errors: list[PlanError] = []  # of hosts that are unknown or unavailable, and may not be needed
+    for host in hosts:
+        try:
+            usable.append((host, _find_available_machine(inventory, machines_by_name, host.name)))
+        except PlanError as error:
+            errors.append(error)
+    if duplicates := format_duplicates(machine.id or machine.host for _, machine in usable):
         raise PlanError(
             f"lists one node twice, by its host name and by its ID: {duplicates}", place="config runner.hosts", hint="keep one of the two"
         )
-    usable = [(host, machine) for host, machine in listed if not machine.unavailable_reason]
     if len(usable) < node_count:
-        raise _build_unavailable_machine_error(*next(item for item in listed if item[1].unavailable_reason))
+        raise errors[0]
     assigned = assign_nodes(usable, [(machine.id, machine.host) for _, machine in usable], node_count, placement)
     entry_numbers = {host.name: number for number, host in enumerate(hosts, 1)}
     return tuple(
@@ -274,7 +277,7 @@ def _plan_listed_hosts(config: Config, inventory: Inventory, node_count: int, pl
     )
 
 
-def _find_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Machine]], name: str) -> Machine:
+def _find_available_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Machine]], name: str) -> Machine:
     candidates = machines_by_name.get(name, [])
     matches = [machine for machine in candidates if machine.id == name] or candidates
     if not matches:
@@ -291,17 +294,15 @@ def _find_machine(inventory: Inventory, machines_by_name: Mapping[str, list[Mach
             place=f"config runner.hosts: {name}",
             hint="use the ID instead",
         )
+    if matches[0].unavailable_reason:
+        is_drained_or_paused = matches[0].unavailable_reason in ("drained", "paused")
+        hint = (
+            f"docker node update --availability active {name}"
+            if is_drained_or_paused
+            else "start the node; docker node ls shows when it is ready"
+        )
+        raise PlanError(f"the node is {matches[0].unavailable_reason}", place=f"node {name}", hint=hint)
     return matches[0]
-
-
-def _build_unavailable_machine_error(host: HostEntry, machine: Machine) -> PlanError:
-    is_drained_or_paused = machine.unavailable_reason in ("drained", "paused")
-    hint = (
-        f"docker node update --availability active {host.name}"
-        if is_drained_or_paused
-        else "start the node; docker node ls shows when it is ready"
-    )
-    return PlanError(f"the node is {machine.unavailable_reason}", place=f"node {host.name}", hint=hint)
 
 
 def _plan_node(config: Config, name: str, entry_number: int, host: HostEntry, machine: Machine, *, is_kept: bool) -> PlannedNode:

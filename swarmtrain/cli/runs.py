@@ -153,7 +153,8 @@ def show_logs(
 def open_shell(
     run: RunArgument = None,
     argv: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND", help="Command to run, after --. Default: bash, or sh.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND]", help="Command to run, after RUN and --. Default: bash, or sh.", show_default=False),
     ] = None,
     *,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Rank. Default: 0.", show_default=False)] = None,
@@ -199,8 +200,8 @@ def scale_run(
     yes: YesOption = False,
 ) -> None:
     """Scale a run to more or fewer nodes, or change its hosts. It resumes from its newest checkpoint; the other nodes keep their hosts."""
-    from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
     from swarmtrain.launchers.registry import find_run
+    from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
     from swarmtrain.operations import runs
 
     if not (nodes or added_hosts or removed_hosts or replaced_hosts):

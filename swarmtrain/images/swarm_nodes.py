@@ -42,6 +42,12 @@ def get_node_address(node: Mapping[str, Any]) -> str:
 
 def list_other_engines(engine: ManagerEngine) -> dict[str, str]:
     """Return the engines of all other nodes (name → ssh:// address). The SSH user is the one in this engine's own address."""
-    own_node_id, user = get_engine_node_id(engine), urlsplit(engine.address).username if engine.address.startswith("ssh://") else None
+    own_node_id = get_engine_node_id(engine)
     nodes = sorted((node for node in engine.list_objects("/nodes") if node["ID"] != own_node_id), key=get_host_name)
-    return {get_host_name(node): f"ssh://{user}@{get_node_address(node)}" if user else f"ssh://{get_node_address(node)}" for node in nodes}
+    return {get_host_name(node): build_engine_address(engine, node) for node in nodes}
+
+
+def build_engine_address(engine: ManagerEngine, node: Mapping[str, Any]) -> str:
+    """Return the ssh:// address of the engine of `node`, a node object of the Docker API, with the SSH user of the manager's engine."""
+    user = urlsplit(engine.address).username if engine.address.startswith("ssh://") else None
+    return f"ssh://{user}@{get_node_address(node)}" if user else f"ssh://{get_node_address(node)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,6 @@ from swarmtrain.cargo import Cargo, read_cargo
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.config.loader import STDIN_PATH
-from swarmtrain.config.schema.fields.host_entry import HostEntry
-from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
 from swarmtrain.launchers.base import Launcher
@@ -83,7 +81,7 @@ def plan_run_offline(config: Config, run: str, *, working_folder: Path, use_plac
     except EngineError as error:
         hint = "list the host names in runner.hosts, or use placeholders: swarmtrain generate --offline"
         raise EngineError(error.message, place=error.place, hint=hint) from None
-    placement = None if use_placeholders else _find_placement(resolved.config, run)
+    placement = _find_placement(resolved.config, run, is_offline=use_placeholders)
     note = f"placement: fresh, since {run} cannot be looked up; if it is deployed, its nodes may change their hosts"
     return add_notes(resolved.build_plan(inventory, run, placement or FRESH_PLACEMENT), "" if placement else note)
 
@@ -100,84 +98,6 @@ def count_planned_ranks(config: Config) -> int:
         return build_plan(config, _read_offline_inventory(config), Cargo(()), run="memory").world_size
     except EngineError as error:
         raise EngineError(error.message, place=error.place, hint="set the number of ranks with --ranks N") from None
-
-
-@dataclass(frozen=True)
-class ScaleRequest:
-    """The changes that `swarmtrain scale` requests. Hosts are names or node ids; added ones may be entries of `runner.hosts`."""
-
-    node_count: int | None = None
-    """New number of nodes. None: it changes with the added and removed hosts."""
-    added_hosts: tuple[str, ...] = ()
-    removed_hosts: tuple[str, ...] = ()
-    replaced_hosts: tuple[str, ...] = ()
-    """Hosts whose nodes move to other hosts."""
-
-    @property
-    def excluded_hosts(self) -> tuple[str, ...]:
-        """Hosts on which no node runs any more."""
-        return (*self.removed_hosts, *self.replaced_hosts)
-
-    def compute_node_count(self, placement: Placement) -> int:
-        """Return the new number of nodes of a run with `placement`."""
-        return self.node_count or len(placement.machines) + len(self.added_hosts) - len(self.removed_hosts)
-
-
-def plan_scaled_run(launcher: Launcher, run: str, request: ScaleRequest) -> Plan:
-    """Return the plan of an existing run, changed by `request`.
-
-    A node range that excludes the new number of nodes is widened to include it. Raises RunNotFound, PlanError.
-    """
-    config, cargo = load_deployment(launcher, run)
-    placement = launcher.read_placement(run)
-    node_count = request.compute_node_count(placement)
-    low, _, high = config.runner.node_range
-    runner = config.runner.model_copy(update={"nodes": None, "min_nodes": min(low, node_count), "max_nodes": max(high, node_count)})
-    if request.added_hosts or request.excluded_hosts:
-        if runner.capabilities.hosts is HostSource.as_written:
-            raise PlanError(f"the launcher {runner.runner_type} has no hosts to choose from", place="scale", hint="use --nodes N")
-        _check_scale_request(request, set(placement.machines.values()) | _find_aliases(placement.machines.values(), launcher, runner), run)
-    excluded = {*request.excluded_hosts, *_find_aliases(request.excluded_hosts, launcher, runner)}
-    if runner.hosts:
-        kept_hosts = tuple(entry.text for entry in runner.host_entries if entry.name not in excluded)
-        runner = runner.model_copy(update={"hosts": (*request.added_hosts, *kept_hosts)})  # before entries without a node
-    config = config.model_copy(update={"runner": runner})
-    inventory = _select_machines(read_inventory(config, launcher), excluded, request.added_hosts)
-    return build_plan(config, inventory, cargo, run=run, node_count=node_count, placement=placement)
-
-
-def _find_aliases(hosts: Collection[str], launcher: Launcher, runner: RunnerConfig) -> set[str]:
-    """Return the ids and the host names of those machines in a swarm that `hosts` names. Empty for launchers whose hosts have one name."""
-    if not hosts or not runner.capabilities.has_managers:
-        return set()
-    machines = launcher.read_inventory(runner).machines
-    return {name for machine in machines if {machine.id, machine.host} & set(hosts) for name in (machine.id, machine.host)}
-
-
-def _check_scale_request(request: ScaleRequest, used_hosts: set[str], run: str) -> None:
-    """Check that nodes run on the hosts that `request` excludes, and not on those that it adds. Raises PlanError."""
-    hint = f"swarmtrain status {run} shows its hosts"
-    for option, hosts in (("--without", request.removed_hosts), ("--replace", request.replaced_hosts)):
-        if unused := next((host for host in hosts if host not in used_hosts), None):
-            raise PlanError(f"no node of {run} runs on {unused}", place=f"scale {option}", hint=hint)
-    for host in request.added_hosts:
-        try:
-            name = HostEntry.parse(host).name
-        except ValueError as error:
-            raise PlanError(str(error), place="scale --add") from None
-        if name in used_hosts:
-            raise PlanError(f"a node of {run} already runs on {name}", place="scale --add", hint=hint)
-
-
-def _select_machines(inventory: Inventory, excluded_hosts: set[str], added_hosts: Sequence[str]) -> Inventory:
-    """Return `inventory` without the excluded hosts, and with the added ones first. Raises PlanError if an added one is not in it."""
-    machines = [machine for machine in inventory.machines if not {machine.id, machine.host} & excluded_hosts]
-    names = {HostEntry.parse(host).name for host in added_hosts}
-    if missing := names - {name for machine in machines for name in (machine.id, machine.host)}:
-        available = ", ".join(machine.host for machine in machines)
-        raise PlanError(f"{', '.join(sorted(missing))} is not in {inventory.origin}", place="scale --add", hint=f"its hosts: {available}")
-    machines.sort(key=lambda machine: not {machine.id, machine.host} & names)
-    return Inventory(inventory.origin, tuple(machines))
 
 
 def read_inventory(config: Config, launcher: Launcher | None = None) -> Inventory:
@@ -205,10 +125,13 @@ def _read_placement(config: Config, run: str) -> Placement:
         return FRESH_PLACEMENT
 
 
-def _find_placement(config: Config, run: str) -> Placement | None:
-    """Return the placement of `run`, fresh if it does not exist; None if the cluster cannot be queried."""
+def _find_placement(config: Config, run: str, *, is_offline: bool) -> Placement | None:
+    """Return the placement of `run`, fresh if it does not exist; None if the cluster cannot, or if `is_offline` must not, be queried."""
+    capabilities = config.runner.capabilities
+    if capabilities.hosts is HostSource.as_written:
+        return FRESH_PLACEMENT
     try:
-        if config.runner.capabilities.has_managers and engine_endpoint.is_engine_absent(os.environ):  # known without loading docker
+        if is_offline or (capabilities.has_managers and engine_endpoint.is_engine_absent(os.environ)):  # known without loading docker
             return None
         return _read_placement(config, run)
     except EngineError:

@@ -1,4 +1,4 @@
-"""Open a shell, or run another program, where the ranks of a node run. The launcher builds the command; this process becomes it."""
+"""Open a shell, or run another program, where the ranks of a node run. The launcher builds the command; exec replaces this process."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ def open_node_shell(launcher: Launcher, run: str, *, rank: int | None, node: str
     With a terminal, the program gets a terminal too. Raises RunNotFound if the run has no such rank or node, StackError if the node is not
     running, and SwarmtrainError if this machine lacks the program that connects to the node, such as docker.
     """
-    tasks = {task.node: task for task in launcher.list_tasks(run)}
+    tasks = {task.node: task for task in launcher.list_tasks(run) if task.node != protocol.RENDEZVOUS_SERVICE}
     node = node or _find_node_of_rank(launcher.read_events(run), rank, run, tasks)
     _check_node_running(tasks, node, run)
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
     command = launcher.build_node_command(run, node, argv or _DEFAULT_SHELL, with_terminal=is_interactive)
     program, environment = command.argv[0], {**os.environ, **command.env}
-    if shutil.which(program, path=environment.get("PATH")) is None:
-        raise SwarmtrainError(f"{program} is not installed on this machine", place=f"run {run} {node}", hint=f"install {program}")
-    if is_interactive:
-        print_message(f"{node} on {tasks[node].host}; the run continues when you exit")
     try:
         os.chdir(command.cwd)
-        exec_command(command.argv, env=environment)
     except OSError as error:
         raise SwarmtrainError(f"cannot be used: {describe_os_error(error)}", place=command.cwd) from None
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        hint = f"install {program} on this machine, or use the path of another program"
+        raise SwarmtrainError(f"{program}: no such program", place=f"run {run} {node}", hint=hint)
+    if is_interactive:
+        print_message(f"{node} on {tasks[node].host}; the run continues when you exit")
+    exec_command(command.argv, env=environment)
 
 
 def _find_node_of_rank(events: Sequence[Event], rank: int | None, run: str, tasks: dict[str, TaskState]) -> str:
@@ -51,8 +52,8 @@ def _find_node_of_rank(events: Sequence[Event], rank: int | None, run: str, task
             return next(iter(tasks))
         raise StackError("no world has formed, so its ranks have no nodes yet", place=f"run {run}", hint="use --node NODE")
     ranks_by_node: dict[str, list[int]] = world["ranks"]
-    if found := next((name for name, ranks in ranks_by_node.items() if (rank or 0) in ranks), None):
-        return found
+    if node := next((name for name, ranks in ranks_by_node.items() if (rank or 0) in ranks), None):
+        return node
     raise RunNotFound(f"unknown rank; the newest world has the ranks 0 to {world['world_size'] - 1}", place=f"run {run} rank {rank}")
 
 

@@ -332,7 +332,7 @@ class Contract:
         assert printed == "on node0\n"
         target_with_run("shell", RUN, "--node", "node0", "--", "sh", "-c", "exit 7", code=7)
         assert "unknown rank; the newest world has the ranks 0 to 1" in target_with_run("shell", RUN, "--rank", "2", code=1)
-        assert "unknown node; its nodes: node0, node1" in target_with_run("shell", RUN, "--node", "node7", code=1)
+        assert "unknown node; its nodes: node0, node1\n" in target_with_run("shell", RUN, "--node", "node7", code=1)
 
     @feature("Ctrl-C detaches `deploy`, and the run continues", gate=False)
     def test_detaching(self, target_with_run: LaunchTarget) -> None:

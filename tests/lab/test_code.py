@@ -13,7 +13,7 @@ from swarmtrain.cargo import read_cargo
 from swarmtrain.config.loader import parse_config
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
+from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan, build_plan
 

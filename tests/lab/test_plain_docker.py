@@ -17,7 +17,7 @@ from swarm_helpers import DISCARD, RUN, find_docker_programs, is_run_removed, li
 from swarmtrain import images, protocol
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
+from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack, write_stack

@@ -21,7 +21,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
 from swarmtrain.launchers.local import LocalLauncher
-from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
+from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec

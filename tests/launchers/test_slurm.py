@@ -22,7 +22,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
+from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.process import run_command

@@ -26,7 +26,7 @@ from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
+from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event

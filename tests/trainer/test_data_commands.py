@@ -131,8 +131,8 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert any(f': "{text}"' in shown for text in ("ide is t", "he gate"))
     assert command.main(["inspect", json.dumps({**options, "json": True})]) == 0
     sample = json.loads(capsys.readouterr().out)
-    assert [(run["text"], run["counts"]) for run in sample["runs"]][-1][0].endswith(("is t", "gate"))
-    assert bytes(sample["runs"][0]["tokens"]).decode() == sample["runs"][0]["text"]
+    assert [span["text"] for span in sample["token_spans"]][-1].endswith(("is t", "gate"))
+    assert bytes(sample["token_spans"][0]["tokens"]).decode() == sample["token_spans"][0]["text"]
 
 
 def test_text_is_tokenized_without_torch() -> None:

@@ -69,6 +69,9 @@ def test_hosts_may_be_listed_in_any_order() -> None:
 def test_a_listed_spare_replaces_a_host_that_is_down() -> None:
     inventory = make_inventory("a", "b", "c", down="b")
     assert list_hosts(make_plan(inventory, ["a", "b", "c"], 2, FRESH_PLACEMENT)) == {"node0": "a", "node1": "c"}
+    assert list_hosts(make_plan(inventory, ["gone", "a", "c"], 2, FRESH_PLACEMENT)) == {"node0": "a", "node1": "c"}
+    with pytest.raises(PlanError, match="unknown node on the swarm"):
+        make_plan(inventory, ["gone", "a"], 2, FRESH_PLACEMENT)
     with pytest.raises(PlanError, match="node b: the node is down"):
         make_plan(inventory, ["a", "b"], 2, FRESH_PLACEMENT)
 

@@ -11,7 +11,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import PlanError
-from swarmtrain.launchers.planner import ScaleRequest, plan_scaled_run
+from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Inventory, Machine
 
@@ -64,7 +64,8 @@ class RunningLauncher(StubLauncher):
     """A launcher with a run on b and c, of the hosts a to d."""
 
     def __init__(self, hosts: str = "null") -> None:
-        super().__init__(*(Machine(host, id=f"id-{host}") for host in "abcd"), placement=Placement({"node0": "b", "node1": "id-c"}))
+        machines = [*(Machine(host, id=f"id-{host}") for host in "abcd"), Machine("down", id="id-down", unavailable_reason="drained")]
+        super().__init__(*machines, placement=Placement({"node0": "b", "node1": "id-c"}))
         self._hosts = hosts
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
@@ -86,8 +87,11 @@ def list_scaled_nodes(launcher: Any, request: ScaleRequest) -> dict[str, str]:
         (ScaleRequest(removed_hosts=("c",)), {"node0": "b"}),
         (ScaleRequest(replaced_hosts=("id-c",)), {"node0": "b", "node1": "a"}),
         (ScaleRequest(added_hosts=("d",), replaced_hosts=("b",), node_count=2), {"node0": "d", "node1": "c"}),
+        (ScaleRequest(added_hosts=("a",)), {"node0": "b", "node1": "c", "node2": "a"}),
+        (ScaleRequest(removed_hosts=("c", "id-c")), {"node0": "b"}),
+        (ScaleRequest(added_hosts=("d", "id-d")), {"node0": "b", "node1": "c", "node2": "d"}),
     ],
-    ids=["up", "down", "add", "without", "without by another name", "replace", "replace by"],
+    ids=["up", "down", "add", "without", "without by another name", "replace", "replace by", "add a spare", "twice", "add twice"],
 )
 def test_hosts_are_added_removed_and_replaced(hosts: str, request_: ScaleRequest, nodes: dict[str, str]) -> None:
     assert list_scaled_nodes(RunningLauncher(hosts), request_) == nodes
@@ -101,6 +105,10 @@ def test_hosts_are_added_removed_and_replaced(hosts: str, request_: ScaleRequest
         (ScaleRequest(added_hosts=("c",)), "scale --add: a node of demo already runs on c"),
         (ScaleRequest(added_hosts=("e",)), "scale --add: e is not in the swarm\nhint: its hosts: "),
         (ScaleRequest(added_hosts=("a b",)), "scale --add: 'a b' is not a valid host"),
+        (ScaleRequest(added_hosts=("d slots=2",)), "scale --add: 'd slots=2': only the name of a host can be given"),
+        (ScaleRequest(added_hosts=("d",), node_count=2), "scale --nodes: 2 nodes have no place for d: the other hosts keep their nodes"),
+        (ScaleRequest(removed_hosts=("b", "c")), "scale --without: no node would be left"),
+        (ScaleRequest(added_hosts=("down",)), "scale --add: down cannot run a node: drained"),
     ],
 )
 def test_hosts_that_cannot_be_changed_are_refused(request_: ScaleRequest, message: str) -> None:

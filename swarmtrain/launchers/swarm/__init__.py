@@ -20,7 +20,7 @@ from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin_image
-from swarmtrain.images.swarm_nodes import get_engine_node_id, list_other_engines
+from swarmtrain.images.swarm_nodes import build_engine_address, get_engine_node_id
 from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
@@ -153,8 +153,7 @@ class SwarmLauncher:
             raise StackError("has no container", place=f"run {run} {node}", hint=f"swarmtrain status {run}")
         docker_argv = self._engine.build_cli_argv()
         if task.node_id != get_engine_node_id(self._engine):
-            host_name = cluster_state.read_host_names(self._engine)[task.node_id]
-            docker_argv = ["docker", "--host", list_other_engines(self._engine)[host_name]]
+            docker_argv = ["docker", "--host", build_engine_address(self._engine, self._engine.get(f"/nodes/{task.node_id}"))]
         return NodeCommand(tuple(build_exec_argv(docker_argv, task.container_id, argv, with_terminal=with_terminal)))
 
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:

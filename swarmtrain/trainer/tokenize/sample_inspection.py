@@ -25,7 +25,7 @@ DecodeFunction = Callable[[Sequence[int]], str | None]
 
 
 @dataclass(frozen=True)
-class TokenRun:
+class TokenSpan:
     """Consecutive tokens of one document in a sample, which all count in the loss, or all do not."""
 
     first_token: int
@@ -36,7 +36,7 @@ class TokenRun:
     document: int
     """Number of the document in the token file."""
     begins_document: bool
-    counts: bool
+    is_in_loss: bool
     """Whether the tokens count in the loss, or, in a contrastive sample, in the embedding."""
     tokens: tuple[int, ...]
     text: str | None
@@ -55,19 +55,23 @@ class SampleDescription:
     sequence_length: int
     inputs: int
     """Number of inputs that are tokens; the others are padding."""
-    counted_tokens: int
-    """Number of tokens that count in the loss, or in the embedding."""
+    loss_tokens: int
+    """Number of loss tokens; in a contrastive sample, of the tokens that the embedding averages."""
     has_next_token_loss: bool
-    runs: tuple[TokenRun, ...]
+    token_spans: tuple[TokenSpan, ...]
 
     def __str__(self) -> str:
         purpose = "loss" if self.has_next_token_loss else "embedding"
-        summary = f"{self.inputs} of {self.sequence_length} inputs, {self.counted_tokens} tokens count in the {purpose}"
+        summary = f"{self.inputs} of {self.sequence_length} inputs, {self.loss_tokens} tokens count in the {purpose}"
         lines = [f"sample {self.number}: sample id {self.sample_id}, in {self.prefix}; {summary}"]
-        for run in self.runs:
-            columns = f"tokens {run.first_token}-{run.last_token}, positions {run.first_position}-{run.last_position}"
-            document = f"document {run.document}{' begins' if run.begins_document else ''}"
-            lines.append(f"  {_LOSS_LABELS[self.has_next_token_loss][run.counts]} {columns}, {document}: {_format_tokens(run)}")
+        for token_span in self.token_spans:
+            columns = (
+                f"tokens {token_span.first_token}-{token_span.last_token}, positions {token_span.first_position}-{token_span.last_position}"
+            )
+            document = f"document {token_span.document}{' begins' if token_span.begins_document else ''}"
+            lines.append(
+                f"  {_LOSS_LABELS[self.has_next_token_loss][token_span.is_in_loss]} {columns}, {document}: {_format_tokens(token_span)}"
+            )
         return "\n".join(lines)
 
 
@@ -91,23 +95,23 @@ def _describe_sample(
     targets = data.load_samples(ids).targets[0].numpy()
     file, spans, target_shift = data.locate_sample(sample_id)
     order = np.argsort(spans.column)
-    runs: list[TokenRun] = []
+    token_spans: list[TokenSpan] = []
     for column, start, size in zip(spans.column[order].tolist(), spans.start[order].tolist(), spans.count[order].tolist(), strict=True):
         is_in_loss = np.concatenate([[False] * target_shift, targets[column : column + size] != IGNORE_INDEX])
-        runs += _describe_token_runs(file, column, start, is_in_loss, decoders[file.prefix], reset_positions=reset_positions)
+        token_spans += _describe_token_spans(file, column, start, is_in_loss, decoders[file.prefix], reset_positions=reset_positions)
     return SampleDescription(
         number=sample_number,
         sample_id=sample_id,
         prefix=str(file.prefix),
         sequence_length=data.sequence_length,
         inputs=int(spans.count.sum()),
-        counted_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)),
+        loss_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)),
         has_next_token_loss=bool(target_shift),
-        runs=tuple(runs),
+        token_spans=tuple(token_spans),
     )
 
 
-def _describe_token_runs(
+def _describe_token_spans(
     token_file: MemoryMap,
     column: int,
     first_token_index: int,
@@ -115,7 +119,7 @@ def _describe_token_runs(
     decode: DecodeFunction,
     *,
     reset_positions: bool,
-) -> Iterator[TokenRun]:
+) -> Iterator[TokenSpan]:
     """Yield each run of consecutive tokens of one document that all count in the loss, or all do not.
 
     `column`: column of the first token in the sample; `first_token_index`: index of this token in the file. `is_in_loss`: one value per
@@ -126,14 +130,14 @@ def _describe_token_runs(
     changes = np.flatnonzero((np.diff(documents) != 0) | (is_in_loss[1:] != is_in_loss[:-1])) + 1
     for first, end in zip([0, *changes.tolist()], [*changes.tolist(), len(tokens)], strict=True):
         position = first - int(np.searchsorted(documents, documents[first])) if reset_positions else column + first
-        yield TokenRun(
+        yield TokenSpan(
             first_token=column + first,
             last_token=column + end - 1,
             first_position=position,
             last_position=position + end - first - 1,
             document=int(documents[first]),
             begins_document=int(token_file.documents[documents[first], 0]) == first_token_index + first,
-            counts=bool(is_in_loss[first]),
+            is_in_loss=bool(is_in_loss[first]),
             tokens=tuple(tokens[first:end].tolist()),
             text=decode(tokens[first:end].tolist()),
         )
@@ -148,22 +152,22 @@ def _build_decoder(token_file: MemoryMap, tokenizer: str | None) -> DecodeFuncti
     recorded = token_file.meta.get("prepared", {}).get("tokenizer", {})
     name = tokenizer or recorded.get("name")
     if name is None:
-        return _decode_nothing
+        return _skip_decoding
     try:
         loaded_tokenizer = tokenizer_backends.open_tokenizer(name)
     except TrainingError:
         if tokenizer:
             raise
-        return _decode_nothing
+        return _skip_decoding
     if tokenizer is None and loaded_tokenizer.sha256 != recorded["sha256"]:
-        return _decode_nothing
+        return _skip_decoding
     return loaded_tokenizer.decode
 
 
-def _decode_nothing(tokens: Sequence[int]) -> None:
+def _skip_decoding(tokens: Sequence[int]) -> None:
     return None
 
 
-def _format_tokens(run: TokenRun) -> str:
-    text = " ".join(map(str, run.tokens)) if run.text is None else json.dumps(run.text, ensure_ascii=False)
+def _format_tokens(token_span: TokenSpan) -> str:
+    text = " ".join(map(str, token_span.tokens)) if token_span.text is None else json.dumps(token_span.text, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]} … {text[-_MAX_SHOWN_CHARS // 2 :]}"
