@@ -21,7 +21,7 @@ _RENDEZVOUS_FLAGS = ("node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "r
 
 
 def select_launch(candidates: Sequence[LaunchCandidate], source: str, launch_line: int | None) -> LaunchCandidate:
-    """Return the candidate that starts training: the one in line `launch_line`, or if it is None the strongest one.
+    """Return the candidate that starts training: the one in line `launch_line`, or if it is None the one of the highest precedence.
 
     Raises ConfigError with all candidates if none is understood, or if several differ.
     """
@@ -30,8 +30,8 @@ def select_launch(candidates: Sequence[LaunchCandidate], source: str, launch_lin
     reachable = [candidate for candidate in candidates if not candidate.command.unreached]
     if not reachable:
         _refuse_without_candidate(candidates, source)
-    strength = max(candidate.strength for candidate in reachable)
-    return _select_equal([candidate for candidate in reachable if candidate.strength is strength], source)
+    precedence = max(candidate.precedence for candidate in reachable)
+    return _select_equal([candidate for candidate in reachable if candidate.precedence is precedence], source)
 
 
 def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[str], settings: Iterable[str]) -> None:
@@ -62,7 +62,7 @@ def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[
 
 
 def build_import_command(source: str, names: Sequence[str], settings: Iterable[str] = (), options: str = "") -> str:
-    """Return the command that imports `source` with values for the variables `names`, besides `settings` that are already set."""
+    """Return the command that imports `source` with values for the variables `names`, in addition to `settings` that are already set."""
     arguments = "".join(
         f" --set {shlex.quote(setting)}" for setting in [*map(redact_secrets, settings), *(f"{name}=VALUE" for name in names)]
     )
@@ -83,8 +83,8 @@ def _select_by_line(candidates: Sequence[LaunchCandidate], source: str, launch_l
             f"lines with commands that may start training: {', '.join(map(str, lines))}" if lines else "pass the script that calls torchrun"
         )
         _refuse([Problem("", "does not start training in this line (--launch)", launch_line)], source, hint)
-    strength = max(candidate.strength for candidate in in_line)
-    return _select_equal([candidate for candidate in in_line if candidate.strength is strength], source)
+    precedence = max(candidate.precedence for candidate in in_line)
+    return _select_equal([candidate for candidate in in_line if candidate.precedence is precedence], source)
 
 
 def _select_equal(candidates: Sequence[LaunchCandidate], source: str) -> LaunchCandidate:

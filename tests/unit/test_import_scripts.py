@@ -24,7 +24,7 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sh"))
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
 PREFIXES = ("srun", "mpirun", "apptainer", "singularity", "numactl", "uv")
 OTHER_PROGRAMS = ("pip", "wandb", "huggingface-cli", "module", "conda", "scontrol", "nvidia-smi")
-# A stub records its arguments; a prefix then starts the command behind its options.
+# A stub records its arguments; a prefix then starts the wrapped command.
 STUB = """#!{python} -SE
 import json, os, sys
 name = os.path.basename(sys.argv[0])
@@ -244,9 +244,9 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("if [ $X ]; then\ntorchrun a.py\nelse\ntorchrun b.py\nfi", ["(line 3)", "(line 5)"]),
         ("srun ./wrapper.sh train.py", ["another script: import that script"]),
         ("srun ./wrapper.sh train.py\npython a.py", ["(line 2)", "wrapper.sh"]),
-        ('srun bash -c "$CMD"', ["$CMD is not known", "--set CMD=VALUE"]),
-        ("$RUN torchrun a.py", ["$RUN is not known", "--set RUN=VALUE"]),
-        ('eval "$CMD"', ["eval runs text that is not known", "--set CMD=VALUE"]),
+        ('srun bash -c "$CMD"', ["$CMD is unresolved", "--set CMD=VALUE"]),
+        ("$RUN torchrun a.py", ["$RUN is unresolved", "--set RUN=VALUE"]),
+        ('eval "$CMD"', ["eval runs text that is unresolved", "--set CMD=VALUE"]),
         ("bash run.sh", ["runs another script"]),
         ("docker run --gpus all image torchrun a.py", ["docker starts commands elsewhere"]),
         ("ssh gpu-1 torchrun a.py\ntorchrun b.py", ["(line 2)", "(line 3)"]),
@@ -262,7 +262,7 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("torchrun a.py $X\\\nY", ["a line continues in the name of a variable"]),
         ("srun my_launcher train.py", ["the program my_launcher is not supported"]),
         ("srun --unknown x torchrun a.py", ["the option --unknown of srun is unknown"]),
-        ("srun --nodes$N=1 torchrun a.py", ["the option --nodes$N=1 of srun is not known", "--set N=VALUE"]),
+        ("srun --nodes$N=1 torchrun a.py", ["the option --nodes$N=1 of srun is unresolved", "--set N=VALUE"]),
         ("torchrun --unknown x a.py", ["the flag --unknown of torchrun is unknown"]),
         ("torchrun --no-python a.out", ["not a Python script"]),
         ("mpirun -np 1 python a.py : -np 1 python b.py", ["several programs"]),
@@ -277,7 +277,7 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ('torchrun a.py --x $X "$1" ${HOME}/d', ["$X is not set", "--set X=VALUE --set 1=VALUE --set HOME=VALUE"]),
         ("torchrun a.py --x $(date)", ["$(date) is the output of a command"]),
         ("D=$(date)\ntorchrun a.py --x $D", ["$D is the output of a command", "--set D=VALUE"]),
-        ("torchrun a.py *.txt", ["is a pattern of file names"]),
+        ("torchrun a.py *.txt", ["is a glob pattern"]),
         ("torchrun a.py {1,2}", ["expands to several words"]),
         ("torchrun $SCRIPT", ["$SCRIPT is not set", "--set SCRIPT=VALUE"]),
         ("python -m $MODULE", ["$MODULE is not set"]),
@@ -285,8 +285,8 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("srun apptainer exec $IMAGE torchrun a.py", ["$IMAGE is not set"]),
         ("[ $M ] && X=1\ntorchrun a.py $X", ["$X depends on the condition in line 2", "--set X=VALUE"]),
         ("torchrun a.py ${X:?}", ["${X:?} is not set"]),
-        ("torchrun a.py 'open", ["cannot be read: a single quote is not closed"]),
-        ("if true; then torchrun a.py", ["cannot be read"]),
+        ("torchrun a.py 'open", ["cannot be parsed: a single quote is not closed"]),
+        ("if true; then torchrun a.py", ["cannot be parsed"]),
         ("torchrun a.py ${X@Q!}", ["line 2"]),
         ("declare -n R=X\ntorchrun a.py", ["declare -n is not supported"]),
         ("IFS=,\ntorchrun a.py $PWD", ["IFS"]),

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from swarmtrain.importers.shell.scope import POSITIONAL
 from swarmtrain.importers.shell.syntax import (
+    AndOrList,
     Assignment,
-    Branches,
-    Chain,
-    Function,
+    CommandList,
+    Conditional,
     Loop,
     Node,
-    Parameter,
+    ParameterExpansion,
     Pipeline,
-    Sequence,
     SimpleCommand,
     Subshell,
     Word,
@@ -66,7 +65,7 @@ def collect_assigned_names(node: Node, functions: Mapping[str, Node], visited: f
 
 def _find_default_names(command: SimpleCommand) -> set[str]:
     parts = [part for word in command.words for part in word.parts]
-    return {part.name for part in parts if isinstance(part, Parameter) and part.operator in ("=", ":=")}
+    return {part.name for part in parts if isinstance(part, ParameterExpansion) and part.operator in ("=", ":=")}
 
 
 def iterate_commands(node: Node) -> Iterator[SimpleCommand]:
@@ -79,11 +78,11 @@ def iterate_commands(node: Node) -> Iterator[SimpleCommand]:
 
 
 def _list_children(node: Node) -> list[Node]:
-    if isinstance(node, Sequence | Pipeline):
+    if isinstance(node, CommandList | Pipeline):
         return list(node.items)
-    if isinstance(node, Chain):
+    if isinstance(node, AndOrList):
         return [item for _, item in node.items]
-    if isinstance(node, Branches):
+    if isinstance(node, Conditional):
         return [part for alternative in node.alternatives for part in alternative if part is not None]
     if isinstance(node, Loop):
         return [part for part in (node.condition, node.body) if part is not None]
@@ -92,7 +91,4 @@ def _list_children(node: Node) -> list[Node]:
 
 def find_parameter_names(word: Word) -> set[str]:
     """Return the names of the parameters in `word`."""
-    return {part.name for part in word.parts if isinstance(part, Parameter)}
-
-
-__all__ = ["Function", "collect_assigned_names", "find_arithmetic_names", "find_parameter_names", "find_read_names", "iterate_commands"]
+    return {part.name for part in word.parts if isinstance(part, ParameterExpansion)}

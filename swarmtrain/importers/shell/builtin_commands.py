@@ -40,7 +40,7 @@ def always_succeeds(node: Node) -> bool:
 
 
 def apply_set(arguments: tuple[str, ...], scope: Scope) -> None:
-    """Apply `set`: positional arguments after --, and allexport."""
+    """Apply `set`: positional parameters after --, and allexport."""
     for index, argument in enumerate(arguments):
         if argument == "--":
             scope.variables[POSITIONAL] = arguments[index + 1 :]

@@ -17,14 +17,14 @@ from swarmtrain.importers.shell.expansion import expand_text, expand_words
 from swarmtrain.importers.shell.parser import parse_script
 from swarmtrain.importers.shell.scope import POSITIONAL, Scope, Value
 from swarmtrain.importers.shell.syntax import (
+    AndOrList,
     Assignment,
-    Branches,
-    Chain,
+    CommandList,
+    Conditional,
     Function,
     Loop,
     Node,
     Pipeline,
-    Sequence,
     ShellSyntaxError,
     SimpleCommand,
     Statement,
@@ -78,7 +78,6 @@ class ScriptEvaluator:
     skipped: list[tuple[Statement, str]] = field(default_factory=list)
     """Statements that were not evaluated, each with the reason."""
     _functions: dict[str, Node] = field(default_factory=dict)
-    _headers: dict[str, Statement] = field(default_factory=dict)
     _called: set[str] = field(default_factory=set)
     _constructs: tuple[Statement, ...] = ()
     _loop_variables: tuple[str, ...] = ()
@@ -86,7 +85,7 @@ class ScriptEvaluator:
     _unreached: str = ""
     _depth: int = 0
 
-    def run(self, body: Sequence, scope: Scope) -> None:
+    def run(self, body: CommandList, scope: Scope) -> None:
         """Evaluate the script `body` in `scope`. Raises ShellSyntaxError if it is too complex."""
         self._run(body, scope)
         for name, function in list(self._functions.items()):
@@ -134,36 +133,36 @@ class ScriptEvaluator:
     def _run(self, node: Node, scope: Scope) -> None:
         runners: dict[type, Callable[[Any, Scope], None]] = {
             SimpleCommand: self._run_command,
-            Sequence: self._run_sequence,
-            Chain: self._run_chain,
+            CommandList: self._run_list,
+            AndOrList: self._run_and_or_list,
             Pipeline: self._run_pipeline,
-            Branches: self._run_branches,
+            Conditional: self._run_conditional,
             Loop: self._run_loop,
             Function: self._define_function,
             Subshell: self._run_subshell,
         }
         runners[type(node)](node, scope)
 
-    def _run_sequence(self, sequence: Sequence, scope: Scope) -> None:
-        for item in sequence.items:
+    def _run_list(self, command_list: CommandList, scope: Scope) -> None:
+        for item in command_list.items:
             if scope.has_ended and not self._unreached:
                 with self._set(_unreached="the script ends before it"):
                     self._run(item, scope.copy())
             else:
                 self._run(item, scope)
 
-    def _run_chain(self, chain: Chain, scope: Scope) -> None:
-        """Run the items of a chain. What follows && may be skipped, so it is a branch, unless the item before it always succeeds."""
-        previous, branch = chain.items[0][1], scope
+    def _run_and_or_list(self, and_or_list: AndOrList, scope: Scope) -> None:
+        """Run the items of an AND-OR list. What follows && may be skipped, so it is a branch, unless the item before it always succeeds."""
+        previous, branch = and_or_list.items[0][1], scope
         self._run(previous, scope)
-        for operator, item in chain.items[1:]:
+        for operator, item in and_or_list.items[1:]:
             line = next((command.line for command in iterate_commands(item)), 0)
             if operator == "||" and branch is not scope:
                 scope.merge([scope.copy(), branch], line)
                 branch = scope
             if branch is scope and (operator == "||" or not always_succeeds(previous)):
                 branch = scope.copy()
-            condition = next(iterate_commands(chain.items[0][1]), None)
+            condition = next(iterate_commands(and_or_list.items[0][1]), None)
             constructs = (condition,) if condition is not None and branch is not scope else ()
             with self._set(_constructs=(*self._constructs, *constructs)):
                 self._run(item, branch)
@@ -181,16 +180,16 @@ class ScriptEvaluator:
     def _run_subshell(self, subshell: Subshell, scope: Scope) -> None:
         self._run(subshell.body, scope.copy())
 
-    def _run_branches(self, branches: Branches, scope: Scope) -> None:
+    def _run_conditional(self, conditional: Conditional, scope: Scope) -> None:
         outcomes = []
-        with self._set(_constructs=(*self._constructs, branches.header)):
-            for condition, body in branches.alternatives:
+        with self._set(_constructs=(*self._constructs, conditional.header)):
+            for condition, body in conditional.alternatives:
                 if condition is not None:
                     self._run(condition, scope)
                 branch = scope.copy()
                 self._run(body, branch)
                 outcomes.append(branch)
-        scope.merge(outcomes if branches.is_exhaustive else [*outcomes, scope.copy()], branches.header.line)
+        scope.merge(outcomes if conditional.is_exhaustive else [*outcomes, scope.copy()], conditional.header.line)
 
     def _run_loop(self, loop: Loop, scope: Scope) -> None:
         values = expand_words(loop.words, scope, loop.header) if loop.words is not None else list(scope.get_positional())
@@ -220,7 +219,7 @@ class ScriptEvaluator:
         self.skipped += [(command, reason) for command in iterate_commands(loop.condition)] if loop.condition else []
 
     def _define_function(self, function: Function, scope: Scope) -> None:
-        self._functions[function.name], self._headers[function.name] = function.body, function.header
+        self._functions[function.name] = function.body
 
     def _run_command(self, command: SimpleCommand, scope: Scope) -> None:
         if len(self.commands) > _MAX_COMMANDS:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from swarmtrain.importers.shell.arithmetic import ArithmeticValueError, evaluate_arithmetic, parse_integer
 from swarmtrain.importers.shell.scope import SCRIPT_NAME, Scope, Value
 from swarmtrain.importers.shell.syntax import (
-    Arithmetic,
+    ArithmeticExpansion,
+    CommandSubstitution,
     Literal,
-    Parameter,
+    ParameterExpansion,
     Part,
     Placeholder,
     ShellSyntaxError,
     Statement,
-    Substitution,
     Word,
 )
 from swarmtrain.importers.shell.text_operators import edit_text
@@ -131,19 +131,19 @@ def _check_splitting(word: Word, scope: Scope, statement: Statement) -> None:
 
 def _has_quoted_argument(part: Part) -> bool:
     """Return whether all of the argument of an expansion is quoted, as in ${X:+"$X"}, so that it is not split."""
-    parts = part.argument.parts if isinstance(part, Parameter) and part.argument else ()
+    parts = part.argument.parts if isinstance(part, ParameterExpansion) and part.argument else ()
     return bool(parts) and all(inner.is_quoted for inner in parts)
 
 
 def _finish_field(text: str, mask: str, statement: Statement) -> str:
-    """Return the field `text`; braces and patterns of file names are marked as unresolved."""
+    """Return the field `text`; braces and glob patterns are marked as unresolved."""
     literal = "".join(character if kind == "l" else "x" for character, kind in zip(text, mask, strict=True))
     unquoted = "".join(character if kind != "q" else "x" for character, kind in zip(text, mask, strict=True))
     if _BRACES_PATTERN.search(literal):
         return Unresolved("", text, statement.line, "expands to several words: write them out").to_mark()
     is_option = text.startswith("-") or "=" in text
     if _PATTERN_CHARACTERS.search(unquoted) and not is_option and (set(unquoted) & set("*?")):
-        return Unresolved("", text, statement.line, "is a pattern of file names: quote it, or write the names").to_mark()
+        return Unresolved("", text, statement.line, "is a glob pattern: quote it, or write the names").to_mark()
     return text
 
 
@@ -155,19 +155,19 @@ def _get_home(scope: Scope, statement: Statement) -> str:
 def _expand_part(part: Part, scope: Scope, statement: Statement) -> Value:
     if isinstance(part, Literal):
         return part.text
-    if isinstance(part, Substitution) and _SCRIPT_FOLDER_PATTERN.fullmatch(part.source):
+    if isinstance(part, CommandSubstitution) and _SCRIPT_FOLDER_PATTERN.fullmatch(part.source):
         return _expand_script_folder(part, scope, statement)
-    if isinstance(part, Substitution):
+    if isinstance(part, CommandSubstitution):
         return Unresolved("", part.source, statement.line, "is the output of a command").to_mark()
     if isinstance(part, Placeholder):
         value = scope.constants.get(part.name)
         return Unresolved(part.name, part.source, statement.line, "is a placeholder").to_mark() if value is None else value
-    if isinstance(part, Arithmetic):
+    if isinstance(part, ArithmeticExpansion):
         return _expand_arithmetic(part, scope, statement)
     return _expand_parameter(part, scope, statement)
 
 
-def _expand_script_folder(part: Substitution, scope: Scope, statement: Statement) -> str:
+def _expand_script_folder(part: CommandSubstitution, scope: Scope, statement: Statement) -> str:
     """Return the folder of the script, $(dirname "$0"), which is known if the name of the script is."""
     name = scope.get(SCRIPT_NAME)
     if isinstance(name, str):
@@ -175,7 +175,7 @@ def _expand_script_folder(part: Substitution, scope: Scope, statement: Statement
     return Unresolved(SCRIPT_NAME, part.source, statement.line, "is the folder of the script").to_mark()
 
 
-def _expand_arithmetic(part: Arithmetic, scope: Scope, statement: Statement) -> str:
+def _expand_arithmetic(part: ArithmeticExpansion, scope: Scope, statement: Statement) -> str:
     expression = expand_text(part.expression, scope, statement)
 
     def get_variable(name: str) -> int:
@@ -194,7 +194,7 @@ def _expand_arithmetic(part: Arithmetic, scope: Scope, statement: Statement) -> 
         return Unresolved(error.name, part.source, statement.line, "" if error.name else "cannot be computed").to_mark()
 
 
-def _expand_parameter(part: Parameter, scope: Scope, statement: Statement) -> Value:
+def _expand_parameter(part: ParameterExpansion, scope: Scope, statement: Statement) -> Value:
     value = _look_up(part, scope, statement)
     if part.prefix == "#":
         return _get_length(part, value, statement)
@@ -208,7 +208,7 @@ def _expand_parameter(part: Parameter, scope: Scope, statement: Statement) -> Va
     return " ".join(value) if is_joined and isinstance(value, tuple) else value
 
 
-def _look_up(part: Parameter, scope: Scope, statement: Statement) -> Value | None:
+def _look_up(part: ParameterExpansion, scope: Scope, statement: Statement) -> Value | None:
     """Return the value of the parameter, before its operator; None if it is not set."""
     if part.prefix == "!":
         return Unresolved("", part.source, statement.line, "is an indirect expansion").to_mark()
@@ -224,7 +224,7 @@ def _look_up(part: Parameter, scope: Scope, statement: Statement) -> Value | Non
     return _select_element(part, scope.get(part.name), scope, statement)
 
 
-def _look_up_argument(part: Parameter, scope: Scope) -> Value | None:
+def _look_up_argument(part: ParameterExpansion, scope: Scope) -> Value | None:
     positional = scope.get_positional()
     if int(part.name) <= len(positional):
         return positional[int(part.name) - 1]
@@ -233,7 +233,7 @@ def _look_up_argument(part: Parameter, scope: Scope) -> Value | None:
     return "" if scope.has_positional() and part.operator == "" else None
 
 
-def _look_up_all_arguments(part: Parameter, scope: Scope) -> Value:
+def _look_up_all_arguments(part: ParameterExpansion, scope: Scope) -> Value:
     arguments = scope.get_positional()
     if not arguments and not scope.has_positional():
         note = "the script passes its own arguments ($@) to a command: write them into runner.script_args"
@@ -241,7 +241,7 @@ def _look_up_all_arguments(part: Parameter, scope: Scope) -> Value:
     return arguments
 
 
-def _select_element(part: Parameter, value: Value | None, scope: Scope, statement: Statement) -> Value | None:
+def _select_element(part: ParameterExpansion, value: Value | None, scope: Scope, statement: Statement) -> Value | None:
     if value is None:
         return None
     elements = value if isinstance(value, tuple) else (value,)
@@ -257,13 +257,13 @@ def _select_element(part: Parameter, value: Value | None, scope: Scope, statemen
     return Unresolved(unresolved[0].name if unresolved else name, part.source, statement.line).to_mark()
 
 
-def _get_length(part: Parameter, value: Value | None, statement: Statement) -> str:
+def _get_length(part: ParameterExpansion, value: Value | None, statement: Statement) -> str:
     if value is None or (isinstance(value, str) and not is_resolved(value)):
         return Unresolved(part.name, part.source, statement.line).to_mark()
     return str(len(value))
 
 
-def _apply_default(part: Parameter, value: Value | None, scope: Scope, statement: Statement) -> Value:
+def _apply_default(part: ParameterExpansion, value: Value | None, scope: Scope, statement: Statement) -> Value:
     """Apply the operators -, =, + and ?, with or without a colon."""
     kind, text = part.operator[-1], "".join(value) if isinstance(value, tuple) else value
     if text is None and (scope.is_environment_variable(part.name) or (scope.sourced_line and part.name.isidentifier())):
@@ -285,13 +285,13 @@ def _apply_default(part: Parameter, value: Value | None, scope: Scope, statement
     return default
 
 
-def _expand_alternative(part: Parameter, scope: Scope, statement: Statement) -> Value:
+def _expand_alternative(part: ParameterExpansion, scope: Scope, statement: Statement) -> Value:
     """Return the value of ${X+word}. If the word is one array, as in ${X+"${X[@]}"}, its elements stay separate."""
     parts = part.argument.parts if part.argument else ()
     return _expand_part(parts[0], scope, statement) if len(parts) == 1 else expand_text(part.argument, scope, statement)
 
 
-def _note_default(part: Parameter, scope: Scope, statement: Statement, text: str | None) -> None:
+def _note_default(part: ParameterExpansion, scope: Scope, statement: Statement, text: str | None) -> None:
     if text is not None or (scope.has_positional() and part.name.isdigit()):
         return
     note = f"line {statement.line}: {part.name} is not set in the script, so its default applies: {part.source}"
@@ -299,7 +299,7 @@ def _note_default(part: Parameter, scope: Scope, statement: Statement, text: str
         scope.notes.append(note)
 
 
-def _apply_text_operator(part: Parameter, value: Value, scope: Scope, statement: Statement) -> Value:
+def _apply_text_operator(part: ParameterExpansion, value: Value, scope: Scope, statement: Statement) -> Value:
     """Apply the operators # ## % %% / // ^ , and slices; the result of others is unresolved."""
     if isinstance(value, tuple):
         return _slice_elements(part, value, statement)
@@ -315,7 +315,7 @@ def _apply_text_operator(part: Parameter, value: Value, scope: Scope, statement:
     return Unresolved(name, part.source, statement.line, "" if unresolved else "is an unsupported expansion").to_mark()
 
 
-def _slice_elements(part: Parameter, elements: tuple[str, ...], statement: Statement) -> Value:
+def _slice_elements(part: ParameterExpansion, elements: tuple[str, ...], statement: Statement) -> Value:
     match = re.fullmatch(r"\s*(\d+)(?::(\d+))?", part.argument.source) if part.argument and part.operator == ":" else None
     if not match:
         return Unresolved("", part.source, statement.line, "is an unsupported expansion").to_mark()
@@ -323,7 +323,7 @@ def _slice_elements(part: Parameter, elements: tuple[str, ...], statement: State
     return elements[max(start, 0) :][: int(match[2]) if match[2] else None]
 
 
-def _replace_text(part: Parameter, text: str, scope: Scope, statement: Statement) -> str | None:
+def _replace_text(part: ParameterExpansion, text: str, scope: Scope, statement: Statement) -> str | None:
     """Return the result of ${X/old/new} or ${X//old/new}; None if `old` is a pattern."""
     parts = part.argument.parts if part.argument else ()
     slash = next((index for index, inner in enumerate(parts) if inner == Literal("/", part.is_quoted)), len(parts))

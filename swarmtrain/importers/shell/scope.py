@@ -32,7 +32,7 @@ class Scope:
     folder: str = ""
     """Working folder, relative to the folder in which the script starts."""
     knows_positional: bool = False
-    """Whether the positional arguments are known, as in a function."""
+    """Whether the positional parameters are known, as in a function."""
     exports_all: bool = False
     has_ended: bool = False
     sourced_line: int = 0
@@ -61,7 +61,7 @@ class Scope:
         return self.variables.get(name, self.provided.get(name))
 
     def get_positional(self) -> tuple[str, ...]:
-        """Return the positional arguments."""
+        """Return the positional parameters."""
         value = self.variables.get(POSITIONAL)
         if isinstance(value, tuple):
             return value
@@ -71,7 +71,7 @@ class Scope:
         return tuple(arguments)
 
     def has_positional(self) -> bool:
-        """Return whether the positional arguments are known, from a call, `set --` or `--set`."""
+        """Return whether the positional parameters are known, from a call, `set --` or `--set`."""
         return self.knows_positional or POSITIONAL in self.variables
 
     def assign(self, name: str, value: Value, statement: Statement) -> None:
