@@ -29,6 +29,10 @@ class CommandPrefix:
         words = [self.program, *(word for option in self.options for word in option), *variables, *self.operands]
         return show_text(" ".join(word for word in words if word))
 
+    def list_folders(self) -> list[str]:
+        """Return the folders to which the options of the prefix change, in order."""
+        return [value for option, value in self.options if option in _FOLDER_OPTIONS.get(self.program, ())]
+
 
 @dataclass(frozen=True)
 class _PrefixSyntax:
@@ -124,6 +128,15 @@ _PREFIXES: dict[str, _PrefixSyntax] = {
     "mamba": _CONDA_RUN,
     "micromamba": _CONDA_RUN,
     "nsys": _build_syntax("t o s f c y d e w x h b p", subcommands="profile"),
+}
+# Options that change the working folder of the wrapped command.
+_FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "srun": ("-D", "--chdir"),
+    "env": ("-C", "--chdir"),
+    **dict.fromkeys(("mpirun", "mpiexec"), ("-wdir", "--wdir", "-wd", "--wd")),
+    **dict.fromkeys(("conda", "mamba", "micromamba"), ("--cwd",)),
+    "uv": ("--directory",),
+    "poetry": ("-C", "--directory"),
 }
 _VARIABLE_PATTERN = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 

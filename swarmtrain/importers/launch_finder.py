@@ -16,7 +16,8 @@ from swarmtrain.importers.shell.scope import Scope
 from swarmtrain.importers.shell.syntax import CommandSubstitution, ShellSyntaxError, SimpleCommand
 from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, show_text
 
-_SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
+_SHELLS = frozenset(("bash", "sh", "dash", "ksh"))
+_OTHER_SHELLS = frozenset(("zsh", "fish", "tcsh", "csh"))
 _REMOTE_PROGRAMS = frozenset(
     (
         "docker",
@@ -128,7 +129,7 @@ class LaunchFinder:
     def _find_inside(
         self, outer: EvaluatedCommand, command: EvaluatedCommand, prefixes: tuple[CommandPrefix, ...]
     ) -> list[LaunchCandidate]:
-        if not command.argv or self.evaluator.is_function(command.argv[0]):
+        if not command.argv or command.argv[0] in command.scope.functions:
             return []
         if command.variables:
             prefixes = (*prefixes, CommandPrefix("", variables=command.variables))
@@ -157,6 +158,10 @@ class LaunchFinder:
             return [self._refuse(outer, command, _find_precedence(words, is_parallel=is_parallel), reason, words[:1])]
         if is_launcher_program(name):
             return self._parse_launch(outer, command, prefixes, words)
+        if name in _OTHER_SHELLS:
+            return [
+                self._refuse(outer, command, _find_remote_precedence(words, is_parallel=is_parallel), f"{name} is not a supported shell")
+            ]
         if name in _SHELLS:
             return self._find_in_shell(outer, command, prefixes, words)
         if name == "eval" and any(part.name for word in words[1:] for part in find_unresolved(word)):

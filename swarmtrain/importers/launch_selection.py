@@ -9,7 +9,7 @@ from typing import NoReturn
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.command_prefixes import CONTAINER_PROGRAMS
 from swarmtrain.importers.launch_command import RENDEZVOUS_VARIABLES
-from swarmtrain.importers.launch_finder import LaunchCandidate
+from swarmtrain.importers.launch_finder import LaunchCandidate, Precedence
 from swarmtrain.importers.launcher_arguments import LaunchCommand
 from swarmtrain.importers.secret_values import format_for_message, redact_secrets, remove_secret_arguments
 from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved
@@ -31,7 +31,16 @@ def select_launch(candidates: Sequence[LaunchCandidate], source: str, launch_lin
     if not reachable:
         _refuse_without_candidate(candidates, source)
     precedence = max(candidate.precedence for candidate in reachable)
-    return _select_equal([candidate for candidate in reachable if candidate.precedence is precedence], source)
+    preferred = [candidate for candidate in reachable if candidate.precedence is precedence]
+    others = [candidate for candidate in reachable if Precedence.python <= candidate.precedence < precedence]
+    alternatives = [other for other in others if any(_exclude_each_other(other, candidate) for candidate in preferred)]
+    return _select_equal(sorted([*preferred, *alternatives], key=lambda candidate: candidate.command.index), source)
+
+
+def _exclude_each_other(first: LaunchCandidate, second: LaunchCandidate) -> bool:
+    """Return whether only one of the two runs, since they are in different branches or one of them ends the script."""
+    pairs = ((first.command, second.command), (second.command, first.command))
+    return any(start <= command.index < end for command, other in pairs for start, end in other.scope.exclusive)
 
 
 def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[str], settings: Iterable[str]) -> None:
@@ -44,7 +53,7 @@ def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[
         return
     texts = [launch.script, *remove_secret_arguments(launch.args, secrets).remaining, *_list_images(launch)]
     if not launch.script.startswith("/"):
-        texts.append(candidate.inner.scope.folder)
+        texts += [candidate.inner.scope.folder, *(folder for prefix in launch.prefixes for folder in prefix.list_folders())]
     unresolved = sorted(dict.fromkeys(part for text in texts for part in find_unresolved(text)), key=lambda part: part.line)
     loop_variables = {*candidate.command.loop_variables, *candidate.inner.loop_variables}
     loop_names = {part.name for text in [*texts, *_list_values(candidate, launch)] for part in find_unresolved(text)} & loop_variables
@@ -137,7 +146,7 @@ def _build_unresolved_problem(part: Unresolved, loop_variables: Collection[str])
         reason = "takes several values in a loop, and a config describes one run"
     else:
         reason = part.reason or "is not set in the script"
-    verb = "" if reason.startswith(("is ", "takes ", "depends ", "changes ", "expands ", "cannot ")) else "is not resolvable: "
+    verb = "" if reason.startswith(("is ", "may ", "takes ", "depends ", "changes ", "expands ", "cannot ")) else "is not resolvable: "
     return Problem("", redact_secrets(f"{part.source} {verb}{reason}"), part.line)
 
 

@@ -298,6 +298,121 @@ def test_an_uncertain_script_is_refused(text: str, parts: list[str]) -> None:
     assert "hint: " in message
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set -- $EMPTY x y; torchrun t.py $#",
+        'set -- "$EMPTY" x; f() { torchrun t.py "$2"; }; f $1 "$@"',
+        "set x 'y z'; torchrun t.py \"$@\"",
+        "set -e -o pipefail x; torchrun t.py $1 $#",
+        "set -euo pipefail; set a b; torchrun t.py $2",
+        "set -- a b; shift 3; torchrun t.py $#",
+        "set -- a b c; shift 2; torchrun t.py $1",
+        "LR=1; f() { torchrun t.py --lr $LR; }; LR=2 f",
+        "f() { torchrun t.py --lr $LR; }; LR=1; LR=2 f; true",
+        "LR=1; LR=2 eval 'torchrun t.py --lr $LR'",
+        "LR=1; f() { LR=3; }; LR=2 f; torchrun t.py --lr $LR",
+        "f() { bash -c 'torchrun t.py --lr $LR'; }; LR=2 f",
+        "V=12abc; torchrun t.py ${V%%[^0-9]*} ${V##[!a-z]} ${V#[0-9]}",
+        "N=3; torchrun t.py $((N - -2)) $((+N))",
+        "f() { echo; }; if true; then g() { torchrun t.py $1; }; fi; f; g x",
+        "main() { python t.py || return 1; exit 0; }; main; torchrun other.py",
+        "f() { X=1; return; }; f; torchrun t.py $X",
+        "f() { if true; then X=1; return 0; else X=1; fi; }; f; torchrun t.py $X",
+        "f() { cd . || return 1; X=2; }; X=2; f; torchrun t.py $X",
+        "! false && true; torchrun t.py x",
+        "cd project; env -C src python t.py",
+        "cd project; uv run --directory src torchrun t.py",
+    ],
+)
+def test_a_script_starts_what_bash_starts(text: str, tmp_path: Path) -> None:
+    script = f"#!/bin/bash\nEMPTY=\n{text}\n"
+    started = next(argv for argv, _ in run_in_bash(script, tmp_path) if argv[0] in ("torchrun", "python"))
+    runner = get_runner(script)
+    assert [Path(runner["script"]).name, *runner.get("script_args", [])] == started[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("A=($(cmd))\ntorchrun t.py ${#A[@]}", "${#A[@]} depends on the number of words in $A"),
+        ('A=(a $X)\ntorchrun t.py "${A[@]:2}"', "depends on the number of words in $X"),
+        ("set -- $OPTS x\ntorchrun t.py $2", "$2 depends on the number of words in $OPTS"),
+        ("set -- $OPTS x\ntorchrun t.py $#", "$# depends on the number of words in $OPTS"),
+        ("set -- $OPTS x\nshift\ntorchrun t.py $1", "is shifted by an unknown number of words"),
+        ("set -- a b\ntorchrun t.py ${@:0}", "is an unsupported expansion"),
+        ("SEED=0\nfor ((SEED=1;SEED<=3;SEED++)); do\ntorchrun t.py $SEED\ndone", "$SEED takes several values in a loop"),
+        ("SEED=0\nfor ((SEED=1;SEED<=3;SEED++)); do\ntrue\ndone\ntorchrun t.py $SEED", "$SEED depends on the condition in line 3"),
+        ("N=1\nwhile ((N++<3)); do\ntorchrun t.py $N\ndone", "$N is computed"),
+        ("N=1\nfor i in 1 2; do\ntorchrun t.py $N\nX=$((N++))\ndone", "$N changes in the loop of line 3"),
+        ("N=1\ntorchrun t.py $((++N))", "$((++N)) changes a variable"),
+        ("N=1\nX=$((N++))\ntorchrun t.py $N", "$N is computed in line 3"),
+        ("N=1\nX=$((N+=1))\ntorchrun t.py $N", "$N is computed in line 3"),
+        ("N=1\ntorchrun t.py $[N+1]", "$[…] is not supported"),
+        ("A=(1 2)\n((A[0]++))\ntorchrun t.py $A", "$A is computed"),
+        ("if [ $D ]; then\ntorchrun debug.py\nelse\npython t.py\nfi", "--launch 3"),
+        ("[ $D ] && torchrun debug.py || python t.py", "may start training: python t.py"),
+        ("case $D in\n1) torchrun debug.py;;\n*) python t.py;;\nesac", "--launch 3"),
+        ("if [ $D ]; then\ntorchrun debug.py\nexit\nfi\npython t.py", "--launch 3"),
+        ("f() {\nif [ $D ]; then\ntorchrun debug.py\nexit\nfi\n}\nf\npython t.py", "--launch 4"),
+        ("f() {\nif [ $D ]; then return; fi\npython t.py\nexit\n}\nf\ntorchrun other.py", "--launch 4"),
+        ("if [ $D ]; then\nf() { torchrun a.py; }\nelse\nf() { torchrun b.py; }\nfi\nf", "--launch 3"),
+        ("[ -f env.sh ] && source env.sh\ntorchrun t.py ${LR:-0.1}", "may be set in the file that line 2 reads"),
+        ("LR=1\nsource cfg.sh\ntorchrun t.py $LR", "$LR may be set in the file that line 3 reads"),
+        ("LR=1\n. ./cfg.sh\ntorchrun t.py ${LR:-2}", "may be set in the file that line 3 reads"),
+        ("LR=1\n. ./cfg.sh\ntorchrun t.py $((LR+1))", "$((LR+1))"),
+        ("export LR=1\nsource $HOME/cfg.sh\nbash -c 'torchrun t.py $LR'", "may be set in the file that line 3 reads"),
+        ("D=/data\n! cd X && D=/fallback\ntorchrun t.py $D", "$D depends on the condition in line 3"),
+        ("f() {\nif [ $D ]; then\nX=1\nreturn\nfi\nX=2\n}\nf\ntorchrun t.py $X", "$X depends on the condition"),
+        ('V=a*b\ntorchrun t.py ${V%"*"*}', "is an unsupported expansion"),
+        ("V=12ab\ntorchrun t.py ${V%%[[:alpha:]]*}", "is an unsupported expansion"),
+        ("python prepare.py\nzsh -c 'torchrun t.py $X'", "zsh is not a supported shell"),
+        ("env -C $WORK torchrun t.py", "$WORK is not set"),
+    ],
+)
+def test_a_value_that_depends_on_the_job_is_not_imported(text: str, part: str) -> None:
+    message = refuse(f"#!/bin/bash\n{text}\n")
+    assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "ranks"),
+    [
+        ("N=($(scontrol show hostnames))\ntorchrun --nnodes=${#N[@]} t.py", None, None),
+        ("GPUS=($(nvidia-smi -L))\ntorchrun --nproc_per_node ${#GPUS[@]} t.py", None, None),
+        ('A=("$X" b)\ntorchrun --nproc_per_node ${#A[@]} t.py', None, 2),
+        ("#SBATCH --gres=gpu:4\npython t.py", None, 1),
+        ("#SBATCH --nodes=4 --ntasks-per-node=4\npython t.py", None, 1),
+        ("#SBATCH --nodes=4 --ntasks-per-node=4\nsrun python t.py", 4, 4),
+    ],
+)
+def test_counts_are_those_of_the_job(text: str, nodes: int | None, ranks: int | None) -> None:
+    result = import_script(f"#!/bin/bash\n{text}\n").result
+    runner = result.values["runner"]
+    assert (runner.get("nodes"), runner.get("default_gpu_count")) == (nodes, ranks)
+    is_one_process = [row for row in result.unmapped_keys if row.replacement == "one process without srun: runner.default_gpu_count is 1"]
+    assert bool(is_one_process) == ("\npython" in text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["source /opt/venv/bin/activate", ". ~/.bashrc", "source $ROOT/etc/profile.d/conda.sh", ". /etc/profile", "! mkdir out && exit 1"],
+)
+def test_lines_that_prepare_the_environment_do_not_change_variables(line: str) -> None:
+    assert get_runner(f"#!/bin/bash\nLR=1\n{line}\ntorchrun t.py $LR\n")["script_args"] == ["1"]
+
+
+def test_folders_of_prefixes_are_those_of_the_script() -> None:
+    for prefix in ("env -C src", "uv run --directory src", "srun --chdir=src", "mpirun -wdir src", "conda run --cwd src"):
+        assert get_runner(f"#!/bin/bash\n{prefix} python t.py\n")["script"] == "src/t.py"
+
+
+def test_a_switch_that_only_another_service_has_is_reported() -> None:
+    text = "services: {a: {command: torchrun t.py}, b: {command: torchrun --standalone t.py}}"
+    rows = importers.import_config_text(text, "c.yml").result.unmapped_keys
+    assert [row.key for row in rows if "standalone" in row.key] == ["services.b.command.torchrun --standalone"]
+
+
 @pytest.mark.parametrize("line", ["#!/bin/tcsh", "#!/usr/bin/env fish", "#!/usr/bin/env python3", "#!/bin/zsh -l"])
 def test_other_shells_are_refused(line: str) -> None:
     assert "is not a supported shell" in refuse(f"{line}\ntorchrun a.py\n")

@@ -14,6 +14,7 @@ from swarmtrain.importers.shell.syntax import (
     Header,
     Literal,
     Loop,
+    Negation,
     Node,
     Pipeline,
     ShellSyntaxError,
@@ -122,7 +123,9 @@ class _Parser(CommandReader):
 
     def _parse_pipeline(self) -> Node:
         self.skip_blanks()
+        is_negated = False
         while self._peek_keyword() == "!":
+            is_negated = True
             self.cursor.position += 1
             self.skip_blanks()
         items = [self._parse_command()]
@@ -131,7 +134,8 @@ class _Parser(CommandReader):
             self.skip_newlines()
             items.append(self._parse_command())
             self.skip_blanks()
-        return items[0] if len(items) == 1 else Pipeline(items)
+        pipeline = items[0] if len(items) == 1 else Pipeline(items)
+        return Negation(pipeline) if is_negated else pipeline
 
     def _parse_command(self) -> Node:
         constructs = {
@@ -218,7 +222,7 @@ class _Parser(CommandReader):
 
     def _parse_for(self) -> Node:
         start = self.cursor.position
-        match = self.cursor.match(re.compile(r"(?:for|select)[ \t]+(?:([A-Za-z_]\w*)|\(\([^\n]*?\)\))"))
+        match = self.cursor.match(re.compile(r"(?:for|select)[ \t]+(?:([A-Za-z_]\w*)|\(\(([^\n]*?)\)\))"))
         if not match:
             raise self.cursor.fail("the loop cannot be parsed")
         words: list[Word] | None = None
@@ -229,7 +233,7 @@ class _Parser(CommandReader):
         header = Header(self.cursor.get_line(start), self.cursor.text[start : self.cursor.position].strip())
         self.add_statement(header)
         body = self._parse_loop_body()
-        return Loop(header, body, match[1] or "", None if words is None else tuple(words))
+        return Loop(header, body, match[1] or "", None if words is None else tuple(words), expression=match[2] or "")
 
     def _parse_loop_body(self) -> CommandList:
         self._expect_keyword("do")

@@ -144,6 +144,13 @@ class Pipeline:
 
 
 @dataclass(eq=False)
+class Negation:
+    """Pipeline after `!`, which succeeds if the pipeline fails."""
+
+    body: Node
+
+
+@dataclass(eq=False)
 class Conditional:
     """If or case: alternatives, each with its condition (None for else and case). `is_exhaustive`: one of them always runs."""
 
@@ -161,6 +168,8 @@ class Loop:
     variable: str = ""
     words: tuple[Word, ...] | None = None
     condition: CommandList | None = None
+    expression: str = ""
+    """Arithmetic of a C-style loop: for ((i=0; i<3; i++))."""
 
 
 @dataclass(eq=False)
@@ -179,4 +188,4 @@ class Subshell:
     body: CommandList
 
 
-Node = SimpleCommand | CommandList | AndOrList | Pipeline | Conditional | Loop | Function | Subshell
+Node = SimpleCommand | CommandList | AndOrList | Pipeline | Negation | Conditional | Loop | Function | Subshell

@@ -176,6 +176,8 @@ def _read_dollar(cursor: Cursor, *, is_quoted: bool, depth: int) -> list[Part]:
         cursor.position += 1
         _skip_parentheses(cursor)
         return [CommandSubstitution(cursor.text[start : cursor.position], is_quoted)]
+    if following[:1] == "[":
+        raise cursor.fail("arithmetic in $[…] is not supported")
     if following[:1] == "{":
         return [_read_braced_parameter(cursor, is_quoted=is_quoted, depth=depth)]
     if following[:1] in ("'", '"') and not is_quoted:
