@@ -108,7 +108,9 @@ def _select_equal(candidates: Sequence[LaunchCandidate], source: str) -> LaunchC
     names = list(
         dict.fromkeys(part.name for candidate in unknown for word in candidate.unknown_words for part in find_unresolved(word) if part.name)
     )
-    understood = next((candidate for candidate in candidates if candidate.launch is not None), None)
+    understood = max(
+        (candidate for candidate in candidates if candidate.launch is not None), key=lambda candidate: candidate.precedence, default=None
+    )
     if names and not identities:
         hint = build_import_command(source, names)
     elif understood is not None:

@@ -355,7 +355,7 @@ def test_a_script_starts_what_bash_starts(text: str, tmp_path: Path) -> None:
         ("case $D in\n1) torchrun debug.py;;\n*) python t.py;;\nesac", "--launch 3"),
         ("if [ $D ]; then\ntorchrun debug.py\nexit\nfi\npython t.py", "--launch 3"),
         ("f() {\nif [ $D ]; then\ntorchrun debug.py\nexit\nfi\n}\nf\npython t.py", "--launch 4"),
-        ("f() {\nif [ $D ]; then return; fi\npython t.py\nexit\n}\nf\ntorchrun other.py", "--launch 4"),
+        ("f() {\nif [ $D ]; then return; fi\npython t.py\nexit\n}\nf\ntorchrun other.py", "--launch 7"),
         ("if [ $D ]; then\nf() { torchrun a.py; }\nelse\nf() { torchrun b.py; }\nfi\nf", "--launch 3"),
         ("[ -f env.sh ] && source env.sh\ntorchrun t.py ${LR:-0.1}", "may be set in the file that line 2 reads"),
         ("LR=1\nsource cfg.sh\ntorchrun t.py $LR", "$LR may be set in the file that line 3 reads"),
