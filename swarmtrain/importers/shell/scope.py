@@ -116,7 +116,7 @@ class Scope:
     def make_unresolved(self, name: str, line: int, reason: str) -> None:
         """Make the value of `name` unknown."""
         self._forget_sourced(name)
-        self.variables[name] = Unresolved(name, f"${name}", line, reason).to_mark()
+        self.variables[name] = Unresolved(name, f"${name}", line, reason, may_split=True).to_mark()
         if name == POSITIONAL:
             self.variables[name] = (Unresolved("", "$@", line, reason, may_split=True).to_mark(),)
 
