@@ -34,7 +34,7 @@ def import_config(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="For scripts: value of a variable that the script does not set; 1=VALUE is its first argument. Can be repeated.",
+            help="For scripts: value of a variable, overriding the script; 1=VALUE is its first argument. Can be repeated.",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Commands that start another command, such as srun, env, apptainer exec or nohup: their options, and the command behind them."""
+"""Commands that start another command, such as srun, env, apptainer exec or nohup: their options, and the wrapped command."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class CommandPrefix:
         variables = [f"{name}={value}" for name, value in self.variables.items()]
         words = [self.program, *(word for option in self.options for word in option), *variables, *self.operands]
         return show_text(" ".join(word for word in words if word))
+
+    def list_folders(self) -> list[str]:
+        """Return the folders to which the options of the prefix change, in order."""
+        return [value for option, value in self.options if option in _FOLDER_OPTIONS.get(self.program, ())]
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ _MPIRUN = _build_syntax(
 )
 _APPTAINER = _build_syntax(
     "B S H W o bind env env-file home pwd cwd workdir scratch overlay network network-args security add-caps drop-caps mount fusemount "
-    "hostname dns app pid-file no-mount apply-cgroups blkio-weight cpus memory memory-swap cpuset-cpus pwd",
+    "hostname dns app pid-file no-mount apply-cgroups blkio-weight cpus memory memory-swap cpuset-cpus",
     "nv rocm cleanenv e containall C contain c writable-tmpfs writable w no-home userns u fakeroot f pid p ipc i uts net no-init no-privs "
     "keep-privs allow-setuid disable-cache no-eval nvccli compat unsquash no-https underlay sif-fuse no-umask",
     operands=1,
@@ -125,16 +129,20 @@ _PREFIXES: dict[str, _PrefixSyntax] = {
     "micromamba": _CONDA_RUN,
     "nsys": _build_syntax("t o s f c y d e w x h b p", subcommands="profile"),
 }
+# Options that change the working folder of the wrapped command.
+_FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "srun": ("-D", "--chdir"),
+    "env": ("-C", "--chdir"),
+    **dict.fromkeys(("mpirun", "mpiexec"), ("-wdir", "--wdir", "-wd", "--wd")),
+    **dict.fromkeys(("conda", "mamba", "micromamba"), ("--cwd",)),
+    "uv": ("--directory",),
+    "poetry": ("-C", "--directory"),
+}
 _VARIABLE_PATTERN = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
-def is_prefix_program(word: str) -> bool:
-    """Return whether `word` names a command that starts another command."""
-    return PurePosixPath(word).name in _PREFIXES
-
-
 def split_prefixes(argv: Sequence[str]) -> tuple[tuple[CommandPrefix, ...], tuple[str, ...]]:
-    """Return the prefixes of `argv`, and the words of the command behind them, which are empty if a prefix starts no command.
+    """Return the prefixes of `argv`, and the words of the wrapped command, which are empty if a prefix starts no command.
 
     Raises ValueError if an option is unknown, so that it is uncertain where the command begins.
     """
@@ -189,7 +197,7 @@ def _take_option(program: str, syntax: _PrefixSyntax, word: str, words: list[str
     option, equals, value = word.partition("=")
     name = option.lstrip("-")
     if not is_resolved(option):
-        raise ValueError(f"the option {show_text(word)} of {program} is not known")
+        raise ValueError(f"the option {show_text(word)} of {program} is unresolved")
     if equals and (word.startswith("--") or len(name) > 1):
         return option, value
     if name in syntax.values:

@@ -323,7 +323,7 @@ def _compare_command(report: MigrationReport, service_key: KeyPath, first_launch
         "other_commands": (launch.other_commands, first_launch.other_commands),
     }
     command_parts |= {
-        f"{launch.program} --{flag}": (show_text(value), show_text(first_launch.flags.get(flag, "")))
+        f"{launch.program} --{flag}": (show_text(value), show_text(first_launch.flags[flag]) if flag in first_launch.flags else None)
         for flag, value in launch.flags.items()
         if flag not in ("node_rank", "nproc_per_node")
     }

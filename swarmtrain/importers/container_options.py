@@ -31,7 +31,7 @@ def map_apptainer(report: MigrationReport, key: KeyPath, prefix: CommandPrefix) 
     """Map the options and the image of apptainer or singularity."""
     for option, value in prefix.options:
         if option == "run":
-            report.add_note(f"{prefix.program} run starts the runscript of the image, which is assumed to start the command behind it")
+            report.add_note(f"{prefix.program} run starts the runscript of the image, which is assumed to start the wrapped command")
             continue
         _map_apptainer_option(report, (*key, f"{prefix.program} {option}"), option.lstrip("-"), value)
     for image in prefix.operands:

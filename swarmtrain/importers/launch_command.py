@@ -61,7 +61,7 @@ _FLAG_SETTINGS = {
 def map_launch_command(report: MigrationReport, key: KeyPath, launch: LaunchCommand) -> tuple[int | None, int | None]:
     """Map a launch command to the config, without arguments that contain secrets.
 
-    Return the number of nodes and of ranks per node, each None if not given as a number.
+    Return the number of nodes and of ranks per node, each None if it is not a number.
     """
     report.mark_keys_handled(key)
     for flag, value in launch.flags.items():

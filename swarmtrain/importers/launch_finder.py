@@ -9,14 +9,15 @@ from enum import IntEnum
 from pathlib import PurePosixPath
 
 from swarmtrain.importers.command_prefixes import SLURM_LAUNCHERS, CommandPrefix, split_prefixes
-from swarmtrain.importers.launcher_arguments import LaunchCommand, is_launcher_program, is_strong_launcher, parse_launcher_argv
+from swarmtrain.importers.launcher_arguments import LaunchCommand, is_launcher_program, is_rank_launcher, parse_launcher_argv
 from swarmtrain.importers.shell.evaluation import EvaluatedCommand, ScriptEvaluator
 from swarmtrain.importers.shell.parser import parse_script
 from swarmtrain.importers.shell.scope import Scope
-from swarmtrain.importers.shell.syntax import ShellSyntaxError, SimpleCommand, Substitution
+from swarmtrain.importers.shell.syntax import CommandSubstitution, ShellSyntaxError, SimpleCommand
 from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, show_text
 
-_SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
+_SHELLS = frozenset(("bash", "sh", "dash", "ksh"))
+_OTHER_SHELLS = frozenset(("zsh", "fish", "tcsh", "csh"))
 _REMOTE_PROGRAMS = frozenset(
     (
         "docker",
@@ -44,7 +45,7 @@ _OTHER_LAUNCHERS = frozenset(
 )
 _TRAINING_NAME_PATTERN = re.compile(r"train|launch|finetune|sft|(?:^|[_-])run", re.IGNORECASE)
 # Programs that do not start training, whatever their arguments are.
-HARMLESS_PROGRAMS = frozenset(
+NON_TRAINING_PROGRAMS = frozenset(
     (
         *("[", "[[", "((", "test", ":", "true", "false", "echo", "printf", "which", "type", "hash", "command", "alias", "unalias", "help"),
         *("pip", "pip3", "conda", "mamba", "micromamba", "spack", "module", "ml", "apt", "apt-get", "yum", "dnf", "brew", "npm", "uv"),
@@ -82,8 +83,8 @@ _MAX_DEPTH = 6
 _MAX_SUBSTITUTIONS = 20
 
 
-class Strength(IntEnum):
-    """How certain it is that a command is the one that starts training. The strongest command of a script wins."""
+class Precedence(IntEnum):
+    """Precedence of a command as the one that starts training. The command with the highest precedence is selected."""
 
     script = 0
     """Another script, whose content is unknown."""
@@ -101,7 +102,7 @@ class LaunchCandidate:
     """The command in the script."""
     inner: EvaluatedCommand
     """The command itself, which differs from `command` if a shell starts it (bash -c)."""
-    strength: Strength
+    precedence: Precedence
     launch: LaunchCommand | None = None
     reason: str = ""
     unknown_words: tuple[str, ...] = ()
@@ -128,7 +129,7 @@ class LaunchFinder:
     def _find_inside(
         self, outer: EvaluatedCommand, command: EvaluatedCommand, prefixes: tuple[CommandPrefix, ...]
     ) -> list[LaunchCandidate]:
-        if not command.argv or self.evaluator.is_function(command.argv[0]):
+        if not command.argv or command.argv[0] in command.scope.functions:
             return []
         if command.variables:
             prefixes = (*prefixes, CommandPrefix("", variables=command.variables))
@@ -138,13 +139,13 @@ class LaunchFinder:
             is_parallel = PurePosixPath(command.argv[0]).name in SLURM_LAUNCHERS
             if not is_parallel and not any(map(is_launcher_program, command.argv)):
                 return []
-            return [self._refuse(outer, command, _find_strength(command.argv, is_parallel=is_parallel), str(error), command.argv)]
+            return [self._refuse(outer, command, _find_precedence(command.argv, is_parallel=is_parallel), str(error), command.argv)]
         prefixes = (*prefixes, *inner_prefixes)
         if any(prefix.program == "command" and {name for name, _ in prefix.options} & {"-v", "-V"} for prefix in inner_prefixes):
             return []  # prints the path of the program
         if not words:
             is_parallel = any(prefix.program in SLURM_LAUNCHERS for prefix in inner_prefixes)
-            return [self._refuse(outer, command, Strength.parallel, "starts no command")] if is_parallel else []
+            return [self._refuse(outer, command, Precedence.parallel, "starts no command")] if is_parallel else []
         return self._classify(outer, command, prefixes, words)
 
     def _classify(
@@ -153,14 +154,18 @@ class LaunchFinder:
         name = PurePosixPath(words[0]).name
         is_parallel = any(prefix.program in SLURM_LAUNCHERS for prefix in prefixes)
         if not is_resolved(name):
-            reason = f"the command {show_text(words[0])} is not known"
-            return [self._refuse(outer, command, _find_strength(words, is_parallel=is_parallel), reason, words[:1])]
+            reason = f"the command {show_text(words[0])} is unresolved"
+            return [self._refuse(outer, command, _find_precedence(words, is_parallel=is_parallel), reason, words[:1])]
         if is_launcher_program(name):
             return self._parse_launch(outer, command, prefixes, words)
+        if name in _OTHER_SHELLS:
+            return [
+                self._refuse(outer, command, _find_remote_precedence(words, is_parallel=is_parallel), f"{name} is not a supported shell")
+            ]
         if name in _SHELLS:
             return self._find_in_shell(outer, command, prefixes, words)
         if name == "eval" and any(part.name for word in words[1:] for part in find_unresolved(word)):
-            return [self._refuse(outer, command, Strength.parallel, "eval runs text that is not known", words[1:])]
+            return [self._refuse(outer, command, Precedence.parallel, "eval runs text that is unresolved", words[1:])]
         return self._classify_unknown(outer, command, words, is_parallel=is_parallel)
 
     def _classify_unknown(
@@ -169,39 +174,39 @@ class LaunchFinder:
         name = show_text(words[0])
         mentions_launcher = any(map(is_launcher_program, words[1:]))
         if PurePosixPath(name).name in _REMOTE_PROGRAMS:
-            strength = _find_remote_strength(words, is_parallel=is_parallel)
-            return [self._refuse(outer, command, strength, f"{name} starts commands elsewhere, which is not supported")]
-        if PurePosixPath(name).name in HARMLESS_PROGRAMS:
+            precedence = _find_remote_precedence(words, is_parallel=is_parallel)
+            return [self._refuse(outer, command, precedence, f"{name} starts commands elsewhere, which is not supported")]
+        if PurePosixPath(name).name in NON_TRAINING_PROGRAMS:
             return []
         if name.endswith(".py"):
             reason = "starts a script without python: write python before it"
-            return [self._refuse(outer, command, Strength.parallel if is_parallel else Strength.python, reason)]
+            return [self._refuse(outer, command, Precedence.parallel if is_parallel else Precedence.python, reason)]
         if name.endswith((".sh", ".bash", ".sbatch", ".slurm")) or name.startswith(("./", "../")):
             reason = f"{name} is another script: import that script"
-            return [self._refuse(outer, command, _find_script_strength(name, is_parallel=is_parallel), reason)]
+            return [self._refuse(outer, command, _find_script_precedence(name, is_parallel=is_parallel), reason)]
         if is_parallel or mentions_launcher or name in _OTHER_LAUNCHERS:
-            strength = _find_strength(words, is_parallel=is_parallel or name in _OTHER_LAUNCHERS)
-            return [self._refuse(outer, command, strength, f"the program {name} is not supported")]
+            precedence = _find_precedence(words, is_parallel=is_parallel or name in _OTHER_LAUNCHERS)
+            return [self._refuse(outer, command, precedence, f"the program {name} is not supported")]
         return []
 
     def _parse_launch(
         self, outer: EvaluatedCommand, command: EvaluatedCommand, prefixes: tuple[CommandPrefix, ...], words: Sequence[str]
     ) -> list[LaunchCandidate]:
         is_parallel = any(prefix.program in SLURM_LAUNCHERS for prefix in prefixes)
-        strength = _find_strength(words, is_parallel=is_parallel)
+        precedence = _find_precedence(words, is_parallel=is_parallel)
         if any(prefix.program == "mpirun" for prefix in prefixes) and ":" in words:
-            return [self._refuse(outer, command, strength, "mpirun starts several programs, separated by :")]
+            return [self._refuse(outer, command, precedence, "mpirun starts several programs, separated by :")]
         try:
             launch = parse_launcher_argv(words)
         except ValueError as error:
-            return [self._refuse(outer, command, strength, str(error), words)]
+            return [self._refuse(outer, command, precedence, str(error), words)]
         if launch is None:
             reads_input = is_parallel and list(words[1:]) in ([], ["-"])
-            return [self._refuse(outer, command, Strength.parallel, "python reads a program from its input")] if reads_input else []
+            return [self._refuse(outer, command, Precedence.parallel, "python reads a program from its input")] if reads_input else []
         other_commands = _list_redirections(command.command)
         launch = replace(launch, prefixes=prefixes, other_commands=other_commands)
-        strength = Strength.launcher if launch.is_launcher else strength
-        return [LaunchCandidate(outer, command, strength, launch)]
+        precedence = Precedence.launcher if launch.is_launcher else precedence
+        return [LaunchCandidate(outer, command, precedence, launch)]
 
     def _find_in_shell(
         self, outer: EvaluatedCommand, command: EvaluatedCommand, prefixes: tuple[CommandPrefix, ...], words: Sequence[str]
@@ -210,67 +215,67 @@ class LaunchFinder:
         text, positional = _take_shell_text(words)
         if text is None:
             shown = " ".join(map(show_text, words[:3]))
-            strength = _find_script_strength(shown, is_parallel=is_parallel)
+            precedence = _find_script_precedence(shown, is_parallel=is_parallel)
             reads_input = any(redirection.operator.startswith("<") for redirection in command.command.redirections) or len(words) == 1
             reason = "reads its commands from its input" if reads_input else "runs another script: import that script"
-            return [self._refuse(outer, command, strength, f"{shown} {reason}", words[1:2])]
+            return [self._refuse(outer, command, precedence, f"{shown} {reason}", words[1:2])]
         variables = {name: value for prefix in prefixes for name, value in prefix.variables.items()}
         self._depth += 1
         try:
             if self._depth > _MAX_DEPTH:
                 raise ShellSyntaxError("is nested too deeply", outer.line)
             inner_commands = self.evaluator.evaluate_text(text, command.scope.build_child(variables, positional), outer)
-            found = [candidate for inner in inner_commands for candidate in self._find_inside(outer, inner, prefixes)]
+            candidates = [candidate for inner in inner_commands for candidate in self._find_inside(outer, inner, prefixes)]
         except ShellSyntaxError as error:
-            strength = _find_remote_strength((text,), is_parallel=is_parallel)
-            return [self._refuse(outer, command, strength, f"the text of {words[0]} -c cannot be read: {error}", (text,))]
+            precedence = _find_remote_precedence((text,), is_parallel=is_parallel)
+            return [self._refuse(outer, command, precedence, f"the text of {words[0]} -c cannot be parsed: {error}", (text,))]
         finally:
             self._depth -= 1
-        others = [inner for inner in inner_commands if not any(candidate.inner is inner for candidate in found)]
+        others = [inner for inner in inner_commands if not any(candidate.inner is inner for candidate in candidates)]
         redirections = _list_redirections(command.command)
-        return [_add_other_commands(candidate, (*_show_commands(others), *redirections)) for candidate in found]
+        return [_add_other_commands(candidate, (*_show_commands(others), *redirections)) for candidate in candidates]
 
     def _find_in_substitutions(self, command: EvaluatedCommand) -> list[LaunchCandidate]:
         """Return the launch commands inside $(…), whose output the script reads."""
-        parts = [part for part in _list_parts(command.command) if isinstance(part, Substitution) and part.source.startswith("$(")]
-        found: list[LaunchCandidate] = []
+        parts = [part for part in _list_parts(command.command) if isinstance(part, CommandSubstitution) and part.source.startswith("$(")]
+        candidates: list[LaunchCandidate] = []
         for part in [part for part in parts if _LAUNCH_IN_TEXT_PATTERN.search(part.source)][:_MAX_SUBSTITUTIONS]:
             try:
                 inner_commands = self.evaluator.evaluate_text(part.source[2:-1], command.scope.copy(), command)
             except ShellSyntaxError as error:
-                return [self._refuse(command, command, Strength.launcher, str(error))]
-            found += [candidate for inner in inner_commands for candidate in self._find_inside(command, inner, ())]
-        return [candidate for candidate in found if candidate.strength is Strength.launcher]
+                return [self._refuse(command, command, Precedence.launcher, str(error))]
+            candidates += [candidate for inner in inner_commands for candidate in self._find_inside(command, inner, ())]
+        return [candidate for candidate in candidates if candidate.precedence is Precedence.launcher]
 
     def _refuse(
-        self, outer: EvaluatedCommand, inner: EvaluatedCommand, strength: Strength, reason: str, words: Sequence[str] = ()
+        self, outer: EvaluatedCommand, inner: EvaluatedCommand, precedence: Precedence, reason: str, words: Sequence[str] = ()
     ) -> LaunchCandidate:
         unknown_words = tuple(word for word in words if not is_resolved(word))
-        return LaunchCandidate(outer, inner, strength, None, reason, unknown_words)
+        return LaunchCandidate(outer, inner, precedence, None, reason, unknown_words)
 
 
-def _find_strength(words: Sequence[str], *, is_parallel: bool) -> Strength:
-    """Return the strength of a command by the launchers that its words mention."""
-    if any(map(is_strong_launcher, words)):
-        return Strength.launcher
-    return Strength.parallel if is_parallel else Strength.python
+def _find_precedence(words: Sequence[str], *, is_parallel: bool) -> Precedence:
+    """Return the precedence of a command by the launchers that its words mention."""
+    if any(map(is_rank_launcher, words)):
+        return Precedence.launcher
+    return Precedence.parallel if is_parallel else Precedence.python
 
 
-def _find_remote_strength(words: Sequence[str], *, is_parallel: bool) -> Strength:
-    """Return the strength of a command whose words may contain a whole shell line."""
+def _find_remote_precedence(words: Sequence[str], *, is_parallel: bool) -> Precedence:
+    """Return the precedence of a command whose words may contain a whole shell line."""
     text = " ".join(words)
     if _LAUNCH_IN_TEXT_PATTERN.search(text):
-        return Strength.launcher
+        return Precedence.launcher
     if is_parallel or re.search(r"\b(?:srun|mpirun)\b", text):
-        return Strength.parallel
-    return Strength.python if re.search(r"\bpython[\d.]*\b", text) else _find_script_strength(text, is_parallel=False)
+        return Precedence.parallel
+    return Precedence.python if re.search(r"\bpython[\d.]*\b", text) else _find_script_precedence(text, is_parallel=False)
 
 
-def _find_script_strength(name: str, *, is_parallel: bool) -> Strength:
-    """Return the strength of a script by its name: a script that may train is as strong as Python."""
+def _find_script_precedence(name: str, *, is_parallel: bool) -> Precedence:
+    """Return the precedence of a script by its name: a script that may train has that of Python."""
     if is_parallel:
-        return Strength.parallel
-    return Strength.python if _TRAINING_NAME_PATTERN.search(PurePosixPath(name).name) else Strength.script
+        return Precedence.parallel
+    return Precedence.python if _TRAINING_NAME_PATTERN.search(PurePosixPath(name).name) else Precedence.script
 
 
 def _take_shell_text(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -316,7 +321,7 @@ def _list_parts(command: SimpleCommand) -> list[object]:
 def parse_launch_text(text: str) -> LaunchCommand | None:
     """Return the first launch command in the shell text `text`, with its other commands; None if it does not start training.
 
-    Raises ValueError if the text cannot be read.
+    Raises ValueError if the text cannot be parsed.
     """
     evaluator = ScriptEvaluator()
     evaluator.run(parse_script(text).body, Scope())
@@ -329,7 +334,7 @@ def parse_launch_text(text: str) -> LaunchCommand | None:
 
 
 def parse_launch_argv(argv: Sequence[str]) -> LaunchCommand | None:
-    """Return the launch command in the words `argv`; None if they do not start training. Raises ValueError if they cannot be read."""
+    """Return the launch command in the words `argv`; None if they do not start training. Raises ValueError if they cannot be parsed."""
     command = SimpleCommand(1, " ".join(argv))
     evaluated = EvaluatedCommand(command, command, tuple(argv), {}, Scope())
     candidates = LaunchFinder(ScriptEvaluator()).find(evaluated)

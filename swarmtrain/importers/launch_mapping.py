@@ -16,6 +16,7 @@ from swarmtrain.importers.slurm_options import GPU_OPTIONS, SlurmOptions, has_sl
 
 _COUNT_OPTIONS = ("-n", "-np", "--ntasks", "--ntasks-per-node", "-N", "--nodes", "-npernode", "--npernode", "-ppn")
 _NODE_OPTIONS = ("-N", "--nodes")
+_ONE_PROCESS_TEXT = "python without srun is one process"
 _NODE_SUPERVISOR_TEXT = "a supervisor is started on each node"
 Variables = dict[str, tuple[KeyPath, str]]
 
@@ -33,7 +34,7 @@ def map_job_launch(report: MigrationReport, key: KeyPath, candidate: LaunchCandi
         _map_prefix(report, key, prefix, variables, options)
     nodes, slots = map_launch_command(report, key, launch)
     _map_node_counts(report, options, launch, nodes)
-    _map_rank_counts(report, options, launch, slots)
+    _map_rank_counts(report, key, options, launch, slots)
     map_pyxis_sbatch_options(report, options)
     map_slurm_options(report, options)
     if options.count_gpus_per_node():
@@ -45,8 +46,7 @@ def _resolve_script(report: MigrationReport, candidate: LaunchCandidate, launch:
     """Return the launch command with the script relative to the folder in which the job script starts."""
     folder = candidate.inner.scope.folder
     for prefix in launch.prefixes:
-        chdir = next((value for option, value in prefix.options if option in ("--chdir", "-D") and prefix.program == "srun"), "")
-        folder = posixpath.join(folder, chdir) if chdir else folder
+        folder = posixpath.join(folder, *prefix.list_folders())
     if options.get("chdir"):
         folder = posixpath.join(options.get("chdir"), folder) if folder else options.get("chdir")
     if not folder or folder == ".":
@@ -102,6 +102,14 @@ def _list_variables(program: str, option: str, value: str) -> dict[str, str]:
 
 def _map_node_counts(report: MigrationReport, options: SlurmOptions, launch: LaunchCommand, nodes: int | None) -> None:
     source_key, nodes_text = options.values.get("nodes", (("nodes",), ""))
+    if _is_one_process(launch):
+        if nodes_text not in ("", "1"):
+            report.add_unmapped_key(
+                source_key, UnmappedReason.done_differently, f"{_ONE_PROCESS_TEXT}, on the first node", value=nodes_text
+            )
+        elif nodes_text:
+            report.map_key(source_key, "runner.nodes", 1)
+        return
     low, _, high = nodes_text.partition("-")
     prefix_nodes = [value for prefix in launch.prefixes for option, value in prefix.options if option in _NODE_OPTIONS and value.isdigit()]
     if low.isdigit() and high.isdigit() and high != low:
@@ -119,18 +127,28 @@ def _map_node_counts(report: MigrationReport, options: SlurmOptions, launch: Lau
         report.set_runner_type("swarm")
 
 
-def _map_rank_counts(report: MigrationReport, options: SlurmOptions, launch: LaunchCommand, slots: int | None) -> None:
+def _is_one_process(launch: LaunchCommand) -> bool:
+    """Return whether the command starts one process, unlike srun or torchrun."""
+    return not launch.is_launcher and not any(prefix.program in SLURM_LAUNCHERS for prefix in launch.prefixes)
+
+
+def _map_rank_counts(report: MigrationReport, key: KeyPath, options: SlurmOptions, launch: LaunchCommand, slots: int | None) -> None:
     is_plain_python, gpus = not launch.is_launcher, options.count_gpus_per_node()
     prefix_tasks = [
         value for prefix in launch.prefixes for option, value in prefix.options if option == "--ntasks-per-node" and value.isdigit()
     ]
     tasks = int(prefix_tasks[-1]) if prefix_tasks else options.count_tasks_per_node()
-    ranks = slots or (tasks if is_plain_python else None) or gpus
+    is_one_process = _is_one_process(launch)
+    ranks = 1 if is_one_process else slots or (tasks if is_plain_python else None) or gpus
+    if is_one_process:
+        replacement = "one process without srun: runner.default_gpu_count is 1"
+        report.add_unmapped_key((*key, "python"), UnmappedReason.done_differently, replacement, value=show_text(launch.script))
     if ranks is not None:
         report.set_config_value("runner.default_gpu_count", ranks)
     per_node_key, per_node = options.values.get("ntasks-per-node", ((), ""))
     if per_node_key:
         replacement = "runner.default_gpu_count" if is_plain_python else "each node starts a supervisor"
+        replacement = _ONE_PROCESS_TEXT if is_one_process else replacement
         report.add_unmapped_key(per_node_key, UnmappedReason.done_differently, replacement, value=per_node)
     for name in GPU_OPTIONS:
         if name in options.values:

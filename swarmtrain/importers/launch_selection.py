@@ -9,7 +9,7 @@ from typing import NoReturn
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.command_prefixes import CONTAINER_PROGRAMS
 from swarmtrain.importers.launch_command import RENDEZVOUS_VARIABLES
-from swarmtrain.importers.launch_finder import LaunchCandidate
+from swarmtrain.importers.launch_finder import LaunchCandidate, Precedence
 from swarmtrain.importers.launcher_arguments import LaunchCommand
 from swarmtrain.importers.secret_values import format_for_message, redact_secrets, remove_secret_arguments
 from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved
@@ -21,7 +21,7 @@ _RENDEZVOUS_FLAGS = ("node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "r
 
 
 def select_launch(candidates: Sequence[LaunchCandidate], source: str, launch_line: int | None) -> LaunchCandidate:
-    """Return the candidate that starts training: the one in line `launch_line`, or if it is None the strongest one.
+    """Return the candidate that starts training: the one in line `launch_line`, or if it is None the one of the highest precedence.
 
     Raises ConfigError with all candidates if none is understood, or if several differ.
     """
@@ -30,8 +30,17 @@ def select_launch(candidates: Sequence[LaunchCandidate], source: str, launch_lin
     reachable = [candidate for candidate in candidates if not candidate.command.unreached]
     if not reachable:
         _refuse_without_candidate(candidates, source)
-    strength = max(candidate.strength for candidate in reachable)
-    return _select_equal([candidate for candidate in reachable if candidate.strength is strength], source)
+    precedence = max(candidate.precedence for candidate in reachable)
+    preferred = [candidate for candidate in reachable if candidate.precedence is precedence]
+    others = [candidate for candidate in reachable if Precedence.python <= candidate.precedence < precedence]
+    alternatives = [other for other in others if any(_exclude_each_other(other, candidate) for candidate in preferred)]
+    return _select_equal(sorted([*preferred, *alternatives], key=lambda candidate: candidate.command.index), source)
+
+
+def _exclude_each_other(first: LaunchCandidate, second: LaunchCandidate) -> bool:
+    """Return whether only one of the two runs, since they are in different branches or one of them ends the script."""
+    pairs = ((first.command, second.command), (second.command, first.command))
+    return any(start <= command.index < end for command, other in pairs for start, end in other.scope.exclusive)
 
 
 def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[str], settings: Iterable[str]) -> None:
@@ -44,7 +53,7 @@ def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[
         return
     texts = [launch.script, *remove_secret_arguments(launch.args, secrets).remaining, *_list_images(launch)]
     if not launch.script.startswith("/"):
-        texts.append(candidate.inner.scope.folder)
+        texts += [candidate.inner.scope.folder, *(folder for prefix in launch.prefixes for folder in prefix.list_folders())]
     unresolved = sorted(dict.fromkeys(part for text in texts for part in find_unresolved(text)), key=lambda part: part.line)
     loop_variables = {*candidate.command.loop_variables, *candidate.inner.loop_variables}
     loop_names = {part.name for text in [*texts, *_list_values(candidate, launch)] for part in find_unresolved(text)} & loop_variables
@@ -62,7 +71,7 @@ def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[
 
 
 def build_import_command(source: str, names: Sequence[str], settings: Iterable[str] = (), options: str = "") -> str:
-    """Return the command that imports `source` with values for the variables `names`, besides `settings` that are already set."""
+    """Return the command that imports `source` with values for the variables `names`, in addition to `settings` that are already set."""
     arguments = "".join(
         f" --set {shlex.quote(setting)}" for setting in [*map(redact_secrets, settings), *(f"{name}=VALUE" for name in names)]
     )
@@ -83,8 +92,8 @@ def _select_by_line(candidates: Sequence[LaunchCandidate], source: str, launch_l
             f"lines with commands that may start training: {', '.join(map(str, lines))}" if lines else "pass the script that calls torchrun"
         )
         _refuse([Problem("", "does not start training in this line (--launch)", launch_line)], source, hint)
-    strength = max(candidate.strength for candidate in in_line)
-    return _select_equal([candidate for candidate in in_line if candidate.strength is strength], source)
+    precedence = max(candidate.precedence for candidate in in_line)
+    return _select_equal([candidate for candidate in in_line if candidate.precedence is precedence], source)
 
 
 def _select_equal(candidates: Sequence[LaunchCandidate], source: str) -> LaunchCandidate:
@@ -99,7 +108,9 @@ def _select_equal(candidates: Sequence[LaunchCandidate], source: str) -> LaunchC
     names = list(
         dict.fromkeys(part.name for candidate in unknown for word in candidate.unknown_words for part in find_unresolved(word) if part.name)
     )
-    understood = next((candidate for candidate in candidates if candidate.launch is not None), None)
+    understood = max(
+        (candidate for candidate in candidates if candidate.launch is not None), key=lambda candidate: candidate.precedence, default=None
+    )
     if names and not identities:
         hint = build_import_command(source, names)
     elif understood is not None:
@@ -137,7 +148,7 @@ def _build_unresolved_problem(part: Unresolved, loop_variables: Collection[str])
         reason = "takes several values in a loop, and a config describes one run"
     else:
         reason = part.reason or "is not set in the script"
-    verb = "" if reason.startswith(("is ", "takes ", "depends ", "changes ", "expands ", "cannot ")) else "is not resolvable: "
+    verb = "" if reason.startswith(("is ", "may ", "takes ", "depends ", "changes ", "expands ", "cannot ")) else "is not resolvable: "
     return Problem("", redact_secrets(f"{part.source} {verb}{reason}"), part.line)
 
 

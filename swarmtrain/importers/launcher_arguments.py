@@ -103,7 +103,7 @@ def is_launcher_program(word: str) -> bool:
     return name in _LAUNCHER_PROGRAMS or _PYTHON_PATTERN.fullmatch(name) is not None
 
 
-def is_strong_launcher(word: str) -> bool:
+def is_rank_launcher(word: str) -> bool:
     """Return whether `word` names a program whose only purpose is to start ranks."""
     return PurePosixPath(word).name in _LAUNCHER_PROGRAMS or word in _LAUNCHER_MODULES
 
@@ -189,7 +189,7 @@ def _take_flag(program: str, word: str, remaining: list[str]) -> tuple[str, str]
     """Return the name and value of the flag `word`. A value in the next word is removed from `remaining`."""
     name, has_value, value = word.lstrip("-").partition("=")
     if not is_resolved(name):
-        raise ValueError(f"the flag {show_text(word)} of {program} is not known")
+        raise ValueError(f"the flag {show_text(word)} of {program} is unresolved")
     if not word.startswith("--"):
         short = name if len(name) == 1 else name[:1]
         has_value, value = ("=", name[1:]) if len(name) > 1 else (has_value, value)

@@ -19,7 +19,7 @@ from swarmtrain.importers.shell.command_reader import DECLARATIONS
 from swarmtrain.importers.shell.evaluation import EvaluatedCommand, ScriptEvaluator
 from swarmtrain.importers.shell.parser import ShellScript, check_characters, parse_script
 from swarmtrain.importers.shell.scope import Scope
-from swarmtrain.importers.shell.syntax import Header, Parameter, ShellSyntaxError, Statement
+from swarmtrain.importers.shell.syntax import Header, ParameterExpansion, ShellSyntaxError, Statement
 from swarmtrain.importers.shell.unresolved import find_unresolved, is_resolved, is_unknown, show_text
 from swarmtrain.importers.slurm_options import SlurmOptions
 
@@ -82,7 +82,7 @@ def parse_sbatch_script(text: str, source: str, settings: ScriptSettings | None 
         candidates = [candidate for command in list(job.evaluator.commands) for candidate in finder.find(command)]
     except ShellSyntaxError as error:
         hint = "simplify this line, or import a script that contains only the launch command and the variables that it needs"
-        raise ConfigError((Problem("", format_for_message(f"cannot be read: {error}"), error.line, hint),), source=source) from None
+        raise ConfigError((Problem("", format_for_message(f"cannot be parsed: {error}"), error.line, hint),), source=source) from None
     selected = select_launch(candidates, source, settings.launch_line)
     secrets = _collect_secrets(selected)
     report.secrets = frozenset(secrets)
@@ -203,7 +203,7 @@ def _map_header(report: MigrationReport, job: _Job, header: Header) -> None:
 
 
 def _report_other_candidate(report: MigrationReport, key: KeyPath, candidate: LaunchCandidate, selected: LaunchCandidate) -> None:
-    is_preparation = candidate.launch is None or candidate.strength < selected.strength
+    is_preparation = candidate.launch is None or candidate.precedence < selected.precedence
     text = "not the command that starts training: run it before swarmtrain deploy" if is_preparation else _OTHER_LAUNCH_TEXT
     report.add_unmapped_key(key, UnmappedReason.done_differently, text)
 
@@ -212,7 +212,7 @@ def _is_assignment(job: _Job, command: EvaluatedCommand) -> bool:
     """Return whether the command only sets variables; these are mapped where the launch command uses them."""
     name = command.argv[0] if command.argv else ""
     assigns_default = name == ":" and any(
-        isinstance(part, Parameter) and part.operator in ("=", ":=") for word in command.command.words for part in word.parts
+        isinstance(part, ParameterExpansion) and part.operator in ("=", ":=") for word in command.command.words for part in word.parts
     )
     return not name or name in DECLARATIONS or assigns_default or job.evaluator.is_function(name)
 

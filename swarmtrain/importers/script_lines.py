@@ -8,7 +8,16 @@ from swarmtrain.importers.migration_report import KeyPath, MigrationReport, Unma
 from swarmtrain.importers.secret_values import redact_secrets
 from swarmtrain.importers.shell.evaluation import EvaluatedCommand
 from swarmtrain.importers.shell.expansion import render_word
-from swarmtrain.importers.shell.syntax import Arithmetic, Assignment, Literal, Parameter, Part, Placeholder, Substitution, Word
+from swarmtrain.importers.shell.syntax import (
+    ArithmeticExpansion,
+    Assignment,
+    CommandSubstitution,
+    Literal,
+    ParameterExpansion,
+    Part,
+    Placeholder,
+    Word,
+)
 from swarmtrain.importers.shell.unresolved import is_resolved
 from swarmtrain.importers.slurm_options import append_slurm_setting, has_slurm_setting
 
@@ -71,10 +80,10 @@ def _render_command(command: EvaluatedCommand) -> str | None:
     words = [word for item in items for word in _list_words(item)]
     parts = [part for word in words for part in _list_parts(word)]
     scope = command.scope
-    if any(isinstance(part, Placeholder) or (isinstance(part, Parameter) and not part.name.isidentifier()) for part in parts):
+    if any(isinstance(part, Placeholder) or (isinstance(part, ParameterExpansion) and not part.name.isidentifier()) for part in parts):
         return None
     nested_names = {name for part in parts if not isinstance(part, Literal) for name in _find_nested_names(part)}
-    names = [part.name for part in parts if isinstance(part, Parameter)]
+    names = [part.name for part in parts if isinstance(part, ParameterExpansion)]
     if any(scope.get(name) is not None and name not in scope.exported for name in nested_names):
         return None
     assigned = [name for name in names if name in scope.variables or name in scope.constants]
@@ -87,11 +96,11 @@ def _render_command(command: EvaluatedCommand) -> str | None:
     return " ".join(_render_item(item, command) for item in items)
 
 
-def _find_nested_names(part: Parameter | Substitution | Arithmetic | Placeholder) -> list[str]:
+def _find_nested_names(part: ParameterExpansion | CommandSubstitution | ArithmeticExpansion | Placeholder) -> list[str]:
     """Return the names of variables inside a part that is rendered as the script contains it."""
-    if isinstance(part, Parameter):
+    if isinstance(part, ParameterExpansion):
         return re.findall(r"\$\{?(\w+)", part.argument.source) if part.argument else []
-    return re.findall(r"[A-Za-z_]\w*", part.source) if isinstance(part, Arithmetic) else re.findall(r"\$\{?(\w+)", part.source)
+    return re.findall(r"[A-Za-z_]\w*", part.source) if isinstance(part, ArithmeticExpansion) else re.findall(r"\$\{?(\w+)", part.source)
 
 
 def _is_known(value: str | tuple[str, ...] | None) -> bool:
@@ -108,7 +117,7 @@ def _list_parts(word: Word) -> list[Part]:
     """Return the parts of `word`, including those in the arguments of its parameters."""
     parts = list(word.parts)
     for part in word.parts:
-        if isinstance(part, Parameter) and part.argument:
+        if isinstance(part, ParameterExpansion) and part.argument:
             parts += _list_parts(part.argument)
     return parts
 

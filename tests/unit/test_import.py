@@ -135,7 +135,7 @@ def test_a_json_and_its_hostfile() -> None:
         ("#!/bin/bash\necho hello\n", "starts neither torchrun nor python"),
         (
             "#!/bin/bash\nA=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "torchrun train.py $A\n",
-            "(line 15): cannot be read: the value of A is too long",
+            "(line 15): cannot be parsed: the value of A is too long",
         ),
         ("services: {db: {image: postgres}}\n", "no service starts training"),
         ("runner: [\n", "is neither YAML nor JSON"),

@@ -24,7 +24,7 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sh"))
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3")
 PREFIXES = ("srun", "mpirun", "apptainer", "singularity", "numactl", "uv")
 OTHER_PROGRAMS = ("pip", "wandb", "huggingface-cli", "module", "conda", "scontrol", "nvidia-smi")
-# A stub records its arguments; a prefix then starts the command behind its options.
+# A stub records its arguments; a prefix then starts the wrapped command.
 STUB = """#!{python} -SE
 import json, os, sys
 name = os.path.basename(sys.argv[0])
@@ -244,9 +244,9 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("if [ $X ]; then\ntorchrun a.py\nelse\ntorchrun b.py\nfi", ["(line 3)", "(line 5)"]),
         ("srun ./wrapper.sh train.py", ["another script: import that script"]),
         ("srun ./wrapper.sh train.py\npython a.py", ["(line 2)", "wrapper.sh"]),
-        ('srun bash -c "$CMD"', ["$CMD is not known", "--set CMD=VALUE"]),
-        ("$RUN torchrun a.py", ["$RUN is not known", "--set RUN=VALUE"]),
-        ('eval "$CMD"', ["eval runs text that is not known", "--set CMD=VALUE"]),
+        ('srun bash -c "$CMD"', ["$CMD is unresolved", "--set CMD=VALUE"]),
+        ("$RUN torchrun a.py", ["$RUN is unresolved", "--set RUN=VALUE"]),
+        ('eval "$CMD"', ["eval runs text that is unresolved", "--set CMD=VALUE"]),
         ("bash run.sh", ["runs another script"]),
         ("docker run --gpus all image torchrun a.py", ["docker starts commands elsewhere"]),
         ("ssh gpu-1 torchrun a.py\ntorchrun b.py", ["(line 2)", "(line 3)"]),
@@ -262,7 +262,7 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("torchrun a.py $X\\\nY", ["a line continues in the name of a variable"]),
         ("srun my_launcher train.py", ["the program my_launcher is not supported"]),
         ("srun --unknown x torchrun a.py", ["the option --unknown of srun is unknown"]),
-        ("srun --nodes$N=1 torchrun a.py", ["the option --nodes$N=1 of srun is not known", "--set N=VALUE"]),
+        ("srun --nodes$N=1 torchrun a.py", ["the option --nodes$N=1 of srun is unresolved", "--set N=VALUE"]),
         ("torchrun --unknown x a.py", ["the flag --unknown of torchrun is unknown"]),
         ("torchrun --no-python a.out", ["not a Python script"]),
         ("mpirun -np 1 python a.py : -np 1 python b.py", ["several programs"]),
@@ -277,7 +277,7 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ('torchrun a.py --x $X "$1" ${HOME}/d', ["$X is not set", "--set X=VALUE --set 1=VALUE --set HOME=VALUE"]),
         ("torchrun a.py --x $(date)", ["$(date) is the output of a command"]),
         ("D=$(date)\ntorchrun a.py --x $D", ["$D is the output of a command", "--set D=VALUE"]),
-        ("torchrun a.py *.txt", ["is a pattern of file names"]),
+        ("torchrun a.py *.txt", ["is a glob pattern"]),
         ("torchrun a.py {1,2}", ["expands to several words"]),
         ("torchrun $SCRIPT", ["$SCRIPT is not set", "--set SCRIPT=VALUE"]),
         ("python -m $MODULE", ["$MODULE is not set"]),
@@ -285,10 +285,11 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("srun apptainer exec $IMAGE torchrun a.py", ["$IMAGE is not set"]),
         ("[ $M ] && X=1\ntorchrun a.py $X", ["$X depends on the condition in line 2", "--set X=VALUE"]),
         ("torchrun a.py ${X:?}", ["${X:?} is not set"]),
-        ("torchrun a.py 'open", ["cannot be read: a single quote is not closed"]),
-        ("if true; then torchrun a.py", ["cannot be read"]),
+        ("torchrun a.py 'open", ["cannot be parsed: a single quote is not closed"]),
+        ("if true; then torchrun a.py", ["cannot be parsed"]),
         ("torchrun a.py ${X@Q!}", ["line 2"]),
         ("declare -n R=X\ntorchrun a.py", ["declare -n is not supported"]),
+        ("typeset -i N=1\nN=N+1\ntorchrun a.py $N", ["typeset -i is not supported"]),
         ("IFS=,\ntorchrun a.py $PWD", ["IFS"]),
     ],
 )
@@ -296,6 +297,122 @@ def test_an_uncertain_script_is_refused(text: str, parts: list[str]) -> None:
     message = refuse(f"#!/bin/bash\n{text}\n")
     assert [part for part in parts if part not in message] == [], message
     assert "hint: " in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set -- $EMPTY x y; torchrun t.py $#",
+        'set -- "$EMPTY" x; f() { torchrun t.py "$2"; }; f $1 "$@"',
+        "set x 'y z'; torchrun t.py \"$@\"",
+        "set -e -o pipefail x; torchrun t.py $1 $#",
+        "set -euo pipefail; set a b; torchrun t.py $2",
+        "set -- a b; shift 3; torchrun t.py $#",
+        "set -- a b c; shift 2; torchrun t.py $1",
+        "LR=1; f() { torchrun t.py --lr $LR; }; LR=2 f",
+        "f() { torchrun t.py --lr $LR; }; LR=1; LR=2 f; true",
+        "LR=1; LR=2 eval 'torchrun t.py --lr $LR'",
+        "LR=1; f() { LR=3; }; LR=2 f; torchrun t.py --lr $LR",
+        "f() { bash -c 'torchrun t.py --lr $LR'; }; LR=2 f",
+        "V=12abc; torchrun t.py ${V%%[^0-9]*} ${V##[!a-z]} ${V#[0-9]}",
+        "N=3; torchrun t.py $((N - -2)) $((+N))",
+        "f() { echo; }; if true; then g() { torchrun t.py $1; }; fi; f; g x",
+        "main() { python t.py || return 1; exit 0; }; main; torchrun other.py",
+        "f() { X=1; return; }; f; torchrun t.py $X",
+        "f() { if true; then X=1; return 0; else X=1; fi; }; f; torchrun t.py $X",
+        "f() { cd . || return 1; X=2; }; X=2; f; torchrun t.py $X",
+        "! false && true; torchrun t.py x",
+        "cd project; env -C src python t.py",
+        "cd project; uv run --directory src torchrun t.py",
+    ],
+)
+def test_a_script_starts_what_bash_starts(text: str, tmp_path: Path) -> None:
+    script = f"#!/bin/bash\nEMPTY=\n{text}\n"
+    started = next(argv for argv, _ in run_in_bash(script, tmp_path) if argv[0] in ("torchrun", "python"))
+    runner = get_runner(script)
+    assert [Path(runner["script"]).name, *runner.get("script_args", [])] == started[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("A=($(cmd))\ntorchrun t.py ${#A[@]}", "${#A[@]} depends on the number of words in $A"),
+        ('A=(a $X)\ntorchrun t.py "${A[@]:2}"', "depends on the number of words in $X"),
+        ("set -- $OPTS x\ntorchrun t.py $2", "$2 depends on the number of words in $OPTS"),
+        ("set -- $OPTS x\ntorchrun t.py $#", "$# depends on the number of words in $OPTS"),
+        ("set -- $OPTS x\nshift\ntorchrun t.py $1", "is shifted by an unknown number of words"),
+        ("if [ $D ]; then A=(1); else A=(1 2); fi\ntorchrun t.py ${#A[@]}", "${#A[@]} depends on the number of words in $A"),
+        ("set -- a b\ntorchrun t.py ${@:0}", "is an unsupported expansion"),
+        ("SEED=0\nfor ((SEED=1;SEED<=3;SEED++)); do\ntorchrun t.py $SEED\ndone", "$SEED takes several values in a loop"),
+        ("SEED=0\nfor ((SEED=1;SEED<=3;SEED++)); do\ntrue\ndone\ntorchrun t.py $SEED", "$SEED depends on the condition in line 3"),
+        ("N=1\nwhile ((N++<3)); do\ntorchrun t.py $N\ndone", "$N is computed"),
+        ("N=1\nfor i in 1 2; do\ntorchrun t.py $N\nX=$((N++))\ndone", "$N changes in the loop of line 3"),
+        ("N=1\ntorchrun t.py $((++N))", "$((++N)) changes a variable"),
+        ("N=1\nX=$((N++))\ntorchrun t.py $N", "$N is computed in line 3"),
+        ("N=1\nX=$((N+=1))\ntorchrun t.py $N", "$N is computed in line 3"),
+        ("N=1\ntorchrun t.py $[N+1]", "$[…] is not supported"),
+        ("A=(1 2)\n((A[0]++))\ntorchrun t.py $A", "$A is computed"),
+        ("if [ $D ]; then\ntorchrun debug.py\nelse\npython t.py\nfi", "--launch 3"),
+        ("[ $D ] && torchrun debug.py || python t.py", "may start training: python t.py"),
+        ("case $D in\n1) torchrun debug.py;;\n*) python t.py;;\nesac", "--launch 3"),
+        ("if [ $D ]; then\ntorchrun debug.py\nexit\nfi\npython t.py", "--launch 3"),
+        ("f() {\nif [ $D ]; then\ntorchrun debug.py\nexit\nfi\n}\nf\npython t.py", "--launch 4"),
+        ("f() {\nif [ $D ]; then return; fi\npython t.py\nexit\n}\nf\ntorchrun other.py", "--launch 8"),
+        ("if [ $D ]; then\nf() { torchrun a.py; }\nelse\nf() { torchrun b.py; }\nfi\nf", "--launch 3"),
+        ("[ -f env.sh ] && source env.sh\ntorchrun t.py ${LR:-0.1}", "may be set in the file that line 2 reads"),
+        ("LR=1\nsource cfg.sh\ntorchrun t.py $LR", "$LR may be set in the file that line 3 reads"),
+        ("LR=1\n. ./cfg.sh\ntorchrun t.py ${LR:-2}", "may be set in the file that line 3 reads"),
+        ("LR=1\n. ./cfg.sh\ntorchrun t.py $((LR+1))", "$((LR+1))"),
+        ("export LR=1\nsource $HOME/cfg.sh\nbash -c 'torchrun t.py $LR'", "may be set in the file that line 3 reads"),
+        ("D=/data\n! cd X && D=/fallback\ntorchrun t.py $D", "$D depends on the condition in line 3"),
+        ("f() {\nif [ $D ]; then\nX=1\nreturn\nfi\nX=2\n}\nf\ntorchrun t.py $X", "$X depends on the condition"),
+        ('V=a*b\ntorchrun t.py ${V%"*"*}', "is an unsupported expansion"),
+        ("V=12ab\ntorchrun t.py ${V%%[[:alpha:]]*}", "is an unsupported expansion"),
+        ("python prepare.py\nzsh -c 'torchrun t.py $X'", "zsh is not a supported shell"),
+        ("env -C $WORK torchrun t.py", "$WORK is not set"),
+    ],
+)
+def test_a_value_that_depends_on_the_job_is_not_imported(text: str, part: str) -> None:
+    message = refuse(f"#!/bin/bash\n{text}\n")
+    assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "ranks"),
+    [
+        ("N=($(scontrol show hostnames))\ntorchrun --nnodes=${#N[@]} t.py", None, None),
+        ("GPUS=($(nvidia-smi -L))\ntorchrun --nproc_per_node ${#GPUS[@]} t.py", None, None),
+        ('A=("$X" b)\ntorchrun --nproc_per_node ${#A[@]} t.py', None, 2),
+        ("#SBATCH --gres=gpu:4\npython t.py", None, 1),
+        ("#SBATCH --nodes=4 --ntasks-per-node=4\npython t.py", None, 1),
+        ("#SBATCH --nodes=4 --ntasks-per-node=4\nsrun python t.py", 4, 4),
+    ],
+)
+def test_counts_are_those_of_the_job(text: str, nodes: int | None, ranks: int | None) -> None:
+    result = import_script(f"#!/bin/bash\n{text}\n").result
+    runner = result.values["runner"]
+    assert (runner.get("nodes"), runner.get("default_gpu_count")) == (nodes, ranks)
+    is_one_process = [row for row in result.unmapped_keys if row.replacement == "one process without srun: runner.default_gpu_count is 1"]
+    assert bool(is_one_process) == ("\npython" in text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["source /opt/venv/bin/activate", ". ~/.bashrc", "source $ROOT/etc/profile.d/conda.sh", ". /etc/profile", "! mkdir out && exit 1"],
+)
+def test_lines_that_prepare_the_environment_do_not_change_variables(line: str) -> None:
+    assert get_runner(f"#!/bin/bash\nLR=1\n{line}\ntorchrun t.py $LR\n")["script_args"] == ["1"]
+
+
+def test_folders_of_prefixes_are_those_of_the_script() -> None:
+    for prefix in ("env -C src", "uv run --directory src", "srun --chdir=src", "mpirun -wdir src", "conda run --cwd src"):
+        assert get_runner(f"#!/bin/bash\n{prefix} python t.py\n")["script"] == "src/t.py"
+
+
+def test_a_switch_that_only_another_service_has_is_reported() -> None:
+    text = "services: {a: {command: torchrun t.py}, b: {command: torchrun --standalone t.py}}"
+    rows = importers.import_config_text(text, "c.yml").result.unmapped_keys
+    assert [row.key for row in rows if "standalone" in row.key] == ["services.b.command.torchrun --standalone"]
 
 
 @pytest.mark.parametrize("line", ["#!/bin/tcsh", "#!/usr/bin/env fish", "#!/usr/bin/env python3", "#!/bin/zsh -l"])
@@ -436,3 +553,167 @@ def test_words_are_expanded_as_in_bash(tmp_path: Path) -> None:
             compared += 1
             assert result.split("\0")[:-1] == ["a.py", *runner.get("script_args", [])], text
     assert compared > 300
+
+
+STATEMENTS = (
+    "LR=2",
+    "LR=$((LR+1))",
+    "LR=3 f",
+    "f() { LR=4; }",
+    "f() { local LR=5; g; }",
+    "g() { X=$LR; }",
+    "g",
+    "f",
+    "set -- a b",
+    "set x y z",
+    "shift",
+    "shift 2",
+    "X=$1",
+    "X=$#",
+    "X=${#A[@]}",
+    "A=(1 2 3)",
+    "A+=(4)",
+    "A=(${A[@]:1})",
+    'set -- "${A[@]}"',
+    '[ -n "$D" ] && LR=7',
+    '[ -n "$D" ] || LR=8',
+    "! true && LR=9",
+    "! false && LR=10",
+    "true && LR=11",
+    'if [ -n "$D" ]; then LR=12; fi',
+    'if [ -n "$D" ]; then LR=13; else LR=14; fi',
+    'if [ -n "$D" ]; then f() { LR=15; }; fi',
+    "unset LR",
+    "unset -f f",
+    "LR=${LR:-16}",
+    ": ${LR:=17}",
+    "X=${LR%1}",
+    "X=${LR#1}",
+    "(LR=18)",
+    "{ LR=19; }",
+    "for i in 1 2; do LR=$i; done",
+    "for ((i=0;i<3;i++)); do LR=$i; done",
+    "while ((N++<2)); do LR=20; done",
+    "((N++))",
+    "let N=5",
+    "X=$((N*2))",
+    "eval 'LR=21'",
+    "LR=22 eval 'X=$LR'",
+    "case $D in 1) LR=23;; *) LR=24;; esac",
+    'h() { if [ -n "$D" ]; then return; fi; LR=25; }; h',
+    'h() { [ -n "$D" ] || return 1; LR=26; }; h',
+    "k() { return 0; LR=27; }; k",
+    "read -r LR <<< 28",
+    "printf -v LR 29",
+    'X="$*"',
+    "X=$@",
+    "set -- ${X}",
+    "LR+=1",
+    "export LR",
+    "X=${@:2}",
+    "X=${A[0]}",
+    "X=${A[-1]}",
+    "N=1",
+    "unset A",
+    "declare LR=30",
+    "LR=31 X=$LR",
+    "until true; do LR=32; done",
+    "m() { shift; X=$1; }; m a b",
+    "m() { set -- q; X=$1; }; m; X=$X$1",
+    '[ -n "$D" ] && { LR=33; } || LR=34',
+    "true || LR=35",
+    "false || LR=36",
+    "if true; then X=37; fi",
+    "echo a | read X",
+    "echo a | { LR=38; }",
+    "X=$(LR=39)",
+    "LR= ",
+    "X=${LR:+40}",
+    "X=${LR-41}",
+    "Y=LR; X=${!Y}",
+    "LR=42; f; g",
+    "set -- $X $LR",
+    "LR=$((N++)) f",
+    'n() { for i in a b; do [ -n "$D" ] && return; LR=43; done; }; n',
+    "(exit 1) || LR=44",
+    "(exit 1); LR=45",
+    "case x in x) LR=46;& y) LR=47;; esac",
+    "case $LR in 1) X=48;;& *) X=49;; esac",
+    "while true; do LR=50; break; done",
+    "set -a; Y=51; set +a; X=$Y",
+    'o() { eval "$1=52"; }; o LR',
+    "p() { local X=53; q; }; q() { LR=$X; }; p",
+    "local_test() { local LR; LR=54; }; local_test",
+    "r() { LR=55; unset LR; }; r",
+    "A[1]=56; X=${A[1]}",
+    "X=${#LR}",
+    "X=${*:1:1}",
+    "X=${LR:0:1}",
+    "f 57; X=$1",
+    's() { X=$#; }; s $LR "$@"',
+    "if f; then X=58; fi",
+    "if ! f; then X=59; fi",
+    "f && X=60",
+    "f || X=61",
+    't() { [ -n "$D" ]; }; t && LR=62',
+    "t() { LR=63; false; }; t || X=64",
+    "u() { f() { LR=65; }; }; u; f",
+    "{ LR=66; exit_later=1; } || true",
+    "[ $N -gt 0 ] && LR=67",
+    "LR=68 && X=69 || X=70",
+    "LR=$X X=71",
+    "X=$X$LR",
+    'A=("${A[@]}" "$LR"); X=${#A[@]}',
+    "for LR; do :; done",
+    'for v in "$@"; do LR=$v; shift; done',
+    "while [ $# -gt 1 ]; do shift; done",
+    "IFS=, read -r X LR <<< 72,73",
+    "mapfile -t A < /dev/null; X=${#A[@]}",
+    "export LR=74; X=$(bash -c 'echo $LR')",
+    "w() { return 1; }; w; X=$?",
+    "exec 3>&1",
+    "trap 'LR=75' EXIT",
+    "coproc true",
+    "let LR+=1",
+    "((LR=76, N=2))",
+    "X=$((LR==1?2:3))",
+    "X=$((1<<2))",
+    "X=$((LR>0))",
+    "typeset -i LR=77",
+    "readonly Z=78; X=$Z",
+    "X=a\\\nb",
+    "X='a'\"b\"",
+    "alias ll='LR=79'",
+    "[[ $D == 1 ]] && LR=80",
+    'test -n "$D" && LR=81',
+    '[ -n "$D" ] && exit 0',
+    'if [ -n "$D" ]; then torchrun t.py; exit; fi',
+    'x() { exit 0; }; [ -n "$D" ] && x',
+    'y() { if [ -n "$D" ]; then LR=82; return 2; fi; LR=83; }; y',
+    "declare -g LR=84",
+    "z() { declare LR=85; X=$LR; }; z",
+    "z() { declare -g LR=86; }; z",
+)
+INITIAL_STATEMENTS = "LR=1; N=0; A=(7); X=0; set -- p q\n"
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_statements_are_evaluated_as_in_bash(debug: str, tmp_path: Path) -> None:
+    """Random statements: variables have the values of bash, whatever the environment contains, unless the import is refused."""
+    generator = random.Random(11)  # noqa: S311  # not a secret
+    texts = ["\n".join(generator.choices(STATEMENTS, k=generator.randint(1, 5))) for _ in range(400)]
+    scripts = [f'{INITIAL_STATEMENTS}{text}\ntorchrun t.py "[$LR]" "[$X]" "[$1]" $#\n' for text in texts]
+    imported: dict[str, list[str]] = {}
+    for script in scripts:
+        with contextlib.suppress(SwarmtrainError):
+            imported[script] = get_runner(f"#!/bin/bash\n{script}", settings=[])["script_args"]
+    stub = 'torchrun() { printf "%s\\0" "$@"; }\n'
+    cases = "".join(f"bash -c {shlex.quote(stub + script)} 2>/dev/null </dev/null; printf '\\1\\0'\n" for script in imported)
+    (tmp_path / "cases.sh").write_text(cases)
+    command = [shutil.which("bash") or "bash", "cases.sh"]
+    output = subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "D": debug}, capture_output=True, check=False).stdout
+    results = output.decode().split("\1\0")[:-1]
+    assert len(results) == len(imported) > 400 // 8
+    for script, result in zip(imported, results, strict=True):
+        if result:  # the script may end before
+            assert result.split("\0")[:-1] == ["t.py", *imported[script]], script

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_TOKEN_PATTERN = re.compile(r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|[-+*/%()])")
+_TOKEN_PATTERN = re.compile(r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|\+\+|--|[-+*/%()])")
+_ASSIGNMENT_PATTERN = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "%": 2}
 _MAX_VALUE = 2**63
 _MAX_TOKENS = 500
@@ -30,6 +31,11 @@ def evaluate_arithmetic(expression: str, get_variable: Callable[[str], int]) -> 
     if parser.tokens:
         raise ArithmeticValueError
     return value
+
+
+def find_arithmetic_names(expression: str) -> set[str]:
+    """Return the names that the arithmetic `expression` assigns."""
+    return {match[1] or match[2] for match in _ASSIGNMENT_PATTERN.finditer(expression)}
 
 
 def parse_integer(text: str) -> int:
@@ -80,7 +86,7 @@ class _ArithmeticParser:
         if not self.tokens or depth > _MAX_DEPTH:
             raise ArithmeticValueError
         symbol = self.tokens.pop(0)
-        if symbol in "+-":
+        if symbol in ("+", "-"):
             return self._parse_operand(depth + 1) * (-1 if symbol == "-" else 1)
         if symbol == "(":
             value = self.parse_sum(1, depth + 1)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
+from swarmtrain.importers.shell.arithmetic import find_arithmetic_names
 from swarmtrain.importers.shell.scope import POSITIONAL
 from swarmtrain.importers.shell.syntax import (
+    AndOrList,
+    ArithmeticExpansion,
     Assignment,
-    Branches,
-    Chain,
-    Function,
+    CommandList,
+    Conditional,
     Loop,
+    Negation,
     Node,
-    Parameter,
+    ParameterExpansion,
+    Part,
     Pipeline,
-    Sequence,
     SimpleCommand,
     Subshell,
     Word,
 )
 
 READ_COMMANDS = frozenset(("read", "mapfile", "readarray", "getopts", "unset", "let"))
-_ARITHMETIC_ASSIGNMENT_PATTERN = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
-
-
-def find_arithmetic_names(expression: str) -> set[str]:
-    """Return the names that the arithmetic `expression` assigns."""
-    return {match[1] or match[2] for match in _ARITHMETIC_ASSIGNMENT_PATTERN.finditer(expression)}
 
 
 def find_read_names(command: SimpleCommand) -> set[str]:
@@ -53,7 +49,7 @@ def collect_assigned_names(node: Node, functions: Mapping[str, Node], visited: f
     for command in iterate_commands(node):
         names |= {assignment.name for assignment in command.assignments if not command.words}
         names |= {argument.name for argument in command.arguments if isinstance(argument, Assignment)}
-        names |= find_read_names(command) | _find_default_names(command)
+        names |= find_read_names(command) | _find_expansion_names(command)
         name = command.words[0].literal if command.words else ""
         names |= {POSITIONAL} if name in ("shift", "set") else set()
         if command.words and command.words[0].source == "((":
@@ -64,9 +60,26 @@ def collect_assigned_names(node: Node, functions: Mapping[str, Node], visited: f
     return names
 
 
-def _find_default_names(command: SimpleCommand) -> set[str]:
-    parts = [part for word in command.words for part in word.parts]
-    return {part.name for part in parts if isinstance(part, Parameter) and part.operator in ("=", ":=")}
+def _find_expansion_names(command: SimpleCommand) -> set[str]:
+    """Return the names that expansions such as ${X:=1} and $((X++)) in the words and values of `command` assign."""
+    names: set[str] = set()
+    assignments = [*command.assignments, *(argument for argument in command.arguments if isinstance(argument, Assignment))]
+    values = [assignment.value for assignment in assignments]
+    words = [*command.words, *(argument for argument in command.arguments if isinstance(argument, Word))]
+    words += [word for value in values for word in (value if isinstance(value, tuple) else (value,)) if word is not None]
+    for part in [part for word in words for part in _iterate_parts(word)]:
+        if isinstance(part, ArithmeticExpansion):
+            names |= find_arithmetic_names(part.source)
+        elif isinstance(part, ParameterExpansion) and part.operator in ("=", ":="):
+            names.add(part.name)
+    return names
+
+
+def _iterate_parts(word: Word) -> Iterator[Part]:
+    for part in word.parts:
+        yield part
+        if isinstance(part, ParameterExpansion) and part.argument:
+            yield from _iterate_parts(part.argument)
 
 
 def iterate_commands(node: Node) -> Iterator[SimpleCommand]:
@@ -79,20 +92,17 @@ def iterate_commands(node: Node) -> Iterator[SimpleCommand]:
 
 
 def _list_children(node: Node) -> list[Node]:
-    if isinstance(node, Sequence | Pipeline):
+    if isinstance(node, CommandList | Pipeline):
         return list(node.items)
-    if isinstance(node, Chain):
+    if isinstance(node, AndOrList):
         return [item for _, item in node.items]
-    if isinstance(node, Branches):
+    if isinstance(node, Conditional):
         return [part for alternative in node.alternatives for part in alternative if part is not None]
     if isinstance(node, Loop):
         return [part for part in (node.condition, node.body) if part is not None]
-    return [node.body] if isinstance(node, Subshell) else []
+    return [node.body] if isinstance(node, Subshell | Negation) else []
 
 
 def find_parameter_names(word: Word) -> set[str]:
     """Return the names of the parameters in `word`."""
-    return {part.name for part in word.parts if isinstance(part, Parameter)}
-
-
-__all__ = ["Function", "collect_assigned_names", "find_arithmetic_names", "find_parameter_names", "find_read_names", "iterate_commands"]
+    return {part.name for part in word.parts if isinstance(part, ParameterExpansion)}

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import posixpath
-import re
 
 from swarmtrain.importers.shell.assigned_names import iterate_commands
 from swarmtrain.importers.shell.command_reader import DECLARATIONS
 from swarmtrain.importers.shell.scope import POSITIONAL, Scope
 from swarmtrain.importers.shell.syntax import Node, SimpleCommand
-from swarmtrain.importers.shell.unresolved import Unresolved
+from swarmtrain.importers.shell.unresolved import Unresolved, find_splitting
 
 _PREPARATIONS = frozenset(("cd", "pushd", "mkdir", "module", "source", ".", "set", "export", "conda", "echo", ":", "true", "ml"))
 
 
-def exits(function: Node) -> bool:
-    """Return whether the function ends the script with exit or exec, not only itself with return."""
-    names = [command.words[0].literal for command in iterate_commands(function) if command.words]
-    return "return" not in names
+_ENVIRONMENT_FILES = frozenset(
+    (
+        *("activate", "deactivate", "conda.sh", "mamba.sh", "micromamba.sh", "bash", "sh", "lmod.sh", "modules.sh", "setup-env.sh"),
+        *(".bashrc", ".bash_profile", ".profile", ".bash_login", "bashrc", "profile", "setvars.sh"),
+    )
+)
+_SYSTEM_FOLDERS = ("/etc/", "/usr/", "/opt/", "/cvmfs/")
 
 
 def find_local_names(function: Node) -> set[str]:
@@ -40,15 +42,33 @@ def always_succeeds(node: Node) -> bool:
 
 
 def apply_set(arguments: tuple[str, ...], scope: Scope) -> None:
-    """Apply `set`: positional arguments after --, and allexport."""
-    for index, argument in enumerate(arguments):
-        if argument == "--":
-            scope.variables[POSITIONAL] = arguments[index + 1 :]
+    """Apply `set`: allexport, and the positional parameters after the options."""
+    words = list(arguments)
+    while words and words[0][:1] in ("-", "+"):
+        option = words.pop(0)
+        if option in ("--", "-"):
+            if option == "--" or words:
+                scope.variables[POSITIONAL] = tuple(words)
             return
-        if re.fullmatch(r"[-+]\w*a\w*", argument) and arguments[index - 1 : index] not in (("-o",), ("+o",)):
-            scope.exports_all = argument.startswith("-")
-        elif argument == "allexport":
-            scope.exports_all = arguments[index - 1] == "-o"
+        name = words.pop(0) if "o" in option and words else ""
+        if "a" in option or name == "allexport":
+            scope.exports_all = option.startswith("-")
+    if words:
+        scope.variables[POSITIONAL] = tuple(words)
+
+
+def shift_arguments(arguments: tuple[str, ...], scope: Scope, line: int) -> None:
+    """Apply `shift`, which has no effect if there are fewer positional parameters."""
+    positional, count = scope.get_positional(), arguments[0] if arguments else "1"
+    if not count.isdigit() or find_splitting(positional[: int(count)]):
+        scope.make_unresolved(POSITIONAL, line, "is shifted by an unknown number of words")
+    elif int(count) <= len(positional):
+        scope.variables[POSITIONAL] = positional[int(count) :]
+
+
+def is_environment_file(path: str) -> bool:
+    """Return whether `path` is a file that prepares the environment, such as bin/activate, and does not set variables of the script."""
+    return posixpath.basename(path) in _ENVIRONMENT_FILES or path.startswith(_SYSTEM_FOLDERS)
 
 
 def change_folder(scope: Scope, name: str, arguments: tuple[str, ...], command: SimpleCommand) -> str:

@@ -24,7 +24,7 @@ class CommandReader:
         self._heredocs: list[tuple[str, bool]] = []
 
     def skip_blanks(self) -> None:
-        """Move behind blanks and a comment."""
+        """Skip blanks and a comment."""
         while self.cursor.match(_BLANK_PATTERN) or (self._is_at_word_start() and self.cursor.match(_COMMENT_PATTERN)):
             pass
 
@@ -32,7 +32,7 @@ class CommandReader:
         return self.cursor.position == 0 or self.cursor.text[self.cursor.position - 1] in " \t\n;&|()"
 
     def skip_newlines(self) -> None:
-        """Move behind blanks, comments, newlines and the here-documents that begin there."""
+        """Skip blanks, comments, newlines and the here-documents that begin there."""
         self.skip_blanks()
         while self.cursor.peek() == "\n":
             self.cursor.position += 1
@@ -79,7 +79,7 @@ class CommandReader:
             else:
                 break
         if self.cursor.position == start:
-            raise self.cursor.fail(f"{self.cursor.peek() or 'the end of the script'!r} is unexpected here")
+            raise self.cursor.fail(f"{self.cursor.peek() or 'the end of the script'!r} is unexpected")
         command.source = self.cursor.text[start : self.cursor.position].strip()
         command.assignments, command.words = tuple(assignments), tuple(words)
         command.redirections, command.arguments = tuple(redirections), tuple(arguments)

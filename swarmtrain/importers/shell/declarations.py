@@ -26,12 +26,12 @@ def assign_variable(assignment: Assignment, scope: Scope, statement: Statement) 
 def declare_variables(command: SimpleCommand, scope: Scope, statement: Statement) -> None:
     """Apply export, declare, typeset, local or readonly, which is part of `statement`.
 
-    Raises ShellSyntaxError for references to names (declare -n).
+    Raises ShellSyntaxError for attributes that change later assignments: -n (reference), -i (integer), -l and -u (case).
     """
     name = command.words[0].literal
     flags = "".join(argument.literal[1:] for argument in command.arguments if isinstance(argument, Word) and argument.literal[:1] == "-")
-    if "n" in flags and name != "export":
-        raise ShellSyntaxError(f"{name} -n is not supported", command.line)
+    if name != "export" and (unsupported := next((flag for flag in flags if flag in "nilu"), "")):
+        raise ShellSyntaxError(f"{name} -{unsupported} is not supported", command.line)
     if "f" in flags or "p" in flags:
         return
     is_export = (name == "export" and "n" not in flags) or ("x" in flags and name != "export")

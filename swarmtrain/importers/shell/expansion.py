@@ -7,21 +7,21 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from swarmtrain.importers.shell.arithmetic import ArithmeticValueError, evaluate_arithmetic, parse_integer
+from swarmtrain.importers.shell.arithmetic import ArithmeticValueError, evaluate_arithmetic, find_arithmetic_names, parse_integer
 from swarmtrain.importers.shell.scope import SCRIPT_NAME, Scope, Value
 from swarmtrain.importers.shell.syntax import (
-    Arithmetic,
+    ArithmeticExpansion,
+    CommandSubstitution,
     Literal,
-    Parameter,
+    ParameterExpansion,
     Part,
     Placeholder,
     ShellSyntaxError,
     Statement,
-    Substitution,
     Word,
 )
 from swarmtrain.importers.shell.text_operators import edit_text
-from swarmtrain.importers.shell.unresolved import Unresolved, find_unresolved, is_resolved
+from swarmtrain.importers.shell.unresolved import Unresolved, find_splitting, find_unresolved, is_resolved, mark_splitting
 
 _MAX_FIELDS = 5_000
 _MAX_LENGTH = 100_000  # of one word
@@ -56,7 +56,7 @@ class _Fields:
     def add_split(self, text: str) -> None:
         """Add the result of an unquoted expansion, which is split at blanks."""
         for piece in re.findall(r"\s+|\S+", text):
-            self.close() if piece.isspace() else self.add(piece, "e")
+            self.close() if piece.isspace() else self.add(mark_splitting(piece, may_split=True), "e")
 
     def add_values(self, values: Sequence[str], *, is_quoted: bool) -> None:
         for index, value in enumerate(values):
@@ -81,7 +81,7 @@ def expand_text(word: Word | None, scope: Scope, statement: Statement) -> str:
     for part in word.parts if word else ():
         value = _expand_part(part, scope, statement)
         texts.append(value if isinstance(value, str) else " ".join(value))
-    text = "".join(texts)
+    text = mark_splitting("".join(texts), may_split=False)
     if word and re.match(r"~(?:/|$)", word.source):
         return _get_home(scope, statement) + text[1:]
     return text
@@ -111,7 +111,7 @@ def _expand_word(word: Word, scope: Scope, statement: Statement) -> list[str]:
         elif isinstance(value, tuple):
             fields.add_values(value, is_quoted=part.is_quoted or _has_quoted_argument(part))
         elif part.is_quoted or _has_quoted_argument(part):
-            fields.add(value, "q")
+            fields.add(mark_splitting(value, may_split=False), "q")
         else:
             _check_splitting(word, scope, statement)
             fields.add_split(value)
@@ -131,19 +131,19 @@ def _check_splitting(word: Word, scope: Scope, statement: Statement) -> None:
 
 def _has_quoted_argument(part: Part) -> bool:
     """Return whether all of the argument of an expansion is quoted, as in ${X:+"$X"}, so that it is not split."""
-    parts = part.argument.parts if isinstance(part, Parameter) and part.argument else ()
+    parts = part.argument.parts if isinstance(part, ParameterExpansion) and part.argument else ()
     return bool(parts) and all(inner.is_quoted for inner in parts)
 
 
 def _finish_field(text: str, mask: str, statement: Statement) -> str:
-    """Return the field `text`; braces and patterns of file names are marked as unresolved."""
+    """Return the field `text`; braces and glob patterns are marked as unresolved."""
     literal = "".join(character if kind == "l" else "x" for character, kind in zip(text, mask, strict=True))
     unquoted = "".join(character if kind != "q" else "x" for character, kind in zip(text, mask, strict=True))
     if _BRACES_PATTERN.search(literal):
-        return Unresolved("", text, statement.line, "expands to several words: write them out").to_mark()
+        return Unresolved("", text, statement.line, "expands to several words: write them out", may_split=True).to_mark()
     is_option = text.startswith("-") or "=" in text
     if _PATTERN_CHARACTERS.search(unquoted) and not is_option and (set(unquoted) & set("*?")):
-        return Unresolved("", text, statement.line, "is a pattern of file names: quote it, or write the names").to_mark()
+        return Unresolved("", text, statement.line, "is a glob pattern: quote it, or write the names", may_split=True).to_mark()
     return text
 
 
@@ -155,19 +155,19 @@ def _get_home(scope: Scope, statement: Statement) -> str:
 def _expand_part(part: Part, scope: Scope, statement: Statement) -> Value:
     if isinstance(part, Literal):
         return part.text
-    if isinstance(part, Substitution) and _SCRIPT_FOLDER_PATTERN.fullmatch(part.source):
+    if isinstance(part, CommandSubstitution) and _SCRIPT_FOLDER_PATTERN.fullmatch(part.source):
         return _expand_script_folder(part, scope, statement)
-    if isinstance(part, Substitution):
+    if isinstance(part, CommandSubstitution):
         return Unresolved("", part.source, statement.line, "is the output of a command").to_mark()
     if isinstance(part, Placeholder):
         value = scope.constants.get(part.name)
         return Unresolved(part.name, part.source, statement.line, "is a placeholder").to_mark() if value is None else value
-    if isinstance(part, Arithmetic):
+    if isinstance(part, ArithmeticExpansion):
         return _expand_arithmetic(part, scope, statement)
     return _expand_parameter(part, scope, statement)
 
 
-def _expand_script_folder(part: Substitution, scope: Scope, statement: Statement) -> str:
+def _expand_script_folder(part: CommandSubstitution, scope: Scope, statement: Statement) -> str:
     """Return the folder of the script, $(dirname "$0"), which is known if the name of the script is."""
     name = scope.get(SCRIPT_NAME)
     if isinstance(name, str):
@@ -175,17 +175,21 @@ def _expand_script_folder(part: Substitution, scope: Scope, statement: Statement
     return Unresolved(SCRIPT_NAME, part.source, statement.line, "is the folder of the script").to_mark()
 
 
-def _expand_arithmetic(part: Arithmetic, scope: Scope, statement: Statement) -> str:
+def _expand_arithmetic(part: ArithmeticExpansion, scope: Scope, statement: Statement) -> str:
     expression = expand_text(part.expression, scope, statement)
 
     def get_variable(name: str) -> int:
-        value = scope.get(name)
+        value = scope.look_up(name)
         if not isinstance(value, str):
             raise ArithmeticValueError(name)
         if unresolved := find_unresolved(value):
             raise ArithmeticValueError(unresolved[0].name)
         return parse_integer(value)
 
+    if assigned := find_arithmetic_names(expression):
+        for name in assigned:
+            scope.make_unresolved(name, statement.line, f"is computed in line {statement.line}")
+        return Unresolved("", part.source, statement.line, "changes a variable").to_mark()
     if unresolved := find_unresolved(expression):
         return Unresolved(unresolved[0].name, part.source, statement.line).to_mark()
     try:
@@ -194,7 +198,7 @@ def _expand_arithmetic(part: Arithmetic, scope: Scope, statement: Statement) -> 
         return Unresolved(error.name, part.source, statement.line, "" if error.name else "cannot be computed").to_mark()
 
 
-def _expand_parameter(part: Parameter, scope: Scope, statement: Statement) -> Value:
+def _expand_parameter(part: ParameterExpansion, scope: Scope, statement: Statement) -> Value:
     value = _look_up(part, scope, statement)
     if part.prefix == "#":
         return _get_length(part, value, statement)
@@ -208,24 +212,32 @@ def _expand_parameter(part: Parameter, scope: Scope, statement: Statement) -> Va
     return " ".join(value) if is_joined and isinstance(value, tuple) else value
 
 
-def _look_up(part: Parameter, scope: Scope, statement: Statement) -> Value | None:
+def _look_up(part: ParameterExpansion, scope: Scope, statement: Statement) -> Value | None:
     """Return the value of the parameter, before its operator; None if it is not set."""
     if part.prefix == "!":
         return Unresolved("", part.source, statement.line, "is an indirect expansion").to_mark()
     if part.name in ("@", "*"):
         return _look_up_all_arguments(part, scope)
     if part.name == "#":
-        return str(len(scope.get_positional()))
+        splitting = find_splitting(scope.get_positional())
+        return _build_unknown_count(part, splitting, statement) if splitting else str(len(scope.get_positional()))
     if part.name.isdigit() and part.name != "0":
-        return _look_up_argument(part, scope)
+        return _look_up_argument(part, scope, statement)
     if not part.name.isidentifier() and scope.get(part.name) is None:
         name = "0" if part.name == "0" else ""
         return Unresolved(name, part.source, statement.line, "is known only when the script runs").to_mark()
-    return _select_element(part, scope.get(part.name), scope, statement)
+    return _select_element(part, scope.look_up(part.name), scope, statement)
 
 
-def _look_up_argument(part: Parameter, scope: Scope) -> Value | None:
+def _build_unknown_count(part: ParameterExpansion, splitting: Unresolved, statement: Statement) -> str:
+    reason = f"depends on the number of words in {splitting.source}"
+    return Unresolved(splitting.name, part.source, statement.line, reason).to_mark()
+
+
+def _look_up_argument(part: ParameterExpansion, scope: Scope, statement: Statement) -> Value | None:
     positional = scope.get_positional()
+    if splitting := find_splitting(positional[: int(part.name) - 1]):
+        return _build_unknown_count(part, splitting, statement)
     if int(part.name) <= len(positional):
         return positional[int(part.name) - 1]
     if part.name in scope.constants and not scope.has_positional():
@@ -233,7 +245,7 @@ def _look_up_argument(part: Parameter, scope: Scope) -> Value | None:
     return "" if scope.has_positional() and part.operator == "" else None
 
 
-def _look_up_all_arguments(part: Parameter, scope: Scope) -> Value:
+def _look_up_all_arguments(part: ParameterExpansion, scope: Scope) -> Value:
     arguments = scope.get_positional()
     if not arguments and not scope.has_positional():
         note = "the script passes its own arguments ($@) to a command: write them into runner.script_args"
@@ -241,7 +253,7 @@ def _look_up_all_arguments(part: Parameter, scope: Scope) -> Value:
     return arguments
 
 
-def _select_element(part: Parameter, value: Value | None, scope: Scope, statement: Statement) -> Value | None:
+def _select_element(part: ParameterExpansion, value: Value | None, scope: Scope, statement: Statement) -> Value | None:
     if value is None:
         return None
     elements = value if isinstance(value, tuple) else (value,)
@@ -250,20 +262,22 @@ def _select_element(part: Parameter, value: Value | None, scope: Scope, statemen
     if not part.index:
         return elements[0] if elements else ""
     name = part.index.strip("${}")
-    index_value = name if name.isdigit() else scope.get(name)
+    index_value = name if name.isdigit() else scope.look_up(name)
     if isinstance(index_value, str) and index_value.isdigit() and all(is_resolved(element) for element in elements):
         return elements[int(index_value)] if int(index_value) < len(elements) else ""
     unresolved = find_unresolved(index_value) if isinstance(index_value, str) else []
     return Unresolved(unresolved[0].name if unresolved else name, part.source, statement.line).to_mark()
 
 
-def _get_length(part: Parameter, value: Value | None, statement: Statement) -> str:
+def _get_length(part: ParameterExpansion, value: Value | None, statement: Statement) -> str:
     if value is None or (isinstance(value, str) and not is_resolved(value)):
         return Unresolved(part.name, part.source, statement.line).to_mark()
+    if isinstance(value, tuple) and (splitting := find_splitting(value)):
+        return _build_unknown_count(part, splitting, statement)
     return str(len(value))
 
 
-def _apply_default(part: Parameter, value: Value | None, scope: Scope, statement: Statement) -> Value:
+def _apply_default(part: ParameterExpansion, value: Value | None, scope: Scope, statement: Statement) -> Value:
     """Apply the operators -, =, + and ?, with or without a colon."""
     kind, text = part.operator[-1], "".join(value) if isinstance(value, tuple) else value
     if text is None and (scope.is_environment_variable(part.name) or (scope.sourced_line and part.name.isidentifier())):
@@ -285,13 +299,13 @@ def _apply_default(part: Parameter, value: Value | None, scope: Scope, statement
     return default
 
 
-def _expand_alternative(part: Parameter, scope: Scope, statement: Statement) -> Value:
+def _expand_alternative(part: ParameterExpansion, scope: Scope, statement: Statement) -> Value:
     """Return the value of ${X+word}. If the word is one array, as in ${X+"${X[@]}"}, its elements stay separate."""
     parts = part.argument.parts if part.argument else ()
     return _expand_part(parts[0], scope, statement) if len(parts) == 1 else expand_text(part.argument, scope, statement)
 
 
-def _note_default(part: Parameter, scope: Scope, statement: Statement, text: str | None) -> None:
+def _note_default(part: ParameterExpansion, scope: Scope, statement: Statement, text: str | None) -> None:
     if text is not None or (scope.has_positional() and part.name.isdigit()):
         return
     note = f"line {statement.line}: {part.name} is not set in the script, so its default applies: {part.source}"
@@ -299,7 +313,7 @@ def _note_default(part: Parameter, scope: Scope, statement: Statement, text: str
         scope.notes.append(note)
 
 
-def _apply_text_operator(part: Parameter, value: Value, scope: Scope, statement: Statement) -> Value:
+def _apply_text_operator(part: ParameterExpansion, value: Value, scope: Scope, statement: Statement) -> Value:
     """Apply the operators # ## % %% / // ^ , and slices; the result of others is unresolved."""
     if isinstance(value, tuple):
         return _slice_elements(part, value, statement)
@@ -308,22 +322,27 @@ def _apply_text_operator(part: Parameter, value: Value, scope: Scope, statement:
     if part.operator in ("/", "//"):
         result = None if unresolved else _replace_text(part, value, scope, statement)
     else:
-        result = None if unresolved else edit_text(part.operator, value, argument)
+        has_escapes = part.argument is not None and bool(set(part.argument.source) & set("'\"\\"))
+        result = None if unresolved else edit_text(part.operator, value, argument, has_escapes=has_escapes)
     if result is not None:
         return result
     name = unresolved[0].name if unresolved else ""
     return Unresolved(name, part.source, statement.line, "" if unresolved else "is an unsupported expansion").to_mark()
 
 
-def _slice_elements(part: Parameter, elements: tuple[str, ...], statement: Statement) -> Value:
+def _slice_elements(part: ParameterExpansion, elements: tuple[str, ...], statement: Statement) -> Value:
     match = re.fullmatch(r"\s*(\d+)(?::(\d+))?", part.argument.source) if part.argument and part.operator == ":" else None
     if not match:
         return Unresolved("", part.source, statement.line, "is an unsupported expansion").to_mark()
+    if splitting := find_splitting(elements):
+        return _build_unknown_count(part, splitting, statement)
     start = int(match[1]) - (1 if part.name in ("@", "*") else 0)
-    return elements[max(start, 0) :][: int(match[2]) if match[2] else None]
+    if start < 0:
+        return Unresolved("", part.source, statement.line, "is an unsupported expansion").to_mark()  # ${@:0} begins with $0
+    return elements[start:][: int(match[2]) if match[2] else None]
 
 
-def _replace_text(part: Parameter, text: str, scope: Scope, statement: Statement) -> str | None:
+def _replace_text(part: ParameterExpansion, text: str, scope: Scope, statement: Statement) -> str | None:
     """Return the result of ${X/old/new} or ${X//old/new}; None if `old` is a pattern."""
     parts = part.argument.parts if part.argument else ()
     slash = next((index for index, inner in enumerate(parts) if inner == Literal("/", part.is_quoted)), len(parts))

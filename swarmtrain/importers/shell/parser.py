@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 from swarmtrain.importers.shell.command_reader import CommandReader
 from swarmtrain.importers.shell.syntax import (
-    Branches,
-    Chain,
+    AndOrList,
+    CommandList,
+    Conditional,
     Function,
     Header,
     Literal,
     Loop,
+    Negation,
     Node,
     Pipeline,
-    Sequence,
     ShellSyntaxError,
     SimpleCommand,
     Statement,
@@ -29,7 +30,7 @@ _MAX_DEPTH = 30
 _MAX_LENGTH = 1_000_000
 _KEYWORD_PATTERN = re.compile(r"(?:[a-z]+|[!{}]|\[\[)(?=[\s;&|()<>]|$)")
 _FUNCTION_PATTERN = re.compile(r"(?:function[ \t]+([\w.:-]+)[ \t]*(?:\([ \t]*\))?|([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\))\s*(?=[{(])")
-_CHAIN_PATTERN = re.compile(r"&&|\|\|")
+_AND_OR_PATTERN = re.compile(r"&&|\|\|")
 _PIPE_PATTERN = re.compile(r"\|&?(?!\|)")
 _SEPARATOR_PATTERN = re.compile(r";(?!;)|&(?![&>])")
 _CLAUSE_END_PATTERN = re.compile(r";;&|;;|;&")
@@ -40,12 +41,12 @@ _CLOSING_KEYWORDS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac
 class ShellScript:
     """A parsed script: its syntax tree, and all its statements in source order."""
 
-    body: Sequence
+    body: CommandList
     statements: list[Statement] = field(default_factory=list)
 
 
 def parse_script(text: str, first_line: int = 1) -> ShellScript:
-    """Return the syntax tree of the script `text`, which begins at line `first_line`. Raises ShellSyntaxError if it cannot be read."""
+    """Return the syntax tree of the script `text`, which begins at line `first_line`. Raises ShellSyntaxError if it cannot be parsed."""
     if len(text) > _MAX_LENGTH:
         raise ShellSyntaxError("is too long", first_line)
     parser = _Parser(Cursor(text, first_line))
@@ -64,26 +65,26 @@ class _Parser(CommandReader):
         super().__init__(cursor)
         self._depth = 0
 
-    def parse(self) -> Sequence:
-        body = self._parse_sequence()
+    def parse(self) -> CommandList:
+        body = self._parse_list()
         if self.cursor.position < len(self.cursor.text):
-            raise self.cursor.fail(f"{self.cursor.peek()!r} is unexpected here")
+            raise self.cursor.fail(f"{self.cursor.peek()!r} is unexpected")
         return body
 
-    def _parse_sequence(self) -> Sequence:
+    def _parse_list(self) -> CommandList:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self.cursor.fail("is nested too deeply")
-        sequence = Sequence()
-        while not self._is_at_sequence_end():
-            sequence.items.append(self._parse_chain())
+        command_list = CommandList()
+        while not self._is_at_list_end():
+            command_list.items.append(self._parse_and_or_list())
             self.skip_blanks()
-            if not self.cursor.match(_SEPARATOR_PATTERN) and self.cursor.peek() != "\n" and not self._is_at_sequence_end():
-                raise self.cursor.fail(f"{self.cursor.peek()!r} is unexpected here")
+            if not self.cursor.match(_SEPARATOR_PATTERN) and self.cursor.peek() != "\n" and not self._is_at_list_end():
+                raise self.cursor.fail(f"{self.cursor.peek()!r} is unexpected")
         self._depth -= 1
-        return sequence
+        return command_list
 
-    def _is_at_sequence_end(self) -> bool:
+    def _is_at_list_end(self) -> bool:
         while self.cursor.peek() in ("\n", " ", "\t", "\\", "#") and self.cursor.peek():
             start = self.cursor.position
             self.skip_newlines()
@@ -111,18 +112,20 @@ class _Parser(CommandReader):
         self.cursor.position += len(keyword)
         return keyword
 
-    def _parse_chain(self) -> Node:
+    def _parse_and_or_list(self) -> Node:
         items = [("", self._parse_pipeline())]
         self.skip_blanks()
-        while match := self.cursor.match(_CHAIN_PATTERN):
+        while match := self.cursor.match(_AND_OR_PATTERN):
             self.skip_newlines()
             items.append((match[0], self._parse_pipeline()))
             self.skip_blanks()
-        return items[0][1] if len(items) == 1 else Chain(items)
+        return items[0][1] if len(items) == 1 else AndOrList(items)
 
     def _parse_pipeline(self) -> Node:
         self.skip_blanks()
+        is_negated = False
         while self._peek_keyword() == "!":
+            is_negated = True
             self.cursor.position += 1
             self.skip_blanks()
         items = [self._parse_command()]
@@ -131,7 +134,8 @@ class _Parser(CommandReader):
             self.skip_newlines()
             items.append(self._parse_command())
             self.skip_blanks()
-        return items[0] if len(items) == 1 else Pipeline(items)
+        pipeline = items[0] if len(items) == 1 else Pipeline(items)
+        return Negation(pipeline) if is_negated else pipeline
 
     def _parse_command(self) -> Node:
         constructs = {
@@ -177,13 +181,13 @@ class _Parser(CommandReader):
 
     def _parse_group(self) -> Node:
         self._expect_keyword("{")
-        body = self._parse_sequence()
+        body = self._parse_list()
         self._expect_keyword("}")
         return body
 
     def _parse_subshell(self) -> Node:
         self.cursor.position += 1
-        body = self._parse_sequence()
+        body = self._parse_list()
         if self.cursor.peek() != ")":
             raise self.cursor.fail(") is missing")
         self.cursor.position += 1
@@ -195,17 +199,17 @@ class _Parser(CommandReader):
         self.cursor.position += len("if")
         header = Header(self.cursor.get_line(start), self._get_rest_of_line(start))
         self.add_statement(header)
-        alternatives: list[tuple[Sequence | None, Sequence]] = []
+        alternatives: list[tuple[CommandList | None, CommandList]] = []
         keyword = "elif"
         while keyword == "elif":
-            condition = self._parse_sequence()
+            condition = self._parse_list()
             self._expect_keyword("then")
-            alternatives.append((condition, self._parse_sequence()))
+            alternatives.append((condition, self._parse_list()))
             keyword = self._expect_branch_keyword()
         if keyword == "else":
-            alternatives.append((None, self._parse_sequence()))
+            alternatives.append((None, self._parse_list()))
             self._expect_keyword("fi")
-        return Branches(header, alternatives, is_exhaustive=keyword == "else")
+        return Conditional(header, alternatives, is_exhaustive=keyword == "else")
 
     def _expect_branch_keyword(self) -> str:
         keyword = self._expect_keyword("elif", "else", "fi")
@@ -218,9 +222,9 @@ class _Parser(CommandReader):
 
     def _parse_for(self) -> Node:
         start = self.cursor.position
-        match = self.cursor.match(re.compile(r"(?:for|select)[ \t]+(?:([A-Za-z_]\w*)|\(\([^\n]*?\)\))"))
+        match = self.cursor.match(re.compile(r"(?:for|select)[ \t]+(?:([A-Za-z_]\w*)|\(\(([^\n]*?)\)\))"))
         if not match:
-            raise self.cursor.fail("the loop cannot be read")
+            raise self.cursor.fail("the loop cannot be parsed")
         words: list[Word] | None = None
         self.skip_newlines()
         if self._peek_keyword() == "in":
@@ -229,11 +233,11 @@ class _Parser(CommandReader):
         header = Header(self.cursor.get_line(start), self.cursor.text[start : self.cursor.position].strip())
         self.add_statement(header)
         body = self._parse_loop_body()
-        return Loop(header, body, match[1] or "", None if words is None else tuple(words))
+        return Loop(header, body, match[1] or "", None if words is None else tuple(words), expression=match[2] or "")
 
-    def _parse_loop_body(self) -> Sequence:
+    def _parse_loop_body(self) -> CommandList:
         self._expect_keyword("do")
-        body = self._parse_sequence()
+        body = self._parse_list()
         self._expect_keyword("done")
         return body
 
@@ -242,7 +246,7 @@ class _Parser(CommandReader):
         self.cursor.position += len("while")
         header = Header(self.cursor.get_line(start), self._get_rest_of_line(start))
         self.add_statement(header)
-        condition = self._parse_sequence()
+        condition = self._parse_list()
         return Loop(header, self._parse_loop_body(), condition=condition)
 
     def _parse_case(self) -> Node:
@@ -253,23 +257,23 @@ class _Parser(CommandReader):
             raise self.cursor.fail("case has no word")
         self._expect_keyword("in")
         header = self._add_header(start)
-        alternatives: list[tuple[Sequence | None, Sequence]] = []
+        alternatives: list[tuple[CommandList | None, CommandList]] = []
         is_exhaustive = False
         self.skip_newlines()
         while self._peek_keyword() != "esac":
             is_exhaustive |= self._parse_case_patterns()
-            alternatives.append((None, self._parse_sequence()))
+            alternatives.append((None, self._parse_list()))
             self.cursor.match(_CLAUSE_END_PATTERN)
             self.skip_newlines()
         self._expect_keyword("esac")
-        return Branches(header, alternatives, is_exhaustive=is_exhaustive)
+        return Conditional(header, alternatives, is_exhaustive=is_exhaustive)
 
     def _parse_case_patterns(self) -> bool:
         """Parse the patterns of one clause. Return whether they match every word."""
         start = self.cursor.position
         match = self.cursor.match(re.compile(r"\(?((?:'[^']*'|\"[^\"]*\"|\\.|[^()'\"\\\n])+)\)"))
         if not match:
-            raise self.cursor.fail("a pattern of case cannot be read")
+            raise self.cursor.fail("a pattern of case cannot be parsed")
         self._add_header(start)
         return "*" in [pattern.strip() for pattern in match[1].split("|")]
 
@@ -284,7 +288,7 @@ class _Parser(CommandReader):
         start = self.cursor.position
         match = self.cursor.match(pattern)
         if not match:
-            raise self.cursor.fail(f"{name} cannot be read")
+            raise self.cursor.fail(f"{name} cannot be parsed")
         line = self.cursor.get_line(start)
         words = tuple(Word((Literal(text, True),), text, line) for text in (name, match[0][2:-2]))
         command = SimpleCommand(line, match[0], (), words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swarmtrain.importers.shell.syntax import ShellSyntaxError, Statement
+from swarmtrain.importers.shell.syntax import CommandList, Conditional, Header, Node, ShellSyntaxError, Statement
 from swarmtrain.importers.shell.unresolved import Unresolved, name_unresolved
 
 Value = str | tuple[str, ...]
@@ -32,11 +32,19 @@ class Scope:
     folder: str = ""
     """Working folder, relative to the folder in which the script starts."""
     knows_positional: bool = False
-    """Whether the positional arguments are known, as in a function."""
+    """Whether the positional parameters are known, as in a function."""
     exports_all: bool = False
     has_ended: bool = False
+    """Whether nothing that follows runs: after exit, exec, or return."""
+    has_exited: bool = False
+    """Whether the whole script has ended, not only a function."""
     sourced_line: int = 0
     """Line that reads another file, which may set any variable; 0: none."""
+    sourced_names: Mapping[str, int] = field(default_factory=dict)
+    """Variables that were assigned before the script read another file, each with the line that reads it."""
+    functions: Mapping[str, Node] = field(default_factory=dict)
+    exclusive: frozenset[tuple[int, int]] = frozenset()
+    """Ranges of evaluated commands that do not run if what follows runs: other branches, and those that end the script."""
     notes: list[str] = field(default_factory=list)
 
     def copy(self) -> Scope:
@@ -50,7 +58,11 @@ class Scope:
             self.knows_positional,
             self.exports_all,
             self.has_ended,
+            self.has_exited,
             self.sourced_line,
+            dict(self.sourced_names),
+            dict(self.functions),
+            self.exclusive,
             self.notes,
         )
 
@@ -60,8 +72,23 @@ class Scope:
             return self.constants[name]
         return self.variables.get(name, self.provided.get(name))
 
+    def look_up(self, name: str) -> Value | None:
+        """Return the value that `name` expands to, which is unknown if a file that the script reads may have changed it."""
+        value = self.get(name)
+        if value is None or name in self.constants or name not in self.sourced_names:
+            return value
+        line = self.sourced_names[name]
+        mark = Unresolved(name, f"${name}", line, f"may be set in the file that line {line} reads", may_split=True).to_mark()
+        return mark if isinstance(value, str) else (mark,)
+
+    def add_sourced_file(self, line: int) -> None:
+        """Note that line `line` reads a file that may set any variable."""
+        self.sourced_line = self.sourced_line or line
+        names = [name for name in self.variables if name.isidentifier()]
+        self.sourced_names = dict.fromkeys(names, line) | dict(self.sourced_names)
+
     def get_positional(self) -> tuple[str, ...]:
-        """Return the positional arguments."""
+        """Return the positional parameters."""
         value = self.variables.get(POSITIONAL)
         if isinstance(value, tuple):
             return value
@@ -71,7 +98,7 @@ class Scope:
         return tuple(arguments)
 
     def has_positional(self) -> bool:
-        """Return whether the positional arguments are known, from a call, `set --` or `--set`."""
+        """Return whether the positional parameters are known, from a call, `set --` or `--set`."""
         return self.knows_positional or POSITIONAL in self.variables
 
     def assign(self, name: str, value: Value, statement: Statement) -> None:
@@ -82,14 +109,19 @@ class Scope:
             raise ShellSyntaxError("sets too many variables", statement.line)
         named = tuple(name_unresolved(text, name) for text in value) if isinstance(value, tuple) else name_unresolved(value, name)
         self.variables[name] = named
+        self._forget_sourced(name)
         if self.exports_all or name in self.exported:
             self.exported[name] = statement
 
     def make_unresolved(self, name: str, line: int, reason: str) -> None:
         """Make the value of `name` unknown."""
-        self.variables[name] = Unresolved(name, f"${name}", line, reason).to_mark()
+        self._forget_sourced(name)
+        self.variables[name] = Unresolved(name, f"${name}", line, reason, may_split=True).to_mark()
         if name == POSITIONAL:
-            self.variables[name] = (Unresolved("", "$@", line, reason).to_mark(),)
+            self.variables[name] = (Unresolved("", "$@", line, reason, may_split=True).to_mark(),)
+
+    def _forget_sourced(self, name: str) -> None:
+        self.sourced_names = {other: line for other, line in self.sourced_names.items() if other != name}
 
     def is_environment_variable(self, name: str) -> bool:
         """Return whether `name` has a value in every environment, although the script does not set it."""
@@ -111,6 +143,9 @@ class Scope:
             {**exported, **{name: self.exported[name] for name in exported if name in self.exported}},
             self.folder,
             knows_positional=True,
+            sourced_line=self.sourced_line,
+            sourced_names={name: line for name, line in self.sourced_names.items() if name in inherited and name not in variables},
+            exclusive=self.exclusive,
             notes=self.notes,
         )
 
@@ -118,8 +153,9 @@ class Scope:
         """Continue with the outcomes of the branches in line `line`: what differs between them is unknown."""
         remaining = [scope for scope in outcomes if not scope.has_ended]
         if not remaining:
-            self.has_ended = True
+            self.has_ended, self.has_exited = True, any(scope.has_exited for scope in outcomes)
             return
+        sourced_names = {name: sourced_line for scope in remaining for name, sourced_line in scope.sourced_names.items()}
         names = {name for scope in remaining for name in scope.variables}
         for name in names:
             values = [scope.variables.get(name) for scope in remaining]
@@ -128,6 +164,24 @@ class Scope:
                 self.variables[name] = first
             else:
                 self.make_unresolved(name, line, f"depends on the condition in line {line}")
+        self.sourced_names = sourced_names
+        self.sourced_line = next((scope.sourced_line for scope in remaining if scope.sourced_line), 0)
+        self.exports_all = any(scope.exports_all for scope in remaining)
+        self.functions = _merge_functions(remaining, line)
         self.exported = {name: statement for scope in remaining for name, statement in scope.exported.items()}
         folders = {scope.folder for scope in remaining}
         self.folder = remaining[0].folder if len(folders) == 1 else Unresolved("", "cd", line, "depends on a condition").to_mark()
+
+
+def _merge_functions(scopes: Sequence[Scope], line: int) -> dict[str, Node]:
+    """Return the functions after the branches `scopes`: one that differs between them is a conditional over its definitions."""
+    functions: dict[str, Node] = {}
+    for name in dict.fromkeys(name for scope in scopes for name in scope.functions):
+        bodies = list({id(body): body for scope in scopes if (body := scope.functions.get(name)) is not None}.values())
+        is_always_defined = all(name in scope.functions for scope in scopes)
+        if len(bodies) == 1 and is_always_defined:
+            functions[name] = bodies[0]
+        else:
+            header = Header(line, f"the condition in line {line}")
+            functions[name] = Conditional(header, [(None, CommandList([body])) for body in bodies], is_exhaustive=is_always_defined)
+    return functions

@@ -22,7 +22,7 @@ class Literal:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterExpansion:
     """Parameter expansion, such as $X, ${X:-v}, ${X[@]} or $@."""
 
     name: str
@@ -36,7 +36,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Substitution:
+class CommandSubstitution:
     """Output of a command: $(…), backticks, or <(…)."""
 
     source: str
@@ -44,7 +44,7 @@ class Substitution:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class ArithmeticExpansion:
     """Arithmetic expansion $((…))."""
 
     expression: Word
@@ -61,7 +61,7 @@ class Placeholder:
     is_quoted: bool
 
 
-Part = Literal | Parameter | Substitution | Arithmetic | Placeholder
+Part = Literal | ParameterExpansion | CommandSubstitution | ArithmeticExpansion | Placeholder
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ class Header(Statement):
 
 
 @dataclass(eq=False)
-class Sequence:
+class CommandList:
     """Commands that run one after the other."""
 
     items: list[Node] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Chain:
+class AndOrList:
     """Commands joined by && and ||; the operator stands before its command, and is empty for the first one."""
 
     items: list[tuple[str, Node]]
@@ -144,11 +144,18 @@ class Pipeline:
 
 
 @dataclass(eq=False)
-class Branches:
+class Negation:
+    """Pipeline after `!`, which succeeds if the pipeline fails."""
+
+    body: Node
+
+
+@dataclass(eq=False)
+class Conditional:
     """If or case: alternatives, each with its condition (None for else and case). `is_exhaustive`: one of them always runs."""
 
     header: Header
-    alternatives: list[tuple[Sequence | None, Sequence]]
+    alternatives: list[tuple[CommandList | None, CommandList]]
     is_exhaustive: bool
 
 
@@ -157,10 +164,12 @@ class Loop:
     """Loop for (with `variable`), while or until (with `condition`)."""
 
     header: Header
-    body: Sequence
+    body: CommandList
     variable: str = ""
     words: tuple[Word, ...] | None = None
-    condition: Sequence | None = None
+    condition: CommandList | None = None
+    expression: str = ""
+    """Arithmetic of a C-style loop: for ((i=0; i<3; i++))."""
 
 
 @dataclass(eq=False)
@@ -176,7 +185,7 @@ class Function:
 class Subshell:
     """Commands in parentheses."""
 
-    body: Sequence
+    body: CommandList
 
 
-Node = SimpleCommand | Sequence | Chain | Pipeline | Branches | Loop | Function | Subshell
+Node = SimpleCommand | CommandList | AndOrList | Pipeline | Negation | Conditional | Loop | Function | Subshell

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 _START, _END, _SEPARATOR = "\ue000", "\ue001", "\0"
 _SHIFT = 0xF0000  # the supplementary private use area: shifted characters are never syntax of the shell
@@ -23,10 +24,12 @@ class Unresolved:
     line: int
     reason: str = ""
     """Why the part is not resolvable, if it is not simply a variable that the script never sets."""
+    may_split: bool = field(default=False, compare=False)
+    """Whether the part may be any number of words, since it is not quoted."""
 
     def to_mark(self) -> str:
         """Return the text that stands for this part inside a word."""
-        payload = _SEPARATOR.join((self.name, self.source, str(self.line), self.reason))
+        payload = _SEPARATOR.join((self.name, self.source, str(self.line), self.reason, "1" if self.may_split else ""))
         shifted = "".join(chr(_SHIFT + min(ord(character), _MAX_CHARACTER)) for character in payload)
         return f"{_START}{shifted}{_END}"
 
@@ -56,8 +59,18 @@ def name_unresolved(text: str, name: str) -> str:
     parts = _MARK_PATTERN.split(text)
     for index in range(1, len(parts), 2):
         part = _decode_mark(parts[index])
-        parts[index] = (part if part.name else Unresolved(name, f"${name}", part.line, part.reason)).to_mark()
+        parts[index] = (part if part.name else replace(part, name=name, source=f"${name}")).to_mark()
     return "".join(parts)
+
+
+def mark_splitting(text: str, *, may_split: bool) -> str:
+    """Return `text` with unresolved parts that may be any number of words, or that are one word."""
+    return _MARK_PATTERN.sub(lambda match: replace(_decode_mark(match[1]), may_split=may_split).to_mark(), text)
+
+
+def find_splitting(words: Iterable[str]) -> Unresolved | None:
+    """Return the first unresolved part of `words` that may be any number of words, so that their count is unknown; None if it is known."""
+    return next((part for word in words for part in find_unresolved(word) if part.may_split), None)
 
 
 def has_reserved_characters(text: str) -> bool:
@@ -67,5 +80,5 @@ def has_reserved_characters(text: str) -> bool:
 
 def _decode_mark(shifted: str) -> Unresolved:
     payload = "".join(chr(ord(character) - _SHIFT) for character in shifted)
-    name, source, line, reason = payload.split(_SEPARATOR)
-    return Unresolved(name, source, int(line), reason)
+    name, source, line, reason, may_split = payload.split(_SEPARATOR)
+    return Unresolved(name, source, int(line), reason, bool(may_split))

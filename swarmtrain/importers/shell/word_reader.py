@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 
-from swarmtrain.importers.shell.syntax import Arithmetic, Literal, Parameter, Part, Placeholder, ShellSyntaxError, Substitution, Word
+from swarmtrain.importers.shell.syntax import (
+    ArithmeticExpansion,
+    CommandSubstitution,
+    Literal,
+    ParameterExpansion,
+    Part,
+    Placeholder,
+    ShellSyntaxError,
+    Word,
+)
 
 _MAX_NESTING = 40
 _WORD_END = " \t\n;&|()<>"
@@ -37,14 +46,14 @@ class Cursor:
         return self.text[self.position : self.position + length]
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Return the match of `pattern` at the current position, and move behind it."""
+        """Return the match of `pattern` at the current position, and skip it."""
         match = pattern.match(self.text, self.position)
         if match:
             self.position = match.end()
         return match
 
     def fail(self, message: str) -> ShellSyntaxError:
-        """Return the error of a script that cannot be read at the current position."""
+        """Return the error of a script that cannot be parsed at the current position."""
         return ShellSyntaxError(message, self.get_line(min(self.position, len(self.text))))
 
 
@@ -101,7 +110,7 @@ def _read_angle_bracket(cursor: Cursor, *, is_quoted: bool) -> Part | None:
     if not is_quoted and cursor.peek(2) == "<(":
         cursor.position += 1
         _skip_parentheses(cursor)
-        return Substitution(cursor.text[start : cursor.position], is_quoted)
+        return CommandSubstitution(cursor.text[start : cursor.position], is_quoted)
     return None
 
 
@@ -156,7 +165,7 @@ def _read_backticks(cursor: Cursor, *, is_quoted: bool) -> Part:
     match = cursor.match(re.compile(r"`(?:[^`\\]|\\.)*`", re.DOTALL))
     if not match:
         raise cursor.fail("a backtick is not closed")
-    return Substitution(match[0], is_quoted)
+    return CommandSubstitution(match[0], is_quoted)
 
 
 def _read_dollar(cursor: Cursor, *, is_quoted: bool, depth: int) -> list[Part]:
@@ -166,7 +175,9 @@ def _read_dollar(cursor: Cursor, *, is_quoted: bool, depth: int) -> list[Part]:
     if following[:1] == "(":
         cursor.position += 1
         _skip_parentheses(cursor)
-        return [Substitution(cursor.text[start : cursor.position], is_quoted)]
+        return [CommandSubstitution(cursor.text[start : cursor.position], is_quoted)]
+    if following[:1] == "[":
+        raise cursor.fail("arithmetic in $[…] is not supported")
     if following[:1] == "{":
         return [_read_braced_parameter(cursor, is_quoted=is_quoted, depth=depth)]
     if following[:1] in ("'", '"') and not is_quoted:
@@ -174,7 +185,7 @@ def _read_dollar(cursor: Cursor, *, is_quoted: bool, depth: int) -> list[Part]:
     if match := cursor.match(_PARAMETER_PATTERN):
         if re.match(r"\\\n\w", cursor.peek(3)):
             raise cursor.fail("a line continues in the name of a variable")
-        return [Parameter(match[1], match[0], is_quoted)]
+        return [ParameterExpansion(match[1], match[0], is_quoted)]
     if following == "\\\n":
         raise cursor.fail("a line continues between $ and a name")
     cursor.position += 1
@@ -190,7 +201,7 @@ def _read_arithmetic(cursor: Cursor, *, is_quoted: bool) -> Part | None:
     if not source.endswith("))"):
         cursor.position = start
         return None
-    return Arithmetic(parse_text_as_word(source[3:-2], cursor.get_line(start)), source, is_quoted)
+    return ArithmeticExpansion(parse_text_as_word(source[3:-2], cursor.get_line(start)), source, is_quoted)
 
 
 def _read_braced_parameter(cursor: Cursor, *, is_quoted: bool, depth: int) -> Part:
@@ -200,7 +211,7 @@ def _read_braced_parameter(cursor: Cursor, *, is_quoted: bool, depth: int) -> Pa
     if not match:
         if cursor.peek(2) == "#}":
             cursor.position += 2
-            return Parameter("#", "${#}", is_quoted)
+            return ParameterExpansion("#", "${#}", is_quoted)
         raise cursor.fail("a parameter expansion ${…} is not supported")
     argument_start = cursor.position
     parts = _read_parts(cursor, "}", is_quoted=is_quoted, depth=depth + 1)
@@ -210,11 +221,11 @@ def _read_braced_parameter(cursor: Cursor, *, is_quoted: bool, depth: int) -> Pa
     argument = Word(tuple(parts), cursor.text[argument_start : cursor.position], cursor.get_line(start))
     cursor.position += 1
     source = cursor.text[start : cursor.position]
-    return Parameter(match[2], source, is_quoted, match[3] or "", match[5] or "", argument, match[1])
+    return ParameterExpansion(match[2], source, is_quoted, match[3] or "", match[5] or "", argument, match[1])
 
 
 def _skip_parentheses(cursor: Cursor) -> None:
-    """Move the cursor behind the closing parenthesis of the one at the cursor."""
+    """Skip the parentheses that open at the cursor, with their content."""
     start, depth = cursor.position, 0
     symbol_pattern = re.compile(r"'[^']*'|\\.|[()]|\"|[^()'\"\\]+|.", re.DOTALL)
     in_quotes = False
