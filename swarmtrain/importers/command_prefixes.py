@@ -135,6 +135,7 @@ _FOLDER_OPTIONS: dict[str, tuple[str, ...]] = {
     "env": ("-C", "--chdir"),
     **dict.fromkeys(("mpirun", "mpiexec"), ("-wdir", "--wdir", "-wd", "--wd")),
     **dict.fromkeys(("conda", "mamba", "micromamba"), ("--cwd",)),
+    **dict.fromkeys(CONTAINER_PROGRAMS, ("--pwd", "--cwd")),
     "uv": ("--directory",),
     "poetry": ("-C", "--directory"),
 }
@@ -160,16 +161,26 @@ def split_prefixes(argv: Sequence[str]) -> tuple[tuple[CommandPrefix, ...], tupl
 
 
 def _find_subcommand(syntax: _PrefixSyntax, words: Sequence[str]) -> str | None:
-    """Return the subcommand, which may follow options without values; None if it is not one that starts a command."""
-    word = next((word for word in words[1:] if not word.startswith("-")), "")
-    return word if word in syntax.subcommands else None
+    """Return the subcommand, which may follow options; None if it is not one that starts a command."""
+    rest = list(words[1:])
+    while rest and rest[0].startswith("-"):
+        _take_global_option(syntax, rest)
+    return rest[0] if rest and rest[0] in syntax.subcommands else None
+
+
+def _take_global_option(syntax: _PrefixSyntax, words: list[str]) -> tuple[str, str]:
+    """Return an option in front of the subcommand, with its value, which are removed from `words`."""
+    option, equals, value = words.pop(0).partition("=")
+    if not equals and option.startswith("--") and option[2:] in syntax.values and words:
+        value = words.pop(0)
+    return option, value
 
 
 def _take_prefix(name: str, syntax: _PrefixSyntax, words: list[str]) -> tuple[CommandPrefix, list[str]]:
     options: list[tuple[str, str]] = []
     if syntax.subcommands:
         while words[0] not in syntax.subcommands:
-            options.append((words.pop(0), ""))
+            options.append(_take_global_option(syntax, words))
         if words.pop(0) == "run" and name in CONTAINER_PROGRAMS:
             options.append(("run", ""))
     options += _take_options(name, syntax, words)

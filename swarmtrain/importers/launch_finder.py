@@ -1,7 +1,8 @@
-"""Find the commands of a shell script that may start training. Only the first word of a command counts, behind prefixes such as srun."""
+"""Find the commands of a shell script that may start training. Only the first word of a command counts, after prefixes such as srun."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -141,6 +142,10 @@ class LaunchFinder:
                 return []
             return [self._refuse(outer, command, _find_precedence(command.argv, is_parallel=is_parallel), str(error), command.argv)]
         prefixes = (*prefixes, *inner_prefixes)
+        if folders := [folder for prefix in inner_prefixes for folder in prefix.list_folders()]:
+            scope = command.scope.copy()
+            scope.folder = posixpath.join(scope.folder, *folders)
+            command = replace(command, scope=scope)
         if any(prefix.program == "command" and {name for name, _ in prefix.options} & {"-v", "-V"} for prefix in inner_prefixes):
             return []  # prints the path of the program
         if not words:
@@ -231,7 +236,7 @@ class LaunchFinder:
             return [self._refuse(outer, command, precedence, f"the text of {words[0]} -c cannot be parsed: {error}", (text,))]
         finally:
             self._depth -= 1
-        others = [inner for inner in inner_commands if not any(candidate.inner is inner for candidate in candidates)]
+        others = [inner for inner in inner_commands if not any(candidate.inner.index == inner.index for candidate in candidates)]
         redirections = _list_redirections(command.command)
         return [_add_other_commands(candidate, (*_show_commands(others), *redirections)) for candidate in candidates]
 

@@ -45,8 +45,6 @@ def map_job_launch(report: MigrationReport, key: KeyPath, candidate: LaunchCandi
 def _resolve_script(report: MigrationReport, candidate: LaunchCandidate, launch: LaunchCommand, options: SlurmOptions) -> LaunchCommand:
     """Return the launch command with the script relative to the folder in which the job script starts."""
     folder = candidate.inner.scope.folder
-    for prefix in launch.prefixes:
-        folder = posixpath.join(folder, *prefix.list_folders())
     if options.get("chdir"):
         folder = posixpath.join(options.get("chdir"), folder) if folder else options.get("chdir")
     if not folder or folder == ".":

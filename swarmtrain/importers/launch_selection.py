@@ -53,7 +53,7 @@ def check_resolved(candidate: LaunchCandidate, source: str, secrets: Collection[
         return
     texts = [launch.script, *remove_secret_arguments(launch.args, secrets).remaining, *_list_images(launch)]
     if not launch.script.startswith("/"):
-        texts += [candidate.inner.scope.folder, *(folder for prefix in launch.prefixes for folder in prefix.list_folders())]
+        texts.append(candidate.inner.scope.folder)
     unresolved = sorted(dict.fromkeys(part for text in texts for part in find_unresolved(text)), key=lambda part: part.line)
     loop_variables = {*candidate.command.loop_variables, *candidate.inner.loop_variables}
     loop_names = {part.name for text in [*texts, *_list_values(candidate, launch)] for part in find_unresolved(text)} & loop_variables

@@ -255,7 +255,7 @@ def test_a_launch_command_is_read(text: str, script: str, arguments: list[str]) 
         ("python prepare.py\nllamafactory-cli train a.yml", ["(line 3)", "the program llamafactory-cli is not supported"]),
         ("python prepare.py\nssh gpu-1 'cd x && torchrun a.py'", ["(line 3)"]),
         ("python prepare.py\ntmux new-session -d 'torchrun a.py'", ["(line 3)"]),
-        ("source settings.sh\ntorchrun a.py ${LR:-3}", ["may be set in the file that line 2 reads"]),
+        ("source settings.sh\ntorchrun a.py ${LR:-3}", ["may be set by what line 2 reads"]),
         ("cd $(dirname $0)\ntorchrun a.py", ["is the folder of the script", "--set 0=VALUE"]),
         ("for i in $(seq 3); do\nexport SEED=$i\ntorchrun a.py\ndone", ["the loop over i starts several runs"]),
         ("#SBATCH hetjob\nsrun torchrun a.py", ["jobs with several components are not supported"]),
@@ -359,11 +359,12 @@ def test_a_script_starts_what_bash_starts(text: str, tmp_path: Path) -> None:
         ("f() {\nif [ $D ]; then\ntorchrun debug.py\nexit\nfi\n}\nf\npython t.py", "--launch 4"),
         ("f() {\nif [ $D ]; then return; fi\npython t.py\nexit\n}\nf\ntorchrun other.py", "--launch 8"),
         ("if [ $D ]; then\nf() { torchrun a.py; }\nelse\nf() { torchrun b.py; }\nfi\nf", "--launch 3"),
-        ("[ -f env.sh ] && source env.sh\ntorchrun t.py ${LR:-0.1}", "may be set in the file that line 2 reads"),
-        ("LR=1\nsource cfg.sh\ntorchrun t.py $LR", "$LR may be set in the file that line 3 reads"),
-        ("LR=1\n. ./cfg.sh\ntorchrun t.py ${LR:-2}", "may be set in the file that line 3 reads"),
+        ("[ -f env.sh ] && source env.sh\ntorchrun t.py ${LR:-0.1}", "may be set by what line 2 reads"),
+        ("LR=1\nsource cfg.sh\ntorchrun t.py $LR", "$LR may be set by what line 3 reads"),
+        ("LR=1\n. ./cfg.sh\ntorchrun t.py ${LR:-2}", "may be set by what line 3 reads"),
+        ("LR=1\neval $(parse_yaml c.yml)\ntorchrun t.py $LR", "$LR may be set by what line 3 reads"),
         ("LR=1\n. ./cfg.sh\ntorchrun t.py $((LR+1))", "$((LR+1))"),
-        ("export LR=1\nsource $HOME/cfg.sh\nbash -c 'torchrun t.py $LR'", "may be set in the file that line 3 reads"),
+        ("export LR=1\nsource $HOME/cfg.sh\nbash -c 'torchrun t.py $LR'", "may be set by what line 3 reads"),
         ("D=/data\n! cd X && D=/fallback\ntorchrun t.py $D", "$D depends on the condition in line 3"),
         ("f() {\nif [ $D ]; then\nX=1\nreturn\nfi\nX=2\n}\nf\ntorchrun t.py $X", "$X depends on the condition"),
         ('V=a*b\ntorchrun t.py ${V%"*"*}', "is an unsupported expansion"),
@@ -398,15 +399,31 @@ def test_counts_are_those_of_the_job(text: str, nodes: int | None, ranks: int | 
 
 @pytest.mark.parametrize(
     "line",
-    ["source /opt/venv/bin/activate", ". ~/.bashrc", "source $ROOT/etc/profile.d/conda.sh", ". /etc/profile", "! mkdir out && exit 1"],
+    [
+        "source /opt/venv/bin/activate",
+        ". ~/.bashrc",
+        "source $ROOT/etc/profile.d/conda.sh",
+        ". /etc/profile",
+        'eval "$(conda shell.bash hook)"',
+        "! mkdir out && exit 1",
+    ],
 )
 def test_lines_that_prepare_the_environment_do_not_change_variables(line: str) -> None:
     assert get_runner(f"#!/bin/bash\nLR=1\n{line}\ntorchrun t.py $LR\n")["script_args"] == ["1"]
 
 
 def test_folders_of_prefixes_are_those_of_the_script() -> None:
-    for prefix in ("env -C src", "uv run --directory src", "srun --chdir=src", "mpirun -wdir src", "conda run --cwd src"):
+    for prefix in (
+        "env -C src",
+        "uv run --directory src",
+        "srun --chdir=src",
+        "mpirun -wdir src",
+        "conda run --cwd src",
+        "uv --directory src run",
+    ):
         assert get_runner(f"#!/bin/bash\n{prefix} python t.py\n")["script"] == "src/t.py"
+    nested = "srun --chdir=/src env -C sub bash -c 'cd inner; torchrun t.py'"
+    assert get_runner(f"#!/bin/bash\n{nested}\n")["script"] == "/src/sub/inner/t.py"
 
 
 def test_a_switch_that_only_another_service_has_is_reported() -> None:

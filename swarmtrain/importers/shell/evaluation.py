@@ -43,6 +43,8 @@ from swarmtrain.importers.shell.unresolved import is_resolved
 _MAX_CALL_DEPTH = 25
 _MAX_DEPTH = 60
 _MAX_COMMANDS = 5_000
+# Programs whose output, evaluated by eval, prepares the environment.
+_ENVIRONMENT_PROGRAM_PATTERN = re.compile(r"\b(?:conda|mamba|micromamba|pyenv|spack|module|modulecmd|ssh-agent|direnv|brew)\b")
 _ARGUMENT_LOOP_PATTERN = re.compile(r"\$#|\bgetopts\b|\$\{?1\b")
 
 
@@ -334,6 +336,10 @@ class ScriptEvaluator:
             shift_arguments(arguments, scope, command.line)
         elif name == "unset" and arguments[:1] == ("-f",):
             scope.functions = {function: body for function, body in scope.functions.items() if function not in arguments}
+        elif (
+            name == "eval" and not is_resolved(" ".join(arguments).strip()[:1]) and not _ENVIRONMENT_PROGRAM_PATTERN.search(command.source)
+        ):
+            scope.add_sourced_file(command.line)
         elif name == "eval" and arguments and is_resolved(" ".join(arguments).strip()[:1]):
             self.commands.pop()
             with self._set_variables(variables, command, scope):

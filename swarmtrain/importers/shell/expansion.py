@@ -281,7 +281,7 @@ def _apply_default(part: ParameterExpansion, value: Value | None, scope: Scope, 
     """Apply the operators -, =, + and ?, with or without a colon."""
     kind, text = part.operator[-1], "".join(value) if isinstance(value, tuple) else value
     if text is None and (scope.is_environment_variable(part.name) or (scope.sourced_line and part.name.isidentifier())):
-        reason = f"may be set in the file that line {scope.sourced_line} reads" if scope.sourced_line else ""
+        reason = f"may be set by what line {scope.sourced_line} reads" if scope.sourced_line else ""
         return Unresolved(part.name, part.source, statement.line, reason).to_mark()
     if value is not None and text is not None and not is_resolved(text):
         return Unresolved(find_unresolved(text)[0].name, part.source, statement.line).to_mark() if kind == "+" else value

@@ -78,7 +78,7 @@ class Scope:
         if value is None or name in self.constants or name not in self.sourced_names:
             return value
         line = self.sourced_names[name]
-        mark = Unresolved(name, f"${name}", line, f"may be set in the file that line {line} reads", may_split=True).to_mark()
+        mark = Unresolved(name, f"${name}", line, f"may be set by what line {line} reads", may_split=True).to_mark()
         return mark if isinstance(value, str) else (mark,)
 
     def add_sourced_file(self, line: int) -> None:
