@@ -13,4 +13,4 @@ def test_migrate_from_other_tools(installed_environment: dict[str, str], open_sh
     (tmp_path / "here").mkdir()
     steps = page.read_page("docs/how-to/migrate.md")
     PageRunner([open_shell(tmp_path / "here", installed_environment)]).run_steps(steps)
-    assert sum(step.kind == "see" for step in steps) == 6
+    assert sum(step.kind == "see" for step in steps) == 8

@@ -116,7 +116,7 @@ def _read_angle_bracket(cursor: Cursor, *, is_quoted: bool) -> Part | None:
 
 def _read_escape(cursor: Cursor, *, is_quoted: bool) -> list[Part]:
     escaped = cursor.text[cursor.position + 1 : cursor.position + 2]
-    cursor.position += 2
+    cursor.position += 1 + len(escaped)  # a backslash may be the last character of the script
     if escaped == "\n":
         return []
     if is_quoted and escaped not in '$`"\\':
