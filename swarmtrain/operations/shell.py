@@ -48,7 +48,7 @@ def _find_node_of_rank(events: Sequence[Event], rank: int | None, run: str, task
     """Return the node of `rank` in the newest world; without a rank, of rank 0, or, before the first world, the first node."""
     world = next((event.data for event in reversed(events) if event.kind == protocol.EVENT_WORLD_FORMED), None)
     if world is None:
-        if rank is None:
+        if rank is None and tasks:  # no tasks: leftovers of an incomplete removal
             return next(iter(tasks))
         raise StackError("no world has formed, so its ranks have no nodes yet", place=f"run {run}", hint="use --node NODE")
     ranks_by_node: dict[str, list[int]] = world["ranks"]
