@@ -77,6 +77,18 @@ def harness() -> CoordinatorHarness:
     return harness
 
 
+def test_a_run_that_was_stopped_resumes_in_a_new_round(harness: CoordinatorHarness) -> None:
+    """torch's rendezvous lists the stopped agents for some seconds: in their round, the new ones would wait, or take themselves for them."""
+    coordinator = harness.coordinator
+    coordinator.record_node_exit("node0", EXIT_PLANNED)
+    assert coordinator.round == "b-1"
+    coordinator.record_node_exit("node1", EXIT_PLANNED)
+    assert coordinator.round == "b-2"
+    for node in ("node0", "node1"):
+        coordinator.register_node(node)
+    assert {coordinator.close_round(node, "").round for node in ("node0", "node1")} == {"b-2"}
+
+
 def test_nodes_that_close_the_same_round_start_one_new_round(harness: CoordinatorHarness) -> None:
     assert harness.coordinator.supervisor_response.round == "b-1"
     assert harness.coordinator.close_round("node0", "b-1").round == "b-2"

@@ -25,7 +25,7 @@ from swarmtrain.entrypoint.network_interface import (
 )
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.supervisor import fork_server, node_supervisor
-from swarmtrain.entrypoint.supervisor.elastic_agent import DeathReporter, compute_shutdown_timeout
+from swarmtrain.entrypoint.supervisor.elastic_agent import DeathReporter, compute_shutdown_timeout, make_node_identity_unique
 from swarmtrain.entrypoint.supervisor.rank_process import resolve_exit_code
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
 from swarmtrain.protocol import EXIT_PLANNED, PROTOCOL_VERSION, NodeEnv, RunOutcome
@@ -257,3 +257,15 @@ def test_a_node_with_another_protocol_than_the_coordinator_reports_both_versions
     ):
         client.wait_until_reachable(20)
     assert time.monotonic() - begun < 10, "waiting would not help"
+
+
+def test_an_agent_never_has_the_identity_of_an_earlier_one() -> None:
+    """In a restarted container, torch would derive the same identity again: from the address, the process id and a counter."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    identities = set()
+    for _ in range(3):
+        make_node_identity_unique()
+        identities.add(DynamicRendezvousHandler._node_desc_generator.generate("10.0.0.1"))
+    assert len(identities) == 3
+    assert {(identity.addr, identity.pid) for identity in identities} == {("10.0.0.1", os.getpid())}

@@ -1,7 +1,8 @@
 """State machine of the coordinator: decides which rendezvous round is current, and the outcome of the run.
 
 A pure state machine: `publish_event` publishes its events, `clock` returns the time (seconds, monotonic). The rules:
-- A round is used until a node reports it closed; N nodes that close the same round start one new round.
+- A round is used until a node reports it closed, or until all nodes have exited after a stop request; N nodes that close the same round
+  start one new round.
 - A failed world consumes one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before resets the count of
   `max_restarts`, but not that of `max_restarts_per_hour`. When no restart is left, the run has failed, and the first failure of its last
   world is the reason. The same exception at the same step twice in a row is a bug and ends the run, whatever the budget.
@@ -148,6 +149,8 @@ class Coordinator:
         if exit_code == EXIT_PLANNED:
             self._membership_changing = True
             self._quarantine.clear_failure_record(node)
+            if self._membership.has_no_active_nodes:
+                self._round_number += 1  # nodes that resume the run need not wait until torch's rendezvous forgets these
         if exit_code == 0 and (world := self._worlds.newest):
             world.finished_nodes.add(node)
             finished_nodes = [member for member in world.members if self._membership.has_node_finished(member)]

@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import traceback
@@ -64,6 +65,7 @@ def run_agent(round: str, advertised_address: str | None, environment: dict[str,
 
     with contextlib.suppress(CoordinatorError):  # without the coordinator there is no store either, which torch will report
         coordinator_clock.use_coordinator_clock(CoordinatorClient(env.coordinator))
+    make_node_identity_unique()
     logs = _build_logs_specs(env)
     _replace_log_handlers(DeathReporter(env, logs))
     try:
@@ -72,6 +74,19 @@ def run_agent(round: str, advertised_address: str | None, environment: dict[str,
     except Exception as error:  # noqa: BLE001  # any error must be reported
         gc.disable()  # torch's keep-alive thread must not collect its own timer, which would wait for that thread
         return EXIT_PLANNED if isinstance(error, SignalException) else _report_agent_failure(env, round, error)
+
+
+def make_node_identity_unique() -> None:
+    """Give this process a node identity in torch's rendezvous that no other process has had.
+
+    torch identifies a node by its address, its process id and a counter that starts at 0. In a restarted container, address and process id
+    are those of its predecessor. As long as the rendezvous still lists the predecessor, the new agent would count as a member of its world
+    and start ranks without waiting for the other nodes, which then restart theirs, even if these have already returned.
+    """
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    # torch has no public access to the counter.
+    DynamicRendezvousHandler._node_desc_generator._local_id = secrets.randbits(48)  # noqa: SLF001
 
 
 def _build_launch_config(env: NodeEnv, round: str, advertised_address: str | None, logs_specs: DefaultLogsSpecs) -> LaunchConfig:
