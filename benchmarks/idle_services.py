@@ -36,7 +36,8 @@ from swarmtrain.config.loader import load_config
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.node_selection import PlannedNode
+from swarmtrain.plan import Plan
 from swarmtrain.render import stack_document
 
 _REPEATS = 2

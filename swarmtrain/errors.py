@@ -8,6 +8,7 @@
     ├── HostError               a host cannot be reached over SSH, or a request to it failed
     ├── ImageError              an image cannot be built, pushed, pulled, or resolved to a digest
     ├── StackError              a stack cannot be deployed, updated, or removed
+    │   └── NodesRefused        machines refuse to start nodes: an image or a mount is missing there
     ├── RunNotFound             no such run; or no name was given, and there is not exactly one run
     ├── StateDirectoryError     the state directory of this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
@@ -26,6 +27,7 @@ Standard library only: the entrypoint imports this in images whose other package
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 EXIT_OK = 0
@@ -108,7 +110,17 @@ class ConfigError(SwarmtrainError):
 
 
 class PlanError(SwarmtrainError):
-    """The nodes of the cluster cannot run what the config requires."""
+    """The nodes of the cluster cannot run what the config requires. `causes`: errors of single machines, each with its own hint."""
+
+    def __init__(
+        self, message: str, *, place: str | None = None, hint: str | None = None, causes: tuple[SwarmtrainError, ...] = ()
+    ) -> None:
+        super().__init__(message, place=place, hint=hint)
+        self.causes = causes
+
+    @property
+    def messages_with_hints(self) -> tuple[tuple[str, str | None], ...]:
+        return (*super().messages_with_hints, *(item for cause in self.causes for item in cause.messages_with_hints))
 
 
 class ProcessError(SwarmtrainError):
@@ -140,6 +152,16 @@ class ImageError(SwarmtrainError):
 
 class StackError(SwarmtrainError):
     """A stack cannot be deployed, updated, or removed."""
+
+
+class NodesRefused(StackError):
+    """Machines refuse to start nodes of a run. `reasons`: reason and hint by host name."""
+
+    def __init__(
+        self, message: str, *, place: str | None = None, hint: str | None = None, reasons: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
+        super().__init__(message, place=place, hint=hint)
+        self.reasons = dict(reasons or {})
 
 
 class RunNotFound(SwarmtrainError):

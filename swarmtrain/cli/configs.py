@@ -142,8 +142,8 @@ def check_cluster(
 ) -> None:
     """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
     from swarmtrain.cli.config_loading import load_config_file
-    from swarmtrain.doctor import examine_cluster, examine_plan
-    from swarmtrain.errors import EXIT_ERROR
+    from swarmtrain.doctor import examine_cluster, examine_cluster_without_plan, examine_plan
+    from swarmtrain.errors import EXIT_ERROR, PlanError
     from swarmtrain.launchers.planner import derive_run_name, plan_run
     from swarmtrain.launchers.registry import create_launcher
     from swarmtrain.view.console import show_progress
@@ -154,8 +154,13 @@ def check_cluster(
             report = examine_cluster(report_progress)
         else:
             config = load_config_file(config_file, overrides)
-            run_plan = plan_run(config, derive_run_name(config_file) if run_name is None else run_name, working_folder=Path.cwd())
-            report = examine_plan(create_launcher(config.runner.runner_type), run_plan, report_progress, probe=probe)
+            run_name = derive_run_name(config_file) if run_name is None else run_name
+            try:
+                run_plan = plan_run(config, run_name, working_folder=Path.cwd(), min_nodes=0)
+            except PlanError as error:
+                report = examine_cluster_without_plan(error, report_progress, has_managers=config.runner.capabilities.has_managers)
+            else:
+                report = examine_plan(create_launcher(config.runner.runner_type), run_plan, report_progress, probe=probe)
     print_result(report, as_json=json)
     raise typer.Exit(EXIT_ERROR if report.fatal_count else 0)
 

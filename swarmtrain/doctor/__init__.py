@@ -27,10 +27,12 @@ from swarmtrain.doctor import (  # importing a module registers its checks
 from swarmtrain.doctor.check_registry import CheckRegistry, EvidenceT
 from swarmtrain.doctor.probe import run_probe
 from swarmtrain.doctor.report import CheckResult, DoctorReport
-from swarmtrain.errors import StackError
-from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter
+from swarmtrain.errors import NodesRefused, PlanError, StackError
+from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.plan import Plan
+
+_PLAN_EXPECTATION = "the plan can be deployed"
 
 
 def examine_cluster(report_progress: ProgressReporter) -> DoctorReport:
@@ -39,10 +41,21 @@ def examine_cluster(report_progress: ProgressReporter) -> DoctorReport:
     return DoctorReport(tuple(_run_checks(cluster_checks.CHECKS, cluster_checks.inspect_cluster(DockerEngine(), None))))
 
 
-def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, probe: bool = True) -> DoctorReport:
-    """Run all checks for `plan` and return the report. A swarm's nodes are probed only if the cheaper checks have no fatal finding.
+def examine_cluster_without_plan(error: PlanError, report_progress: ProgressReporter, *, has_managers: bool) -> DoctorReport:
+    """Return the report for a config for which no plan can be made: the plan's `error`, and the checks of its swarm, if it has one.
 
-    The probe is a separate run, which is removed after a few seconds. Raises SwarmtrainError.
+    Raises EngineError if no manager of the swarm responds.
+    """
+    report = examine_cluster(report_progress) if has_managers else DoctorReport(())
+    finding = Finding(error.place or "plan", error.message, error.hint)
+    return DoctorReport((*report.check_results, CheckResult("plan", _PLAN_EXPECTATION, (finding,))))
+
+
+def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, probe: bool = True) -> DoctorReport:
+    """Run all checks for `plan`, some of whose nodes may be missing, and return the report.
+
+    The available nodes of a swarm are probed, unless the cheaper checks have a fatal finding that concerns more than one host. The probe
+    is a separate run, which is removed after a few seconds. Raises SwarmtrainError.
     """
     check_results: list[CheckResult] = []
     snapshot = None
@@ -50,17 +63,65 @@ def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReport
         report_progress("querying the managers")
         snapshot = cluster_checks.inspect_cluster(DockerEngine(), plan)
         check_results += _run_checks(cluster_checks.CHECKS, snapshot)
-    check_results.append(CheckResult("plan", "the plan can be deployed", tuple(launcher.check_plan(plan))))
-    report = DoctorReport(tuple(check_results))
-    if report.fatal_count or snapshot is None or not probe:
-        return report
-    try:
-        results = run_probe(launcher, plan, report_progress, reserve_gpus=not capacity_checks.needs_to_wait_for_gpus(snapshot))
-    except StackError as error:
-        finding = Finding(error.place or "stack", error.message, error.hint, why="the job's own services would not start either")
-        return DoctorReport((*check_results, CheckResult("start", "the job's services can be started", (finding,))))
+    check_results.append(_check_hosts(plan, snapshot))
+    check_results.append(CheckResult("plan", _PLAN_EXPECTATION, tuple(launcher.check_plan(plan))))
+    findings = [finding for check_result in check_results for finding in check_result.findings]
+    usable_plan = exclude_unusable_hosts(plan, findings)
+    is_blocked = any(finding.fatal and not finding.host for finding in findings)
+    if is_blocked or snapshot is None or not probe or not usable_plan.available_nodes:
+        return _build_report(usable_plan, check_results)
+    return _examine_nodes(launcher, usable_plan, snapshot, check_results, report_progress)
+
+
+def _check_hosts(plan: Plan, snapshot: cluster_checks.ClusterSnapshot | None) -> CheckResult:
+    """Return the findings about missing hosts, except machines of the swarm, which the check `nodes` reports."""
+    known_hosts = {cluster_checks.get_host_name(node) for node in snapshot.nodes} if snapshot else set()
+    findings = [
+        Finding(f"host {node.host}", f"is {node.missing_reason}", node.missing_hint, why=f"{node.name} cannot start on it", host=node.host)
+        for node in plan.missing_nodes
+        if node.host not in known_hosts
+    ]
+    return CheckResult("hosts", "the hosts that the config lists exist and can be reached", tuple(findings))
+
+
+def _examine_nodes(
+    launcher: Launcher,
+    plan: Plan,
+    snapshot: cluster_checks.ClusterSnapshot,
+    check_results: list[CheckResult],
+    report_progress: ProgressReporter,
+) -> DoctorReport:
+    """Probe the available nodes of `plan`, and return the report on all checks. Nodes that do not start are excluded, and reported."""
+    reserve_gpus = not capacity_checks.needs_to_wait_for_gpus(snapshot)
+    refusals: list[Finding] = []
+    results = None
+    while results is None and plan.available_nodes:
+        try:
+            results = run_probe(launcher, plan, report_progress, reserve_gpus=reserve_gpus)
+        except NodesRefused as error:
+            why = "the job's own container would not start there either"
+            refusals += [Finding(f"node {host}", reason, hint, why=why, host=host) for host, (reason, hint) in error.reasons.items()]
+            if not error.reasons.keys() & {node.host for node in plan.available_nodes}:
+                raise
+            plan = plan.exclude_hosts(error.reasons)
+        except StackError as error:
+            refusals.append(Finding(error.place or "stack", error.message, error.hint, why="the job's own services would not start either"))
+            break
+    check_results = [*check_results, CheckResult("start", "the job's services can be started", tuple(refusals))]
+    if results is None:
+        return _build_report(plan, check_results)
     results = replace(results, image=snapshot.image.reference if snapshot.image else "")
-    return DoctorReport((*check_results, *_run_checks(probe_results.CHECKS, results)), results)
+    return _build_report(plan, [*check_results, *_run_checks(probe_results.CHECKS, results)], results)
+
+
+def _build_report(plan: Plan, check_results: list[CheckResult], results: probe_results.ProbeResults | None = None) -> DoctorReport:
+    """Return the report. If enough nodes of `plan` are left, a problem of one host is not fatal."""
+    if plan.can_form_world:
+        check_results = [
+            replace(result, findings=tuple(replace(finding, fatal=finding.fatal and not finding.host) for finding in result.findings))
+            for result in check_results
+        ]
+    return DoctorReport(tuple(check_results), results)
 
 
 def _run_checks(checks: CheckRegistry[EvidenceT], evidence: EvidenceT) -> Iterator[CheckResult]:

@@ -33,7 +33,7 @@ def _check_memory(snapshot: ClusterSnapshot) -> Iterator[Finding]:
                     f"has {_format_gibibytes(available)} of memory, less than runner.docker_config.{key}, {_format_gibibytes(requested)}"
                 )
                 hint = f"-o runner.docker_config.{key}={available // 2**20}m or less, or list machines with more memory in runner.hosts"
-                yield Finding(f"node {get_host_name(node)}", message, hint, why=why)
+                yield Finding(f"node {get_host_name(node)}", message, hint, why=why, host=get_host_name(node))
 
 
 @CHECKS("cores", "every node in the plan has enough cores for its container's limit, and one for each rank without a GPU")
@@ -51,6 +51,7 @@ def _check_cores(snapshot: ClusterSnapshot) -> Iterator[Finding]:
                 message,
                 hint,
                 why="the engine rejects a container whose CPU limit exceeds the machine's cores",
+                host=get_host_name(node),
             )
         runs_on_cores = runner.swarm.gpu is GpuMode.none or not count_resources(_get_generic_resources(node), runner.swarm.generic_resource)
         if cores and runs_on_cores and planned.slots > cores:

@@ -20,7 +20,8 @@ from swarmtrain.images import PinnedImage, pin_image
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.node_selection import PlannedNode
+from swarmtrain.plan import Plan
 
 ApiObject = dict[str, Any]
 """An object as the engine's API returns it."""
@@ -71,6 +72,10 @@ class ClusterSnapshot:
         if not (_describe_node_unavailability(node) and namesakes):  # the host name of a rejoined machine refers to its new node
             pins.append(f"node.hostname=={get_host_name(node)}")
         return next((planned for planned in (self.plan.nodes if self.plan else ()) if planned.constraint in pins), None)
+
+    def get_planned_host(self, node: ApiObject) -> str:
+        """Return the host name of the swarm node `node` if the plan uses it, else an empty string."""
+        return get_host_name(node) if self.find_planned_node(node) else ""
 
     def is_node_usable_by_run(self, node: ApiObject) -> bool:
         """Return whether a run may use the swarm node `node`: it is in the plan, or a manager, or there is no plan."""
@@ -146,7 +151,7 @@ def _check_node_availability(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         if reason in ("drained", "paused"):
             hint = f"docker node update --availability active {snapshot.format_node_reference(node)}"
         why = f"the run's {planned.name} is pinned to this machine, and waits for it" if planned else "no run is scheduled on this machine"
-        yield Finding(f"node {get_host_name(node)}", f"is {reason}", hint, planned is not None, why)
+        yield Finding(f"node {get_host_name(node)}", f"is {reason}", hint, planned is not None, why, host=snapshot.get_planned_host(node))
 
 
 @CHECKS("hostnames", "no two nodes have the same host name")
@@ -177,7 +182,12 @@ def _check_engine_versions(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             why = "older engines silently ignore settings that the run's services need"
             hint = "install a newer Docker on it: https://docs.docker.com/engine/install"
             yield Finding(
-                f"node {get_host_name(node)}", f"engine {text} is older than 20.10", hint, snapshot.is_node_usable_by_run(node), why
+                f"node {get_host_name(node)}",
+                f"engine {text} is older than 20.10",
+                hint,
+                snapshot.is_node_usable_by_run(node),
+                why,
+                host=snapshot.get_planned_host(node),
             )
     if len(hosts_by_version) > 1:
         versions = "; ".join(
@@ -215,6 +225,7 @@ def _check_platforms(snapshot: ClusterSnapshot) -> Iterator[Finding]:
                 f"is {platform_name}, and the image {image} is built for {', '.join(image_platforms)}",
                 hint,
                 why=why,
+                host=get_host_name(node),
             )
     if snapshot.managers and not any(_can_run_image(node, snapshot.platforms) for node in snapshot.managers):
         hint = (
@@ -245,6 +256,7 @@ def _check_advertised_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
             hint,
             not alone and snapshot.is_node_usable_by_run(node),
             why,
+            host=snapshot.get_planned_host(node),
         )
 
 

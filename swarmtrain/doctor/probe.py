@@ -20,11 +20,12 @@ _TIMEOUT_SECONDS = 300.0
 
 
 def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, reserve_gpus: bool = True) -> ProbeResults:
-    """Probe the nodes of `plan` and return the results. The probe is always removed afterwards.
+    """Probe the available nodes of `plan` and return the results. The probe is always removed afterwards.
 
     If `reserve_gpus` is False because another run holds the GPUs, the probe sees the GPUs but reserves none, and does not wait. Raises
-    StackError if the probe cannot be started.
+    NodesRefused if a machine refuses to start its node, and StackError if the probe cannot be started for another reason.
     """
+    plan = replace(plan, nodes=plan.available_nodes, missing_nodes=())
     probe = replace(
         plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve_gpus else _drop_gpu_reservation(plan.config)
     )

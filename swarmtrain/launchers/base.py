@@ -5,7 +5,7 @@ A launcher reads an inventory, carries out a plan, and reports what happens as a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -14,8 +14,9 @@ from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import Capabilities
+from swarmtrain.inventory import Inventory
 from swarmtrain.placement import Placement
-from swarmtrain.plan import Inventory, Plan
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import Event
 
 ProgressReporter = Callable[[str], None]
@@ -35,6 +36,14 @@ class Finding:
     fatal: bool = True
     why: str = ""
     """Why the problem matters, if the message does not say so."""
+    host: str = ""
+    """Host that the problem makes unusable, while other hosts can run the run; empty if the problem does not concern one host only."""
+
+
+def exclude_unusable_hosts(plan: Plan, findings: Iterable[Finding]) -> Plan:
+    """Return `plan` in which the nodes on hosts with a fatal finding are missing."""
+    fatal = [finding for finding in findings if finding.fatal and finding.host]
+    return plan.exclude_hosts({finding.host: (f"refused ({finding.message})", finding.hint or "") for finding in fatal})
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.config.loader import STDIN_PATH
 from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
+from swarmtrain.inventory import Inventory, build_offline_inventory, build_placeholder_inventory
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common import engine_endpoint
 from swarmtrain.launchers.common.container_user import resolve_container_user
 from swarmtrain.launchers.registry import create_launcher, load_deployment
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Inventory, Plan, add_notes, build_offline_inventory, build_placeholder_inventory, build_plan
+from swarmtrain.plan import Plan, add_notes, build_plan
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class ResolvedConfig:
     cargo: Cargo
     notes: tuple[str, ...]
 
-    def build_plan(self, inventory: Inventory, run: str, placement: Placement = FRESH_PLACEMENT) -> Plan:
-        """Return the plan for `run` on the machines of `inventory`. Raises PlanError if the machines do not suffice."""
-        return add_notes(build_plan(self.config, inventory, self.cargo, run=run, placement=placement), *self.notes)
+    def build_plan(self, inventory: Inventory, run: str, placement: Placement = FRESH_PLACEMENT, *, min_nodes: int | None = None) -> Plan:
+        """Return the plan for `run` on the machines of `inventory`. Raises PlanError if fewer than `min_nodes` of them are available."""
+        plan = build_plan(self.config, inventory, self.cargo, run=run, placement=placement, min_nodes=min_nodes)
+        return add_notes(plan, *self.notes)
 
 
 def resolve_config(config: Config, working_folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
@@ -53,13 +55,14 @@ def _describe_code(config: Config, cargo: Cargo) -> str:
     return f"code: {len(cargo.code)} files, {sum(len(file.content) for file in cargo.code) / 1e3:,.0f} kB"
 
 
-def plan_run(config: Config, run: str, *, working_folder: Path) -> Plan:
+def plan_run(config: Config, run: str, *, working_folder: Path, min_nodes: int | None = None) -> Plan:
     """Return the plan for `run` with `config`; files that `config` names are read from `working_folder`.
 
-    Raises SwarmtrainError if a file cannot be read, or if the run does not fit on the machines.
+    At least `min_nodes`, by default runner.min_nodes, must be available. Raises SwarmtrainError if a file cannot be read, or if the run
+    does not fit on the machines.
     """
     resolved = resolve_config(config, working_folder, lambda: _load_running_config(config, run))
-    return resolved.build_plan(read_inventory(resolved.config), run, _read_placement(resolved.config, run))
+    return resolved.build_plan(read_inventory(resolved.config), run, _read_placement(resolved.config, run), min_nodes=min_nodes)
 
 
 def plan_run_offline(config: Config, run: str, *, working_folder: Path, use_placeholders: bool = False) -> Plan:

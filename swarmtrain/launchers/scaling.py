@@ -10,11 +10,12 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import PlanError
+from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.planner import read_inventory
 from swarmtrain.launchers.registry import load_deployment
 from swarmtrain.placement import Placement
-from swarmtrain.plan import Inventory, Machine, Plan, build_plan
+from swarmtrain.plan import Plan, build_plan
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def plan_scaled_run(launcher: Launcher, run: str, request: ScaleRequest) -> Plan
     if not request.changes_hosts:
         config = _widen_node_range(config, request.node_count or 1)
         inventory = read_inventory(config, launcher)
-        return build_plan(config, inventory, cargo, run=run, node_count=request.node_count, placement=placement)
+        plan = build_plan(config, inventory, cargo, run=run, node_count=request.node_count, placement=placement)
+        _check_machine_count(plan, inventory)
+        return plan
     source = config.runner.capabilities.hosts
     if source is HostSource.as_written:
         raise PlanError(f"the launcher {config.runner.runner_type} has no hosts to choose from", place="scale", hint="use --nodes N")
@@ -80,6 +83,7 @@ def plan_scaled_run(launcher: Launcher, run: str, request: ScaleRequest) -> Plan
     machines = _order_machines(inventory, change, keys)
     plan = build_plan(config, Inventory(inventory.origin, machines), cargo, run=run, node_count=change.node_count, placement=placement)
     _check_added_hosts(plan, inventory, change, keys)
+    _check_machine_count(plan, inventory)
     return plan
 
 
@@ -138,6 +142,17 @@ def _order_machines(inventory: Inventory, change: _HostChange, keys: _HostKeys) 
     machines = [(keys.find_key(machine.id or machine.host), machine) for machine in inventory.machines]
     kept = [item for item in machines if item[0] not in change.removed | change.replaced]
     return tuple(machine for _, machine in sorted(kept, key=lambda item: item[0] not in change.added))
+
+
+def _check_machine_count(plan: Plan, inventory: Inventory) -> None:
+    """Check that there is a machine for each requested node, even if it is missing now. Raises PlanError."""
+    if shortage := plan.requested_node_count - len({*plan.nodes, *plan.missing_nodes}):
+        machine_count = plan.requested_node_count - shortage
+        raise PlanError(
+            f"{plan.requested_node_count} nodes requested, but {machine_count} can be used on {inventory.origin}",
+            place="scale",
+            hint="request fewer nodes with --nodes, or add machines: swarmtrain join prints the commands",
+        )
 
 
 def _check_added_hosts(plan: Plan, inventory: Inventory, change: _HostChange, keys: _HostKeys) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from swarmtrain import protocol
 from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, RunNotFound, StackError, SwarmtrainError
-from swarmtrain.launchers.base import Change, Launcher, ProgressReporter
+from swarmtrain.launchers.base import Change, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.provenance import read_git_checkout
 from swarmtrain.launchers.registry import find_run, load_deployment
@@ -24,6 +25,7 @@ from swarmtrain.view.update_printer import follow_updates, format_event
 from swarmtrain.view.worlds import find_quarantined_nodes
 
 _WORLD_TIMEOUT_SECONDS = 180.0
+_WAITING_STATES = ("pending", "rejected", "unreachable")
 
 
 def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
@@ -76,17 +78,19 @@ def run_plan_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
     return attach_rank(plan, rank, print_message)
 
 
-def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
-    """Print, check and deploy the plan. If the deploy restarts something that is running, the user must confirm it, unless `assume_yes`.
+def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
+    """Print, check and deploy the plan, and return it as deployed.
 
-    Raises StackError if a check returns a fatal finding, if the user declines, or if there is no terminal on which to confirm.
+    If the deploy restarts something that is running, the user must confirm it, unless `assume_yes`. Hosts on which a check finds a fatal
+    problem are missing, if enough are left. Raises StackError if a check returns another fatal finding, if the user declines, or if no
+    terminal is there to confirm on.
     """
-    _show_and_check_plan(launcher, plan)
+    plan = _show_and_check_plan(launcher, plan)
     if plan.run in launcher.list_runs():
         changes = launcher.plan_changes(plan)
         if not changes:
             print_message(f"{plan.run} is up to date: nothing has changed")
-            return
+            return plan
         _confirm_restart(launcher, plan, changes, assume_yes=assume_yes)
     try:
         git_checkout = read_git_checkout(Path.cwd())
@@ -97,17 +101,26 @@ def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
     except KeyboardInterrupt:
         print_message(f"interrupted: {_describe_remaining_run(launcher, plan.run)}")
         raise
+    return plan
 
 
-def _show_and_check_plan(launcher: Launcher, plan: Plan) -> None:
+def _show_and_check_plan(launcher: Launcher, plan: Plan) -> Plan:
+    """Print the plan and the findings about it, and return the plan without the hosts that cannot be used. Raises StackError."""
     print_message(str(plan))
     findings = launcher.check_plan(plan)
+    usable_plan = exclude_unusable_hosts(plan, findings)
+    if usable_plan.can_form_world:
+        findings = [replace(finding, fatal=finding.fatal and not finding.host) for finding in findings]
     fatal = [finding for finding in findings if finding.fatal]
     for finding in findings:
         if finding not in fatal[-1:]:
             show_finding(finding)
     if fatal:
         raise StackError(fatal[-1].message, place=fatal[-1].place, hint=fatal[-1].hint)
+    if usable_plan != plan:
+        names = ", ".join(sorted({node.host for node in plan.available_nodes} - {node.host for node in usable_plan.available_nodes}))
+        print_message(f"deploying without {names}: {format_count(len(usable_plan.available_nodes), 'node')} of {len(plan.nodes)} can start")
+    return usable_plan
 
 
 def _confirm_restart(launcher: Launcher, plan: Plan, changes: Sequence[Change], *, assume_yes: bool) -> None:
@@ -189,17 +202,23 @@ def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
 
 
 def scale_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
-    """Deploy the run's new plan, and wait until the new world has formed. Raises StackError if no new world forms in time."""
+    """Deploy the run's new plan, and wait until a world of all nodes that can start has formed.
+
+    Raises StackError if no such world forms in time.
+    """
     events = launcher.read_events(plan.run)
     seen_count = len(events)
-    if _is_training_on_node_count(events, len(plan.nodes)) and not launcher.plan_changes(plan):
-        print_message(f"{plan.run} already trains on {format_count(len(plan.nodes), 'node')}")
+    node_count = len(plan.available_nodes)
+    if _is_training_on_node_count(events, node_count) and not launcher.plan_changes(plan):
+        print_message(f"{plan.run} already trains on {format_count(node_count, 'node')}")
         return
-    deploy_run(launcher, plan, assume_yes=assume_yes)
+    deployed = deploy_run(launcher, plan, assume_yes=assume_yes)
+    waiting = {state.node for state in launcher.list_tasks(plan.run) if state.state in _WAITING_STATES}
+    node_count = sum(node.name not in waiting for node in deployed.available_nodes)
     with show_progress(
-        f"waiting for a world of {len(plan.nodes)} nodes", interrupt_hint=f"{plan.run} continues; swarmtrain status {plan.run}"
+        f"waiting for a world of {format_count(node_count, 'node')}", interrupt_hint=f"{plan.run} continues; swarmtrain status {plan.run}"
     ) as report_progress:
-        _wait_for_world(launcher, plan, seen_count, report_progress)
+        _wait_for_world(launcher, plan.run, node_count, seen_count, report_progress)
 
 
 def _is_training_on_node_count(events: Sequence[Event], node_count: int) -> bool:
@@ -211,10 +230,10 @@ def _is_training_on_node_count(events: Sequence[Event], node_count: int) -> bool
     )
 
 
-def _wait_for_world(launcher: Launcher, plan: Plan, seen_event_count: int, report_progress: ProgressReporter) -> None:
+def _wait_for_world(launcher: Launcher, run: str, node_count: int, seen_event_count: int, report_progress: ProgressReporter) -> None:
     deadline = time.monotonic() + _WORLD_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        events = launcher.read_events(plan.run)
+        events = launcher.read_events(run)
         seen_event_count = seen_event_count if seen_event_count <= len(events) else 0  # a new coordinator's events start from zero
         for event in events[seen_event_count:]:
             line = format_event(event)
@@ -223,16 +242,14 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_event_count: int, repor
             if event.kind == protocol.EVENT_OUTCOME:
                 report_progress("the run ended before the new world formed")
                 return
-            if event.kind == protocol.EVENT_WORLD_FORMED and event.data.get("nodes") == len(plan.nodes) - len(
-                find_quarantined_nodes(events)
-            ):
+            if event.kind == protocol.EVENT_WORLD_FORMED and event.data.get("nodes") == node_count - len(find_quarantined_nodes(events)):
                 return
         seen_event_count = max(seen_event_count, len(events))
         time.sleep(1)
     raise StackError(
-        f"did not form a world of {len(plan.nodes)} nodes within {_WORLD_TIMEOUT_SECONDS:.0f} s",
-        place=f"run {plan.run}",
-        hint=f"swarmtrain status {plan.run}",
+        f"did not form a world of {format_count(node_count, 'node')} within {_WORLD_TIMEOUT_SECONDS:.0f} s",
+        place=f"run {run}",
+        hint=f"swarmtrain status {run}",
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.node_selection import PlannedNode
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import CoordinatorEnv, NodeEnv, ProbeEnv
 
 ENTRYPOINT_MODULE = "swarmtrain.entrypoint"

@@ -20,7 +20,8 @@ from swarmtrain.cargo import RunFile
 from swarmtrain.config.schema.runner import DockerConfig, GpuMode
 from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import StackError
-from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.node_selection import PlannedNode
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
     ENV_PREFIX,

@@ -17,7 +17,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import CHECKS, ProbeResults
 from swarmtrain.doctor.report import CheckResult, DoctorReport
-from swarmtrain.plan import Inventory, Machine, Plan, build_plan
+from swarmtrain.inventory import Inventory, Machine
+from swarmtrain.plan import Plan, build_plan
 
 GIB = 1 << 30
 NODES = ("node0", "node1", "node2")

@@ -78,7 +78,7 @@ def harness() -> CoordinatorHarness:
 
 
 def test_a_run_that_was_stopped_resumes_in_a_new_round(harness: CoordinatorHarness) -> None:
-    """torch's rendezvous lists the stopped agents for some seconds: in their round, the new ones would wait, or take themselves for them."""
+    """torch's rendezvous lists the stopped agents for some seconds: in their round, the new ones would have to wait."""
     coordinator = harness.coordinator
     coordinator.record_node_exit("node0", EXIT_PLANNED)
     assert coordinator.round == "b-1"

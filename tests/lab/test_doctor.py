@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_helpers import run_docker
 
 from swarmtrain import process
 from swarmtrain.lab import Lab, network
@@ -149,3 +150,34 @@ def test_ctrl_c_leaves_nothing_of_the_probe(lab: Lab, image: str, engine: Docker
     doctor.send_signal(signal.SIGINT)
     assert doctor.wait(120) == 130
     assert is_probe_removed(lab, engine)
+
+
+@pytest.mark.test_all_only("starts a probe; tests/doctor has each finding")
+def test_a_node_that_is_down_is_a_finding_and_the_rest_is_probed(run_doctor: RunDoctor, lab: Lab) -> None:
+    run_docker(lab, "node", "update", "--availability", "drain", "node2")
+    try:
+        enough = run_doctor("runner.nodes=3", "runner.min_nodes=2", expect_healthy=True)
+        too_few = run_doctor("runner.nodes=3", "runner.min_nodes=3", expect_healthy=False)
+    finally:
+        run_docker(lab, "node", "update", "--availability", "active", "node2")
+    for answers in (enough, too_few):
+        assert map_findings(answers)["nodes"] == ["node node2: is drained"]
+        assert sorted(answers["nodes"]) == ["node0", "node1"]
+        assert [(link["a"], link["b"]) for link in answers["links"]] == [("node0", "node1")]
+
+
+@pytest.mark.test_all_only("starts a probe; tests/doctor has each finding")
+def test_a_node_without_a_mounted_folder_is_a_finding_and_the_rest_is_probed(run_doctor: RunDoctor, lab: Lab) -> None:
+    folders = [lab.get_node_disk(node) / "doctor-only" for node in ("node0", "node1")]
+    for folder in folders:
+        folder.mkdir()
+    try:
+        mount = "runner.docker_config.docker_mounts=[[/mnt/own/doctor-only, /data]]"
+        answers = run_doctor("runner.nodes=3", "runner.min_nodes=2", mount, expect_healthy=True)
+    finally:
+        for folder in folders:
+            folder.rmdir()
+    [finding] = map_findings(answers)["start"]
+    assert finding.startswith("node node2: ")
+    assert "bind source path does not exist: /mnt/own/doctor-only" in finding
+    assert sorted(answers["nodes"]) == ["node0", "node1"]

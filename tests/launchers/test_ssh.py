@@ -23,7 +23,7 @@ from stub_docker import SLOW_SECONDS
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
-from swarmtrain.errors import HostError, RunNotFound, StackError
+from swarmtrain.errors import ImageError, PlanError, RunNotFound, StackError
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
@@ -379,18 +379,80 @@ def test_a_container_that_is_being_made_when_a_deploy_is_interrupted_is_not_left
         (engine / "slow").unlink()
 
 
+def plan_again(config: Config, launcher: SshLauncher) -> Plan:
+    """Return the plan of the existing run with `config`."""
+    plan = plan_run(config)
+    return build_plan(config, launcher.read_inventory(config.runner), plan.cargo, run="demo", placement=launcher.read_placement("demo"))
+
+
+def test_a_deploy_proceeds_without_a_host_that_is_off_and_the_next_adds_it(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
+    config = build_config(tmp_path, nodes=3, min_nodes=2)
+    hosts.power_off_host("gpu-1")
+    plan = plan_run(config)
+    assert {node.name: node.host for node in plan.nodes} == {"node0": "gpu-0", "node1": "gpu-2"}
+    assert "without gpu-1, which is not usable over SSH (" in str(plan)
+    launcher.deploy_run(plan, print)
+    wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 2)
+    hosts.restore_hosts()
+    plan = plan_again(config, launcher)
+    assert {node.name: node.host for node in plan.nodes} == {"node0": "gpu-0", "node1": "gpu-2", "node2": "gpu-1"}
+    assert [action.interrupts_run for action in launcher.plan_changes(plan)] == [False]
+    launcher.deploy_run(plan, print)
+    wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 3)
+    # A host that dies later remains a host of the run: deploying again changes nothing.
+    hosts.power_off_host("gpu-2")
+    plan = plan_again(config, launcher)
+    assert [(node.name, node.host) for node in plan.missing_nodes] == [("node1", "gpu-2")]
+    assert launcher.plan_changes(plan) == []
+    launcher.deploy_run(plan, print)
+    assert {task.node: task.state for task in launcher.list_tasks("demo")} == {
+        "node0": "running",
+        "node2": "running",
+        "node1": "unreachable",
+        RENDEZVOUS_SERVICE: "running",
+    }
+    wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 2)
+    hosts.restore_hosts()
+    launcher.deploy_run(plan_again(config, launcher), print)
+    wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 3)
+
+
+def test_a_host_that_lacks_the_image_does_not_undo_a_deploy(
+    launcher: SshLauncher, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stub of docker, whose pulls fail on hosts with a file `empty`."""
+    docker = {"docker_container": "registry.lab/train:1", "docker_mounts": [[str(tmp_path), str(tmp_path)]]}
+    options = {"runner_type": "ssh_docker", "docker_config": docker, "python": sys.executable}
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {"registry.lab": {"auth": "our-login"}}}))
+    containers = SshDockerLauncher()
+    marker = hosts.get_state_dir("gpu-1") / "containers" / "empty"
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    try:
+        with pytest.raises(ImageError, match="host gpu-1: no such manifest"):
+            containers.deploy_run(plan_run(build_config(tmp_path, nodes=2, **options)), print)
+        assert containers.list_runs() == []
+        messages: list[str] = []
+        containers.deploy_run(plan_run(build_config(tmp_path, nodes=2, min_nodes=1, **options)), messages.append)
+        assert [message for message in messages if message.startswith("host gpu-1: no such manifest; the run starts without this host")]
+        wait_for_event(containers, "world", lambda event: event.data["nodes"] == 1)
+    finally:
+        marker.unlink()
+    containers.tear_down_run("demo", print)
+
+
 def test_what_hosts_lack_is_found_and_without_hosts_it_is_this_machine(launcher: SshLauncher, tmp_path: Path) -> None:
-    plan = plan_run(
-        build_config(tmp_path, nodes=3, hosts=["gpu-0 slots=1", "stranger slots=1", "nowhere slots=1"], python="/nonexistent/python")
-    )
-    found = {finding.place: f"{finding.message}; {finding.hint}" for finding in launcher.check_plan(plan)}
-    assert found.keys() == {"host gpu-0", "host stranger", "host nowhere"}
-    assert "runner.python" in found["host gpu-0"]
-    assert "Permission denied" in found["host stranger"]
-    assert "ssh-copy-id stranger" in found["host stranger"]
-    assert "Could not resolve hostname nowhere" in found["host nowhere"]
-    with pytest.raises(HostError):
-        launcher.deploy_run(plan, print)
+    config = build_config(tmp_path, nodes=3, hosts=["gpu-0 slots=1", "stranger slots=1", "nowhere slots=1"], python="/nonexistent/python")
+    with pytest.raises(PlanError) as raised:
+        plan_run(config)
+    _, *causes = raised.value.messages_with_hints
+    found = {message.split(": ")[1]: f"{message}; {hint}" for message, hint in causes}
+    assert found.keys() == {"gpu-0", "stranger", "nowhere"}
+    assert "runner.python" in found["gpu-0"]
+    assert "Permission denied" in found["stranger"]
+    assert "ssh-copy-id stranger" in found["stranger"]
+    assert "Could not resolve hostname nowhere" in found["nowhere"]
     assert launcher.list_runs() == []
     here = resolve_external_inputs(
         Config.from_json('{"runner": {"runner_type": "ssh", "script": "training_code.py"}}'), tmp_path, os.environ

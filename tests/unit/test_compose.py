@@ -15,7 +15,8 @@ from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, StackError
-from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, build_plan
+from swarmtrain.inventory import Inventory, Machine, build_offline_inventory
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml, write_stack
 
 CODE = RunFile.from_content("training_code.py", b"print('hello')\n")

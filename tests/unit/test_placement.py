@@ -10,8 +10,9 @@ import pytest
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import parse_config
 from swarmtrain.errors import PlanError
+from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.placement import FRESH_PLACEMENT, Placement, assign_nodes
-from swarmtrain.plan import Inventory, Machine, Plan, build_plan
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack
 
 CARGO = Cargo((RunFile.from_content("training_code.py", b"train()"),))
@@ -70,10 +71,96 @@ def test_a_listed_spare_replaces_a_host_that_is_down() -> None:
     inventory = make_inventory("a", "b", "c", down="b")
     assert list_hosts(make_plan(inventory, ["a", "b", "c"], 2, FRESH_PLACEMENT)) == {"node0": "a", "node1": "c"}
     assert list_hosts(make_plan(inventory, ["gone", "a", "c"], 2, FRESH_PLACEMENT)) == {"node0": "a", "node1": "c"}
-    with pytest.raises(PlanError, match="unknown node on the swarm"):
-        make_plan(inventory, ["gone", "a"], 2, FRESH_PLACEMENT)
-    with pytest.raises(PlanError, match="node b: the node is down"):
-        make_plan(inventory, ["a", "b"], 2, FRESH_PLACEMENT)
+    with pytest.raises(PlanError, match=r"config runner\.hosts: gone: the node is not in the swarm"):
+        make_plan(inventory, ["gone"], 1, FRESH_PLACEMENT)
+    with pytest.raises(PlanError, match=r"config runner\.hosts: b: the node is down"):
+        make_plan(inventory, ["b"], 1, FRESH_PLACEMENT)
+
+
+def list_missing(plan: Plan) -> dict[str, str]:
+    return {node.name: f"{node.host} is {node.missing_reason}" for node in plan.missing_nodes}
+
+
+@pytest.mark.parametrize("hosts", [None, ["a", "b", "c"]])
+def test_a_host_that_is_down_waits_while_enough_are_left(hosts: list[str] | None) -> None:
+    plan = make_plan(make_inventory("a", "b", "c", down="b"), hosts, 3, FRESH_PLACEMENT)
+    assert list_hosts(plan) == {"node0": "a", "node1": "c", "node2": "b"}
+    assert list_missing(plan) == {"node2": "b is down"}
+    assert "2 of 3 nodes with 2 ranks; elastic: 1 to 64 nodes" in str(plan)
+    assert "waits, because the host is down; " in str(plan)
+    assert plan.to_dict()["missing"] == [{"name": "node2", "host": "b", "reason": "down"}]
+    again = make_plan(make_inventory("a", "b", "c"), hosts, 3, get_placement(plan))
+    assert (list_hosts(again), list_missing(again)) == (list_hosts(plan), {})
+    assert render_stack(again).document["services"] == render_stack(plan).document["services"]
+
+
+def test_a_running_node_keeps_its_host_while_the_host_is_down() -> None:
+    first = make_plan(make_inventory("a", "b", "c"), None, 3, FRESH_PLACEMENT)
+    second = make_plan(make_inventory("a", "b", "c", "d", down="b d"), None, 3, get_placement(first))
+    assert list_hosts(second) == list_hosts(first)
+    assert list_missing(second) == {"node1": "b is down"}
+
+
+def test_a_listed_host_that_has_left_the_swarm_waits_too() -> None:
+    plan = make_plan(make_inventory("a", "b"), ["a", "gone", "b"], 3, FRESH_PLACEMENT)
+    assert list_missing(plan) == {"node2": "gone is not in the swarm (its nodes: a, b)"}
+
+
+def test_fewer_machines_than_requested_are_enough_if_min_nodes_says_so() -> None:
+    plan = make_plan(make_inventory("a", "b"), None, 4, FRESH_PLACEMENT)
+    assert list_hosts(plan) == {"node0": "a", "node1": "b"}
+    assert "2 of 4 nodes with 2 ranks" in str(plan)
+    assert "no machine for 2 nodes; deploy or scale again when more have joined" in str(plan)
+
+
+def build_shortage_error(hosts: str, *machines: Machine) -> PlanError:
+    config = parse_config(f"runner: {{nodes: 3, min_nodes: 2, hosts: {hosts}}}")
+    with pytest.raises(PlanError) as raised:
+        build_plan(config, Inventory("the swarm", (Machine("a"), *machines)), CARGO, run="demo")
+    return raised.value
+
+
+@pytest.mark.parametrize(("hosts", "place"), [("null", "config runner.nodes"), ("[a, b, c]", "config runner.hosts")])
+def test_fewer_than_min_nodes_are_an_error_with_all_reasons(hosts: str, place: str) -> None:
+    error = build_shortage_error(hosts, *(Machine(name, unavailable_reason="down", unavailable_hint="start it") for name in "bc"))
+    message = f"{place}: at least 2 of 3 nodes requested, but 1 can be used on the swarm (b is down; c is down)"
+    assert [text for text, _ in error.messages_with_hints] == [message]
+    assert error.hint
+
+
+def test_machines_with_different_problems_are_listed_with_their_hints() -> None:
+    machines = [Machine(name, unavailable_reason=f"without {name}", unavailable_hint=f"fix {name}") for name in "bc"]
+    assert build_shortage_error("[a, b, c]", *machines).messages_with_hints == (
+        ("config runner.hosts: at least 2 of 3 nodes requested, but 1 can be used on the swarm", None),
+        ("config runner.hosts: b: the node is without b", "fix b"),
+        ("config runner.hosts: c: the node is without c", "fix c"),
+    )
+
+
+def test_a_launcher_that_cannot_start_missing_nodes_does_not_create_them() -> None:
+    machines = (Machine("a"), Machine("b", unavailable_reason="not usable over SSH (no route)"), Machine("c"))
+    config = parse_config("runner: {runner_type: ssh, hosts: [a, b, c], min_nodes: 2}")
+    plan = build_plan(config, Inventory("the hosts", machines), CARGO, run="demo")
+    assert list_hosts(plan) == {"node0": "a", "node1": "c"}
+    assert "without b, which is not usable over SSH (no route); deploy or scale again to add it" in str(plan)
+    later = build_plan(
+        config, Inventory("the hosts", tuple(Machine(host) for host in "abc")), CARGO, run="demo", placement=get_placement(plan)
+    )
+    assert list_hosts(later) == {"node0": "a", "node1": "c", "node2": "b"}
+
+
+def test_a_host_that_a_check_refuses_is_missing() -> None:
+    plan = make_plan(make_inventory("a", "b", "c"), None, 3, FRESH_PLACEMENT)
+    reduced = plan.exclude_hosts({"b": ("without the mount", "mount it")})
+    assert (list_hosts(reduced), list_missing(reduced)) == (list_hosts(plan), {"node1": "b is without the mount"})
+    assert (reduced.world_size, reduced.can_form_world) == (2, True)
+    assert not make_plan(make_inventory("a"), None, 1, FRESH_PLACEMENT).exclude_hosts({"a": ("down", "")}).can_form_world
+
+
+def test_a_machine_that_has_joined_twice_is_its_available_entry() -> None:
+    machines = (Machine("a", id="old", unavailable_reason="down"), Machine("a", id="new"))
+    config = parse_config("runner: {hosts: [a]}")
+    assert build_plan(config, Inventory("the swarm", machines), CARGO, run="demo").missing_nodes == ()
 
 
 def test_the_coordinator_keeps_its_manager_on_the_host_network() -> None:
@@ -144,15 +231,18 @@ def check_sequence(seed: int, *, steps: int, with_specs: bool) -> int:
 
 def check_change(before: Plan, after: Plan, cluster: SimulatedCluster, *, with_specs: bool) -> None:
     old, new = list_hosts(before), list_hosts(after)
-    assert len(set(new.values())) == len(new) == cluster.node_count
-    usable = cluster.list_usable_hosts()
-    assert set(new.values()) <= usable
+    usable, node_count = cluster.list_usable_hosts(), cluster.node_count
+    assert len(set(new.values())) == len(new) <= node_count
+    assert {node.host for node in after.available_nodes} <= usable
+    assert {node.host for node in after.missing_nodes}.isdisjoint(usable)
+    # All usable hosts are used before a node waits for another one.
+    assert len(after.available_nodes) == min(node_count, len(usable))
     # No service is interrupted whose host did not change, and each host that is still usable is kept while there are enough nodes.
     interrupted = [node for node in old if new.get(node) != old[node]]
     assert not [node for node in interrupted if old[node] in new.values()]
     assert len(interrupted) <= len(set(old.values()) ^ set(new.values()))
     still_usable = [node for node in old if old[node] in usable]
-    assert sum(new.get(node) == old[node] for node in old) == min(len(still_usable), cluster.node_count)
+    assert sum(new.get(node) == old[node] for node in still_usable) == min(len(still_usable), node_count)
     if with_specs and before.config.runner.node_range[0] == after.config.runner.node_range[0]:
         documents = [render_stack(plan).document["services"] for plan in (before, after)]
         kept = [node for node in old if new.get(node) == old[node]]

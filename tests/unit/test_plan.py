@@ -10,7 +10,8 @@ from swarmtrain.cargo import Cargo, RunFile, read_cargo
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
-from swarmtrain.plan import Inventory, Machine, Plan, build_offline_inventory, build_plan
+from swarmtrain.inventory import Inventory, Machine, build_offline_inventory
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack
 
 NODE_ID = "abcdefghijklmnopqrstuvwx0"
@@ -117,7 +118,7 @@ def test_labels_choose_nodes() -> None:
     inventory = build_inventory(Machine("a", labels={"gpu": "old"}), Machine("b", labels={"gpu": "new", "x": "y"}))
     assert [node.host for node in plan_demo(inventory, "runner.swarm.labels={gpu: new}").nodes] == ["b"]
     assert get_refusal(inventory, "runner.swarm.labels={gpu: new}", "runner.nodes=2") == (
-        "config runner.nodes: 2 nodes requested, but the swarm has 1 that can be used (a lacks the labels)"
+        "config runner.nodes: 2 nodes requested, but 1 can be used on the swarm (a lacks the labels)"
     )
 
 
@@ -129,8 +130,10 @@ def test_slots_follow_the_gpus_where_gpus_are_used() -> None:
 
 
 def test_what_the_cluster_cannot_hold_is_refused() -> None:
-    assert get_refusal(THREE_MACHINES, "runner.hosts=[d]") == "config runner.hosts: d: unknown node on the swarm; available nodes: a, b, c"
-    assert get_refusal(build_inventory(Machine("a", unavailable_reason="down")), "runner.hosts=[a]") == "node a: the node is down"
+    assert get_refusal(THREE_MACHINES, "runner.hosts=[d]") == ("config runner.hosts: d: the node is not in the swarm (its nodes: a, b, c)")
+    assert get_refusal(build_inventory(Machine("a", unavailable_reason="down")), "runner.hosts=[a]") == (
+        "config runner.hosts: a: the node is down"
+    )
     assert "a is drained" in get_refusal(build_inventory(Machine("a", unavailable_reason="drained")))
     assert get_refusal(THREE_MACHINES, "runner.nodes=3", "topology.model_parallel_size=2").startswith(
         "config topology: 3 ranks are not a multiple of"

@@ -58,6 +58,8 @@ class Capabilities:
     """Whether ranks see the GPUs listed in runner.hosts only if swarm.gpu is visible."""
     has_equal_nodes: bool = False
     """Whether a scheduler gives all nodes of a job the same slots, by default one for each GPU that runner.slurm requests."""
+    starts_missing_nodes: bool = False
+    """Whether a node whose machine is missing starts by itself when the machine becomes available, so that it can be created at once."""
     has_managers: bool = False
     """Whether the nodes run in a swarm with managers: a manager runs the coordinator, and the doctor queries the managers."""
 
@@ -79,6 +81,7 @@ BUILT_IN_LAUNCHERS = {
             runs_in_containers=True,
             runs_as_folder_owner=True,
             requires_gpu_mode=True,
+            starts_missing_nodes=True,
             has_managers=True,
         ),
     ),

@@ -86,7 +86,7 @@ def make_node_identity_unique() -> None:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     # torch has no public access to the counter.
-    DynamicRendezvousHandler._node_desc_generator._local_id = secrets.randbits(48)  # noqa: SLF001
+    DynamicRendezvousHandler._node_desc_generator._local_id = secrets.randbits(48)
 
 
 def _build_launch_config(env: NodeEnv, round: str, advertised_address: str | None, logs_specs: DefaultLogsSpecs) -> LaunchConfig:

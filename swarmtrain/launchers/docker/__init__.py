@@ -21,6 +21,7 @@ from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
 from swarmtrain.images.transfer_progress import pull_image_if_missing
+from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
@@ -30,7 +31,7 @@ from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
 from swarmtrain.launchers.docker import container_specs, container_state, update_stream
 from swarmtrain.launchers.docker.container_state import Container
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Inventory, Machine, Plan
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, LABEL_CODE, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SECRETS, RENDEZVOUS_SERVICE, Event
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.mounts import WORKSPACE

@@ -19,12 +19,13 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import RunNotFound
+from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Inventory, Machine, Plan
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env

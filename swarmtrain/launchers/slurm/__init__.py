@@ -19,6 +19,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, StackError
+from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import translate_os_errors
@@ -32,7 +33,7 @@ from swarmtrain.launchers.slurm.slurm_run_folder import (
     read_node_state,
 )
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Inventory, Machine, Plan
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, Event
 from swarmtrain.render.sbatch_script import (
     GRACEFUL_EXIT_SIGNAL,

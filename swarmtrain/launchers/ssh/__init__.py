@@ -25,17 +25,18 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError
+from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.local_run_folder import build_version_error, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, update_stream
-from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, connect_hosts, list_hosts
+from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, list_hosts
 from swarmtrain.launchers.ssh.image_pull import pull_image
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_container_exec_argv, build_host_exec_argv, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
 from swarmtrain.placement import Placement
-from swarmtrain.plan import Inventory, Machine, Plan
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.remote_agent import PUBLIC_FILE_MODE, SECRET_FILE_MODE
@@ -102,8 +103,21 @@ class SshLauncher:
         return "its hosts"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
-        """Return an inventory of the hosts in the config, by default this machine. Raises HostError if a host cannot be reached."""
-        return _read_host_inventory(runner)
+        """Return an inventory of the hosts in the config, by default this machine, with the GPUs of each. A host may be unavailable."""
+        interpreter = _resolve_interpreter(runner)
+        names = [host.name for host in list_hosts(runner)]
+        with self._connections.build_host_group(names, dict.fromkeys(names, interpreter)) as host_group:
+            host_info, failed = host_group.collect_results_and_errors(lambda host: host.call_agent("describe_host"))
+        machines = [
+            Machine(
+                host=name,
+                unavailable_reason=f"not usable over SSH ({failed[name].message})" if name in failed else "",
+                unavailable_hint=(failed[name].hint or "") if name in failed else "",
+                resources={runner.swarm.generic_resource: host_info[name]["gpus"]} if name in host_info else {},
+            )
+            for name in names
+        ]
+        return Inventory("the hosts that the config lists, over SSH" if runner.hosts else "this machine", tuple(machines))
 
     def check_plan(self, plan: Plan) -> list[Finding]:
         """Return the problems of each host that would prevent nodes from running on it."""
@@ -137,19 +151,33 @@ class SshLauncher:
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
             try:
                 if self.capabilities.runs_in_containers:
-                    pull_image(plan, host_group, [host for host, specs in desired.specs.items() if specs], report_progress)
+                    plan, desired = self._pull_image(plan, host_group, desired, report_progress)
                 self._reconcile_processes(plan, host_group, desired, report_progress)
             except BaseException:
                 if is_first_deploy:
                     self._roll_back_first_deploy(host_group, plan.run)
                 raise
 
+    def _pull_image(
+        self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter
+    ) -> tuple[Plan, DesiredState]:
+        """Pull the image on all hosts, and return plan and state without hosts that lack it. Raises ImageError if too few are left."""
+        errors = pull_image(plan, host_group, [host for host, specs in desired.specs.items() if specs], report_progress)
+        if not errors:
+            return plan, desired
+        reduced = plan.exclude_hosts({host: (error.message, error.hint or "") for host, error in errors.items()})
+        if not reduced.can_form_world:
+            raise next(iter(errors.values()))
+        for error in errors.values():
+            report_progress(f"{error}; the run starts without this host. To fix it: {error.hint}")
+        return reduced, _compute_desired_state(reduced, host_group, self._find_run_record(plan.run))
+
     def _reconcile_processes(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
         run, record = plan.run, desired.record
         removed_hosts = [host for host, host_state in desired.host_states.items() if host_state["marker"] and host not in desired.specs]
         # Until the deploy is complete, the index also lists the hosts that the plan removes from the run: if the deploy is interrupted,
         # a later command finds all processes.
-        for host in record.interpreters.keys() - desired.host_states.keys():
+        for host in record.interpreters.keys() - desired.host_states.keys() - set(record.nodes.values()):
             report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
         self._index.write_record(run, replace(record, interpreters=pythons))
@@ -337,13 +365,15 @@ class SshLauncher:
         return None
 
     def _connect_all_hosts(self, plan: Plan) -> HostGroup:
-        """Return connections to the hosts of the plan, and to the hosts that the run uses now."""
+        """Return connections to the hosts of the plan, and to the hosts that the run uses now, except those that the plan misses."""
         previous = self._find_run_record(plan.run)
         return self._connect_planned_hosts(plan, previous.interpreters if previous else {})
 
     def _connect_planned_hosts(self, plan: Plan, previous_interpreters: dict[str, str] | None = None) -> HostGroup:
         pythons = {**(previous_interpreters or {}), **{node.host: _resolve_interpreter(plan.config.runner) for node in plan.nodes}}
-        return self._connections.build_host_group([*dict.fromkeys([*(node.host for node in plan.nodes), *pythons])], pythons)
+        missing = {node.host for node in plan.missing_nodes}
+        names = dict.fromkeys([*(node.host for node in plan.nodes), *(name for name in pythons if name not in missing)])
+        return self._connections.build_host_group([*names], pythons)
 
 
 class SshDockerLauncher(SshLauncher):
@@ -351,21 +381,6 @@ class SshDockerLauncher(SshLauncher):
 
     runner_type = "ssh_docker"
     capabilities = find_capabilities("ssh_docker")
-
-
-def _read_host_inventory(runner: RunnerConfig) -> Inventory:
-    """Return an inventory of the hosts in the config, by default this machine.
-
-    A host is queried for its GPUs if the config does not define its slots. Raises HostError if it cannot be reached.
-    """
-    hosts = list_hosts(runner)
-    names = [host.name for host in hosts]
-    hosts_without_slots = [host.name for host in hosts if not (host.slots or runner.default_gpu_count)]
-    with connect_hosts(names, dict.fromkeys(names, _resolve_interpreter(runner))) as host_group:
-        host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host"), hosts_without_slots)
-    gpus = {name: {runner.swarm.generic_resource: info["gpus"]} for name, info in host_info.items()}
-    origin = "the hosts that the config lists, over SSH" if runner.hosts else "this machine"
-    return Inventory(origin, tuple(Machine(host=name, resources=gpus.get(name, {})) for name in names))
 
 
 def _resolve_interpreter(runner: RunnerConfig) -> str:
@@ -420,10 +435,16 @@ def _compute_desired_state(plan: Plan, host_group: HostGroup, previous_record: S
         raise build_version_error(run, "deploy again") from None
     coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
     address = deployed.address if deployed is not None and coordinator_stays else resolve_host_address(runner, planned[0], host_info)
+    # The nodes that the run has on hosts which are missing now: their processes may still run there.
+    absent_nodes = {
+        node.name: node.host
+        for node in plan.missing_nodes
+        if previous_record and previous_record.nodes.get(node.name) == node.host and node.host not in host_group.hosts
+    }
     record = SshRunRecord(
         # If a host that the plan removes from the run cannot be reached, the next command that changes the run retries.
-        interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable)},
-        nodes={node.name: node.host for node in plan.nodes},
+        interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable, *absent_nodes.values())},
+        nodes={node.name: node.host for node in plan.nodes} | absent_nodes,
         address=address,
         store_port=plan.master_port,
         coordinator_port=plan.master_port + 1,

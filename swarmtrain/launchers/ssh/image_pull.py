@@ -20,10 +20,10 @@ _LOGIN_FILE = "docker/config.json"
 _DOCKER_HUB_REGISTRY = "https://index.docker.io/v1/"
 
 
-def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progress: ProgressReporter) -> None:
+def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progress: ProgressReporter) -> dict[str, ImageError]:
     """Pull the image on all `hosts` in parallel. A host on which the pull fails uses its local copy of the image.
 
-    Raises ImageError if the pull fails on a host without a local copy.
+    Return the errors, by host, of the hosts on which the pull failed that have no local copy.
     """
     image, docker = plan.config.runner.docker_config.docker_container, build_docker_argv(plan)
     report_progress(f"pulling {image}")
@@ -41,10 +41,12 @@ def pull_image(plan: Plan, host_group: HostGroup, hosts: list[str], report_progr
             return ""
         return str(result["output"]).strip() or f"exit code {result['exit_code']}"
 
-    for name, error in host_group.run_on_hosts(pull_image_on_host, hosts).items():
-        if error:
-            hint = f"run docker login on this machine, or on {name}; to see the complete error, run: ssh {name} docker pull {image}"
-            raise ImageError(error.splitlines()[-1], place=f"host {name}", hint=hint)
+    def build_error(name: str, output: str) -> ImageError:
+        hint = f"run docker login on this machine, or on {name}; to see the complete error, run: ssh {name} docker pull {image}"
+        return ImageError(output.splitlines()[-1], place=f"host {name}", hint=hint)
+
+    outputs = host_group.run_on_hosts(pull_image_on_host, hosts)
+    return {name: build_error(name, output) for name, output in outputs.items() if output}
 
 
 def _pull_image_with_login(host: Host, run: str, docker_argv: list[str], image: str, login: str) -> dict[str, object]:

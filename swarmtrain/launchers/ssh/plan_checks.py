@@ -37,7 +37,7 @@ def collect_findings(plan: Plan, host_group: HostGroup, *, ports: tuple[int, ...
         )
 
     results, failed = host_group.collect_results_and_errors(check_host)
-    findings = [Finding(str(error.place), error.message, error.hint) for error in failed.values()]
+    findings = [Finding(str(error.place), error.message, error.hint, host=name) for name, error in failed.items()]
     findings += [finding for host_findings in results.values() for finding in host_findings]
     return [*findings, *([] if failed or uses_docker else _check_shared_save_dir(plan, host_group))]
 
@@ -48,7 +48,9 @@ def _check_machine(name: str, host_info: dict[str, Any], expected_time: float) -
     if host_info["taken_ports"]:
         ports = ", ".join(map(str, host_info["taken_ports"]))
         findings.append(
-            Finding(place, f"another process listens on port {ports}, which the run needs", "set runner.master_port to a free port")
+            Finding(
+                place, f"another process listens on port {ports}, which the run needs", "set runner.master_port to a free port", host=name
+            )
         )
     if abs(host_info["time"] - expected_time) > _MAX_CLOCK_OFFSET_SECONDS:
         hint = "timedatectl set-ntp true"
@@ -75,18 +77,21 @@ def _check_interpreter(host: Host, interpreter: str, env: dict[str, str]) -> lis
                 place,
                 f"{interpreter} cannot import swarmtrain: {result['error']}",
                 f"{interpreter} -m pip install 'swarmtrain[train]' on that host",
+                host=host.name,
             )
         ]
     findings = []
     if result["swarmtrain"] != __version__:
         message = f"has swarmtrain {result['swarmtrain']}, but this machine has {__version__}"
-        findings.append(Finding(place, message, "install the same version on all hosts, or select another interpreter with runner.python"))
+        hint = "install the same version on all hosts, or select another interpreter with runner.python"
+        findings.append(Finding(place, message, hint, host=host.name))
     if not result["torch"]:
         findings.append(
             Finding(
                 place,
                 f"{interpreter} cannot find torch, which the ranks need",
                 f"{interpreter} -m pip install 'swarmtrain[train]' on that host",
+                host=host.name,
             )
         )
     return findings
@@ -102,7 +107,8 @@ def _check_docker(host: Host, plan: Plan) -> list[Finding]:
         f"add the SSH user to the group docker, or allow passwordless sudo and set runner.docker_config.docker_sudo; to see the error, run "
         f"{' '.join(argv)}"
     )
-    return [Finding(f"host {host.name}", output_lines[-1] if output_lines else "cannot connect to the Docker daemon", hint)]
+    message = output_lines[-1] if output_lines else "cannot connect to the Docker daemon"
+    return [Finding(f"host {host.name}", message, hint, host=host.name)]
 
 
 def _check_shared_save_dir(plan: Plan, host_group: HostGroup) -> list[Finding]:

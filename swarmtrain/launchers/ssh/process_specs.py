@@ -13,7 +13,8 @@ from swarmtrain.cargo import Cargo
 from swarmtrain.config.schema.runner import DockerConfig
 from swarmtrain.launchers.common.docker_engine import build_exec_argv
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
-from swarmtrain.plan import Plan, PlannedNode
+from swarmtrain.node_selection import PlannedNode
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env

@@ -21,6 +21,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin_image
 from swarmtrain.images.swarm_nodes import build_engine_address, get_engine_node_id
+from swarmtrain.inventory import Inventory
 from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
@@ -28,6 +29,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_a
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.swarm import cluster_state, code_placement, plan_checks, teardown
+from swarmtrain.launchers.swarm.convergence import StartupTolerance
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
@@ -37,7 +39,7 @@ from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.launchers.swarm.update_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.placement import Placement
-from swarmtrain.plan import Inventory, Plan
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import Stack, render_stack
@@ -78,7 +80,12 @@ class SwarmLauncher:
         desired = self._pin_images(render_stack(self._place_code(plan, report_progress)))
         self._deployed_at[plan.run] = time.time()
         deploy_stack(
-            self._engine, _build_resource_request(plan), lambda: self._plan_reconcile_steps(desired), report_progress, self._timeouts
+            self._engine,
+            _build_resource_request(plan),
+            lambda: self._plan_reconcile_steps(desired),
+            report_progress,
+            self._timeouts,
+            tolerance=_build_startup_tolerance(plan),
         )
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
@@ -276,8 +283,14 @@ def _build_resource_request(plan: Plan) -> ResourceRequest:
     if swarm.gpu is not GpuMode.reserve:
         return ResourceRequest(plan.run)
     return ResourceRequest(
-        plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.nodes}, can_wait=not plan.is_probe
+        plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.available_nodes}, can_wait=not plan.is_probe
     )
+
+
+def _build_startup_tolerance(plan: Plan) -> StartupTolerance:
+    """Return which nodes of `plan` a deploy does not wait for. All nodes of a probe must start."""
+    max_refused_nodes = 0 if plan.is_probe else max(0, len(plan.available_nodes) - plan.min_nodes)
+    return StartupTolerance(frozenset(node.name for node in plan.missing_nodes), max_refused_nodes)
 
 
 def _parse_digest(object_name: str) -> str:

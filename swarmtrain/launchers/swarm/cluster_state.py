@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
-from swarmtrain.plan import Inventory, Machine
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 
 # Labels on the lock of a run, on its entry in the GPU queue, and on both.
@@ -310,13 +310,15 @@ def read_inventory(engine: DockerEngine) -> Inventory:
 
 def _parse_machine(node: dict[str, Any]) -> Machine:
     description = node["Description"]
+    unavailable_reason = _describe_node_unavailability(node)
     return Machine(
         host=description["Hostname"],
         id=node["ID"],
         # Old engines show a leader's own address as 0.0.0.0; a manager's valid address is the one that it advertises to the others.
         address=(node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]") or node["Status"].get("Addr", ""),
         is_manager=node["Spec"]["Role"] == "manager",
-        unavailable_reason=_describe_node_unavailability(node),
+        unavailable_reason=unavailable_reason,
+        unavailable_hint=_suggest_availability_fix(description["Hostname"], unavailable_reason),
         labels=node["Spec"].get("Labels") or {},
         resources=count_resources_by_kind(description.get("Resources", {}).get("GenericResources") or []),
         engine=description.get("Engine", {}).get("EngineVersion", ""),
@@ -327,6 +329,12 @@ def _describe_node_unavailability(node: dict[str, Any]) -> str:
     if node["Status"]["State"] != "ready":
         return str(node["Status"]["State"])
     return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")
+
+
+def _suggest_availability_fix(host: str, unavailable_reason: str) -> str:
+    if unavailable_reason in ("drained", "paused"):
+        return f"docker node update --availability active {host}"
+    return "start the node; docker node ls shows when it is ready" if unavailable_reason else ""
 
 
 def build_natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:

@@ -1,7 +1,7 @@
 """Wait until a stack runs, report pending tasks with Swarm's messages, and fail if a service cannot be started.
 
 A task that no node can run at the moment is reported and stays pending: a node may become available. If a node repeatedly rejects a task
-(no such image, no such folder), the deploy fails.
+(no such image, no such folder), the deploy fails, unless enough other nodes are left.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarmtrain.errors import StackError
+from swarmtrain.errors import NodesRefused
 from swarmtrain.launchers.base import ProgressReporter, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -48,11 +48,39 @@ _STEADY_AFTER_FAILURE_SECONDS = 3.0
 _FINAL_LINES = 5
 
 
+@dataclass(frozen=True)
+class StartupTolerance:
+    """The nodes without which a stack counts as running."""
+
+    missing_nodes: frozenset[str] = frozenset()
+    """Names of nodes whose machines are missing: Swarm starts them later."""
+    max_refused_nodes: int = 0
+    """Number of other nodes that their machines may refuse to start. Swarm keeps retrying them."""
+
+
+NO_TOLERANCE = StartupTolerance()
+"""All nodes must start."""
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a service cannot be started on its machine, and how to fix it."""
+
+    service: str
+    host: str
+    reason: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.service} on {self.host or 'no host'}: {self.reason}"
+
+
 @dataclass
 class _StartupProgress:
     """Progress of a startup: the messages that were already reported, and the time at which the state last changed."""
 
     reported_lines: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
     started_at: float = field(default_factory=time.monotonic)
     changed_at: float = field(default_factory=time.monotonic)
     reminded_at: float = field(default_factory=time.monotonic)
@@ -72,13 +100,16 @@ def wait_until_services_running(
     report_progress: ProgressReporter,
     check_ownership: Callable[[], None],
     timeouts: SwarmTimeouts,
+    tolerance: StartupTolerance = NO_TOLERANCE,
 ) -> None:
     """Wait until every service of `stack` runs, is complete, or waits for a node that is not available.
+
+    Nodes that `tolerance` allows to be missing or refused are not waited for; a refused one is reported.
 
     `old_task_ids` are the ids of tasks from before the deploy; Swarm creates a new task for each service in `restarted_service_ids`.
     `check_ownership` is called on each poll, and raises if another command has changed the stack.
 
-    Raises StackError, with the node's reason, for a service that cannot be started.
+    Raises NodesRefused, with the machine's reason, for a service that cannot be started.
     """
     progress = _StartupProgress()
     hosts = cluster_state.read_host_names(engine)
@@ -87,11 +118,12 @@ def wait_until_services_running(
         services = cluster_state.list_services(engine, stack)
         tasks = cluster_state.list_tasks(engine, stack)
         new_tasks = [task for task in tasks if task.id not in old_task_ids]
-        _raise_if_tasks_failed_to_start(engine, stack, services, new_tasks, hosts)
+        _report_refusals(_find_refusals(engine, stack, services, new_tasks, hosts), stack, tolerance, progress, report_progress)
         # Until Swarm has created the new task, the newest one is the old one, whose state is irrelevant.
         stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
         tasks = [task for task in tasks if task.id not in stale_ids]
-        states = [cluster_state.build_task_state(service.get_short_name(stack), tasks, service, hosts) for service in services]
+        expected = [service for service in services if service.get_short_name(stack) not in tolerance.missing_nodes | progress.refused]
+        states = [cluster_state.build_task_state(service.get_short_name(stack), tasks, service, hosts) for service in expected]
         _report_state_changes(
             states,
             {service.get_short_name(stack) for service in services if _is_service_unchanged(service, tasks, old_task_ids)},
@@ -166,11 +198,29 @@ def _should_stop_waiting(
     return False
 
 
-def _raise_if_tasks_failed_to_start(
-    engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], host_name_by_node_id: dict[str, str]
+def _report_refusals(
+    refusals: list[_Refusal], stack: str, tolerance: StartupTolerance, progress: _StartupProgress, report_progress: ProgressReporter
 ) -> None:
-    complaints = []
-    hints = []
+    """Report each new refusal. Raises NodesRefused if the coordinator is refused, or more nodes than `tolerance` allows."""
+    refused = {refusal.service for refusal in refusals}
+    if RENDEZVOUS_SERVICE in refused or len(refused - tolerance.missing_nodes) > tolerance.max_refused_nodes:
+        raise NodesRefused(
+            f"cannot be started: {'; '.join(map(str, refusals))}",
+            place=f"run {stack}",
+            hint=refusals[0].hint,
+            reasons={refusal.host: (refusal.reason, refusal.hint) for refusal in refusals if refusal.service != RENDEZVOUS_SERVICE},
+        )
+    for refusal in refusals:
+        if refusal.service not in progress.refused:
+            progress.refused.add(refusal.service)
+            report_progress(f"{refusal}; the run starts without it, and Swarm keeps retrying. To fix it: {refusal.hint}")
+
+
+def _find_refusals(
+    engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], host_name_by_node_id: dict[str, str]
+) -> list[_Refusal]:
+    """Return the services whose tasks failed to start so often that waiting is of no use."""
+    refusals = []
     for service in services:
         name = service.get_short_name(stack)
         failed_tasks = [
@@ -187,10 +237,9 @@ def _raise_if_tasks_failed_to_start(
         )
         if len(failed_tasks) >= limit:
             final_lines = _read_last_log_lines(engine, service, name) if failed_tasks[-1].state == "failed" else ""
-            complaints.append(f"{name} on {host_name_by_node_id.get(failed_tasks[-1].node_id, 'no host')}: {reason}{final_lines}")
-            hints.append(hint)
-    if complaints:
-        raise StackError("cannot be started: " + "; ".join(complaints), place=f"run {stack}", hint=hints[0])
+            host = host_name_by_node_id.get(failed_tasks[-1].node_id, "")
+            refusals.append(_Refusal(name, host, f"{reason}{final_lines}", hint))
+    return refusals
 
 
 def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:

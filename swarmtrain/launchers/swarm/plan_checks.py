@@ -9,13 +9,14 @@ from swarmtrain.config.schema.fields.validators import HOST_NETWORK
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import EngineError, ImageError, StackError
 from swarmtrain.images import contents, pin_image
+from swarmtrain.inventory import Machine
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.reconcile import check_networks
 from swarmtrain.launchers.swarm.service_specs import StackSpecs
-from swarmtrain.plan import Machine, Plan
+from swarmtrain.plan import Plan
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS
 
 _STORE_PORT_PREFIX = f"{ENV_PREFIX}STORE_PORT="
@@ -30,7 +31,7 @@ _BROKEN_PULL_VERSIONS = ((29, 6, 0), (29, 6, 2))
 def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
     """Return the problems that would prevent `plan` from running. Raises EngineError if the managers do not answer."""
     machines = cluster_state.read_inventory(engine).machines
-    planned_machines = [machine for node in plan.nodes for machine in machines if node.host in (machine.host, machine.id)]
+    planned_machines = [machine for node in plan.available_nodes for machine in machines if node.host in (machine.host, machine.id)]
     return [
         *_check_foreign_stack(engine, plan),
         *_check_image(engine, plan),
@@ -124,6 +125,7 @@ def _check_resources(plan: Plan, planned_machines: list[Machine]) -> list[Findin
             f"has {machine.resources.get(swarm.generic_resource, 0)} {swarm.generic_resource}, and {slots[machine.host]} are requested",
             format_gpu_settings(swarm.generic_resource),
             why="Swarm assigns only the GPUs that the engine's daemon.json declares; alternatively, reduce the slots",
+            host=machine.host,
         )
         for machine in planned_machines
         if machine.resources.get(swarm.generic_resource, 0) < slots.get(machine.host, 0)

@@ -9,7 +9,7 @@ from swarmtrain.errors import EngineError, StackError, SwarmtrainError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.launchers.swarm import cluster_state, teardown
-from swarmtrain.launchers.swarm.convergence import list_task_ids, wait_until_services_running
+from swarmtrain.launchers.swarm.convergence import NO_TOLERANCE, StartupTolerance, list_task_ids, wait_until_services_running
 from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, wait_for_resources
 from swarmtrain.launchers.swarm.run_lock import RunLock
@@ -27,13 +27,17 @@ def deploy_stack(
     plan_steps: Callable[[], list[ReconcileStep]],
     report_progress: ProgressReporter,
     timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS,
+    *,
+    tolerance: StartupTolerance = NO_TOLERANCE,
 ) -> None:
     """Apply the steps that `plan_steps` returns under the run's lock, and wait until the stack runs. Raises SwarmtrainError.
+
+    `tolerance`: the nodes without which the stack also counts as running.
 
     If `request` contains resources, nothing is changed until all of them are free. The lock is held during changes, and preemptible during
     waits for resources or containers: if another command takes the lock then, this deploy makes no more changes.
     """
-    deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts)
+    deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts, tolerance=tolerance)
     with deployment.lock.hold_lock(report_progress):
         deployment.deploy_stack()
 
@@ -46,14 +50,11 @@ class _StackDeployment:
         plan_steps: Callable[[], list[ReconcileStep]],
         report_progress: ProgressReporter,
         timeouts: SwarmTimeouts,
+        *,
+        tolerance: StartupTolerance,
     ) -> None:
-        self._engine, self._request, self._plan_steps, self._report_progress, self._timeouts = (
-            engine,
-            request,
-            plan_steps,
-            report_progress,
-            timeouts,
-        )
+        self._engine, self._request, self._plan_steps = engine, request, plan_steps
+        self._report_progress, self._timeouts, self._tolerance = report_progress, timeouts, tolerance
         self._stack = request.run
         self.lock = RunLock(engine, request.run, "is deploying it", timeouts)
         self._created: set[str] = set()
@@ -95,6 +96,7 @@ class _StackDeployment:
             report_progress=self._report_progress,
             check_ownership=self._check_stack_ownership,
             timeouts=self._timeouts,
+            tolerance=self._tolerance,
         )
         removed_services = [step.service for step in applied if step.verb is StepVerb.remove and step.service]
         teardown.wait_until_services_stopped(self._engine, self._stack, removed_services, self._report_progress)
