@@ -32,17 +32,19 @@ from benchmarks.measurement import (
 )
 from swarmtrain import images, process, protocol
 from swarmtrain.cargo import Cargo, RunFile
+from swarmtrain.config import Config
 from swarmtrain.config.loader import load_config
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.node_selection import PlannedNode
-from swarmtrain.plan import Plan
+from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render import stack_document
 
 _REPEATS = 2
 _NODE_COUNT = 4
 _SERVICE_COUNT = 100
+_MISSING_MACHINE_REPEATS = 5
 _RUN_NAME = "hundred"
 _IMAGE = f"{REGISTRY_ADDRESS}/idle:bench"
 _PLAN_FILE = BUILD / "hundred" / "plan"
@@ -106,6 +108,36 @@ def measure_status_and_plan() -> Iterator[BenchmarkRow]:
     yield BenchmarkRow(
         "status-100/plan", f"`swarmtrain plan` {subject}, with what a deploy would change", "s", plan_times, limit=1, note=note
     )
+
+
+def measure_missing_machine() -> Iterator[BenchmarkRow]:
+    """Measure the wall time, in seconds, of a deploy of four nodes with one machine powered off, against all four running."""
+    with run_lab(_NODE_COUNT) as lab:
+        engine = DockerEngine(lab.get_docker_host("node0"))
+        _provide_image(engine)
+        overrides = [f"runner.nodes={_NODE_COUNT}", "runner.docker_config.docker_mounts=[]"]
+        config = load_config(ROOT / "examples/quickstart.yml", [*overrides, f"runner.docker_config.docker_container={_IMAGE}"])
+        cargo = Cargo((RunFile.from_content(config.runner.script.name, b"idle\n"),))
+
+        def measure_deploys(count: int) -> list[float]:
+            return [_measure_deploy(engine, config, cargo) for _ in range(count)]
+
+        measure_deploys(1)  # pulls the image
+        all_running = measure_deploys(_MISSING_MACHINE_REPEATS)
+        lab.power_off_node("node3", report_progress=print_progress)
+        wait_until(lambda: bool(cluster_state.read_down_nodes(engine)), "node3 does not count as down")
+        one_missing = measure_deploys(_MISSING_MACHINE_REPEATS)
+    result, baseline = Sample.from_values(one_missing), Sample.from_values(all_running)
+    description = "plan and deploy of a run on four machines, one of which is powered off, until the command returns"
+    yield BenchmarkRow("missing-machine", description, "s", result, baseline, "the same with all four running", limit=baseline.median + 2)
+
+
+def _measure_deploy(engine: DockerEngine, config: Config, cargo: Cargo) -> float:
+    launcher, started_at = SwarmLauncher(engine.address), time.monotonic()
+    launcher.deploy_run(build_plan(config, launcher.read_inventory(config.runner), cargo, run=_RUN_NAME), lambda line: None)
+    duration = time.monotonic() - started_at
+    launcher.tear_down_run(_RUN_NAME, lambda line: None)
+    return duration
 
 
 def _build_rows(results: list[ServiceTimes], baselines: list[ServiceTimes]) -> Iterator[BenchmarkRow]:

@@ -35,6 +35,7 @@ BENCHMARKS = (
     Benchmark("interrupted", "remaining objects after interrupted starts, by launcher", launchers.measure_interrupted_starts),
     Benchmark("doctor-4", "doctor on four nodes, with its probe and all their links", run_startup.measure_doctor),
     Benchmark("services-100", "deployment and removal of 100 services", idle_services.measure_services),
+    Benchmark("missing-machine", "deploy with one of four machines powered off", idle_services.measure_missing_machine),
     Benchmark("status-100", "status and plan of a run of 100 services", idle_services.measure_status_and_plan),
     Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
