@@ -48,9 +48,7 @@ _MAX_NAME_LENGTH = 64
 _MAX_NODES_IN_SLASH_24 = 100
 _LARGE_SUBNET = "10.128.0.0/16"
 _IPV4_PATTERN = re.compile(r"[0-9.]+")
-# On the host network, a restarted container has the same name and process id as its predecessor. Until torch's elastic agents have dropped
-# the predecessor (6 s), they would mistake the new container for it.
-_RESTART_DELAY, _RESTART_DELAY_ON_HOST_NETWORK = "2s", "8s"
+_RESTART_DELAY = "2s"
 _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 
 
@@ -276,10 +274,7 @@ def _build_deploy_section(
         "labels": {LABEL_RUN: plan.run, LABEL_ROLE: role, LABEL_CONFIG: swarm_objects.config_digest, **labels},
         "placement": {"constraints": constraints},
         # A task is restarted after every exit code except 0. The coordinator enforces the restart budget.
-        "restart_policy": {
-            "condition": "on-failure",
-            "delay": _RESTART_DELAY_ON_HOST_NETWORK if plan.coordinator_machine else _RESTART_DELAY,
-        },
+        "restart_policy": {"condition": "on-failure", "delay": _RESTART_DELAY},
         "update_config": {"parallelism": 1, "order": "stop-first", "failure_action": "continue"},
     }
 

@@ -172,7 +172,7 @@ def test_a_node_without_a_mounted_folder_is_a_finding_and_the_rest_is_probed(run
     for folder in folders:
         folder.mkdir()
     try:
-        mount = "runner.docker_config.docker_mounts=[[/mnt/own/doctor-only, /data]]"
+        mount = "runner.docker_config.docker_mounts=[[/mnt/shared, /workspace/runs], [/mnt/own/doctor-only, /data]]"
         answers = run_doctor("runner.nodes=3", "runner.min_nodes=2", mount, expect_healthy=True)
     finally:
         for folder in folders:
