@@ -320,7 +320,7 @@ class SshLauncher:
             command = build_host_exec_argv(spec, f"{host_state['path']}/{node}.spec", argv)
         if host_name == LOCALHOST:
             return NodeCommand(tuple(command))
-        return NodeCommand(("ssh", "-t" if with_terminal else "-T", host_name, shlex.join(command)))
+        return NodeCommand(("ssh", "-t" if with_terminal else "-T", "--", host_name, shlex.join(command)))
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
