@@ -184,7 +184,7 @@ class RemoteAgent:
         Return an empty string; if another process holds the lock, return its owner.
         """
         folder = self._get_run_folder(run).path
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file, holder = _acquire_lock(folder / LOCK_FILE, owner)
         if file:
             self._locks[run] = file
