@@ -75,6 +75,8 @@ class Stack:
     files: dict[str, bytes]
     command_template: str = "docker stack deploy -c {file} {name}"
     """Template of the command that deploys the document in the file `{file}` under the name `{name}`."""
+    command_note: str = "If the registry of the image requires a login, add --with-registry-auth: the nodes then pull with your login."
+    """Note on the command; empty if there is none."""
 
 
 def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
@@ -100,6 +102,7 @@ def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
 def render_stack_yaml(stack: Stack) -> str:
     """Return the stack document as YAML, with each `$` in a value doubled, since `docker` would expand it."""
     header = f"# Written by swarmtrain. Run it with: {stack.command_template.format(file='THIS_FILE', name=stack.name)}\n"
+    header += f"# {stack.command_note}\n" if stack.command_note else ""
     return header + "".join(_iterate_yaml_sections(stack.document))
 
 
