@@ -1,6 +1,8 @@
 """Client of the coordinator. Each connection carries one request and one response, each as a line of JSON.
 
-Supervisors send heartbeats, and ranks post events. Each call opens a new connection, so that a coordinator may restart under a new address.
+Supervisors send heartbeats, and ranks post events. Each call resolves the host name and opens a new connection, so that a coordinator may
+restart under a new address. While the name does not resolve, calls use the last address that answered: in Docker 29.0 to 29.6, names may
+stay unresolvable for hours after a node lost its link, while addresses work.
 Standard library only, so that a node whose image lacks torch can still report the missing package.
 The server is swarmtrain.entrypoint.coordinator.server.
 """
@@ -29,6 +31,7 @@ class CoordinatorClient:
     def __init__(self, address: str, *, timeout: float = 5.0) -> None:
         self.address = address
         self.timeout = timeout
+        self._last_address: tuple[str, int] | None = None
 
     def post_event(self, event: Event) -> EventResponse:
         """Post `event` to the coordinator and return its response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -151,16 +154,17 @@ class CoordinatorClient:
         return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["wait"])
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
-        host, _, port = self.address.rpartition(":")
         request = json.dumps({"op": op, "protocol": PROTOCOL_VERSION, **fields}, default=str).encode() + b"\n"
         try:
-            with socket.create_connection((host, int(port)), timeout=self.timeout) as connection:
+            with self._open_connection() as connection:
+                address = connection.getpeername()[:2]
                 connection.sendall(request)
                 with connection.makefile("rb") as reply:
                     line = reply.readline()
             response: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
             raise CoordinatorError(str(error), place=f"coordinator {self.address}") from None
+        self._last_address = address
         if response.get("protocol", PROTOCOL_VERSION) != PROTOCOL_VERSION:
             raise ProtocolMismatch(
                 f"uses protocol version {response['protocol']}, but swarmtrain {__version__} on this machine uses "
@@ -171,3 +175,13 @@ class CoordinatorClient:
         if "error" in response:
             raise CoordinatorError(response["error"], place=f"coordinator {self.address}")
         return response
+
+    def _open_connection(self) -> socket.socket:
+        """Return a connection to the coordinator; to the last address that answered if its host name does not resolve. Raises OSError."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            return socket.create_connection((host, int(port)), timeout=self.timeout)
+        except socket.gaierror:
+            if self._last_address is None:
+                raise
+            return socket.create_connection(self._last_address, timeout=self.timeout)

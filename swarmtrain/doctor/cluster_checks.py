@@ -1,7 +1,7 @@
 """Snapshot of the swarm from its managers, taken without starting containers, and the checks on the swarm itself.
 
 More checks on the same snapshot are in capacity_checks.py. Problems that the launcher's own check reports are not repeated: a missing
-image, engine versions with known GPU or image bugs, undeclared generic resources.
+image, engine versions with known bugs, undeclared generic resources.
 """
 
 from __future__ import annotations

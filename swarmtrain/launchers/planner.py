@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from swarmtrain.launchers.common.container_user import resolve_container_user
 from swarmtrain.launchers.registry import create_launcher, load_deployment
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan, add_notes, build_plan
+
+_CREDENTIAL_NAME_PATTERN = re.compile(r"(?:.*_)?(?:KEY|TOKEN)|.*PASSWORD", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def resolve_config(config: Config, working_folder: Path, load_running_config: Ca
     config = resolve_external_inputs(config, working_folder, os.environ)  # the hostsfile, the env file, and environment variables
     cargo = read_cargo(config, working_folder)  # the script, its files and secrets
     config, user_note = resolve_container_user(config, load_running_config)  # the owner of save_dir
-    return ResolvedConfig(config, cargo, (user_note, _describe_code(config, cargo)))
+    return ResolvedConfig(config, cargo, (user_note, _describe_code(config, cargo), _describe_visible_credentials(config)))
 
 
 def _describe_code(config: Config, cargo: Cargo) -> str:
@@ -53,6 +56,19 @@ def _describe_code(config: Config, cargo: Cargo) -> str:
     if len(cargo.code) <= len(config.runner.code) + 1:
         return ""
     return f"code: {len(cargo.code)} files, {sum(len(file.content) for file in cargo.code) / 1e3:,.0f} kB"
+
+
+def _describe_visible_credentials(config: Config) -> str:
+    """Return a note on the variables in runner.env whose names are those of credentials; an empty string if there are none."""
+    names = [name for name, value in config.runner.env.items() if value and _CREDENTIAL_NAME_PATTERN.fullmatch(name)]
+    if not names:
+        return ""
+    places = (
+        "docker inspect, in the config and in checkpoints"
+        if config.runner.capabilities.runs_in_containers
+        else "the config and checkpoints"
+    )
+    return f"runner.env: {', '.join(names)} can be read in {places}; put credentials into files, and list these in runner.secrets"
 
 
 def plan_run(config: Config, run: str, *, working_folder: Path, min_nodes: int | None = None) -> Plan:

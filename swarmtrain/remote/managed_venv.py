@@ -50,7 +50,11 @@ class ManagedVenv:
         """
         if self.path.exists() and not self.path.is_symlink():
             raise FileExistsError(17, "already exists and was not created by swarmtrain env", str(self.path))
-        return self.path.is_symlink() and self.path.readlink() == self._get_link_target(key) and (self.path / "bin" / "python3").exists()
+        return (
+            self.path.is_symlink()
+            and Path(os.readlink(self.path)) == self._get_link_target(key)
+            and (self.path / "bin" / "python3").exists()
+        )
 
     def write_wheel_chunk(self, name: str, offset: int, content: str) -> None:
         """Write `content`, a chunk of the uploaded wheel `name` in base64, at the byte `offset` of the file."""
@@ -69,7 +73,7 @@ class ManagedVenv:
         used. The build is aborted once `is_caller_gone` returns True. On any failure the previous venv stays active.
         """
         venv, wheels = self._build_folder / key, self._build_folder / "wheels"
-        active_key = self.path.readlink().name if self.path.is_symlink() else ""
+        active_key = Path(os.readlink(self.path)).name if self.path.is_symlink() else ""
         self._remove_build_files_except({active_key, "lock", "wheels"} - {key})
         wheels.mkdir(exist_ok=True)
         write_text_atomically(wheels / "list.txt", "".join(f"{line}\n" for line in requirements))

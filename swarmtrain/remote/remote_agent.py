@@ -1,7 +1,7 @@
 """The remote agent of a launcher on a machine: handles one request at a time, as direct calls or as JSON lines over SSH.
 
-Over SSH, standard input first carries a zip file with this module, then the requests, so the machine needs nothing but Python. Each public
-method of RemoteAgent is a request. Request data never appears in a command line or environment.
+Over SSH, standard input first carries a zip file with this module, then the requests, so the machine needs nothing but Python 3.8. Each
+public method of RemoteAgent is a request. Request data never appears in a command line or environment.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RemoteAgent:
         for name, (content, mode) in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomically(folder / name, base64.b64decode(content), mode=mode)
-        run_folder.remove_other_code_files({name.removeprefix("code/") for name in files})
+        run_folder.remove_other_code_files({name[len("code/") :] for name in files if name.startswith("code/")})
 
     def read_files(self, run: str, names: list[str]) -> dict[str, str]:
         """Return the contents of files in the run's folder, in base64."""
@@ -184,7 +184,7 @@ class RemoteAgent:
         Return an empty string; if another process holds the lock, return its owner.
         """
         folder = self._get_run_folder(run).path
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file, holder = _acquire_lock(folder / LOCK_FILE, owner)
         if file:
             self._locks[run] = file
@@ -247,7 +247,7 @@ class RemoteAgent:
         previous_status: Any = None
         while True:
             inspection = self.inspect_run(run)
-            status = {key: inspection[key] for key in ("states", "alive")} | {"exists": inspection["marker"] is not None}
+            status = {**{key: inspection[key] for key in ("states", "alive")}, "exists": inspection["marker"] is not None}
             files, new_offsets, has_more = self._read_new_lines(run, offsets, tail, file_names)
             if files or time.monotonic() >= deadline or previous_status not in (None, status):
                 return {**status, "files": files, "offsets": new_offsets, "has_more": has_more}

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +18,7 @@ _DRAIN_TIMEOUT_SECONDS = 1.0
 
 def format_timestamp_prefix(timestamp: float) -> str:
     """Return the timestamp prefix of a line printed at `timestamp` (seconds since the epoch), in Docker's format."""
-    return f"{datetime.fromtimestamp(timestamp, UTC).isoformat(timespec='microseconds').removesuffix('+00:00')}Z "
+    return f"{datetime.fromtimestamp(timestamp, timezone.utc).replace(tzinfo=None).isoformat(timespec='microseconds')}Z "
 
 
 @contextlib.contextmanager

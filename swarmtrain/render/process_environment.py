@@ -11,6 +11,10 @@ from swarmtrain.plan import Plan
 from swarmtrain.protocol import CoordinatorEnv, NodeEnv, ProbeEnv
 
 ENTRYPOINT_MODULE = "swarmtrain.entrypoint"
+VISIBLE_DEVICES_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
+HIDDEN_GPUS_ENV = {VISIBLE_DEVICES_VARIABLE: "void"}
+"""Environment of a container that uses no GPUs. Without it, an image that sets the variable to `all` shows every GPU to the container, and
+NVIDIA's container runtime refuses to start the container on a machine without a GPU driver."""
 
 
 @dataclass(frozen=True)

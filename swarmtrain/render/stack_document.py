@@ -37,7 +37,14 @@ from swarmtrain.protocol import (
     ROLE_RENDEZVOUS,
 )
 from swarmtrain.render.mounts import WORKSPACE, build_mounts, build_volumes, escape_go_template
-from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
+from swarmtrain.render.process_environment import (
+    ENTRYPOINT_MODULE,
+    HIDDEN_GPUS_ENV,
+    VISIBLE_DEVICES_VARIABLE,
+    NodeLayout,
+    build_coordinator_env,
+    build_node_env,
+)
 
 NETWORK_NAME = "training"
 # Swarm's own limits: docker/swarmkit refuses larger ones.
@@ -68,6 +75,8 @@ class Stack:
     files: dict[str, bytes]
     command_template: str = "docker stack deploy -c {file} {name}"
     """Template of the command that deploys the document in the file `{file}` under the name `{name}`."""
+    command_note: str = "If the registry of the image requires a login, add --with-registry-auth: the nodes then pull with your login."
+    """Note on the command; empty if there is none."""
 
 
 def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
@@ -93,6 +102,7 @@ def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
 def render_stack_yaml(stack: Stack) -> str:
     """Return the stack document as YAML, with each `$` in a value doubled, since `docker` would expand it."""
     header = f"# Written by swarmtrain. Run it with: {stack.command_template.format(file='THIS_FILE', name=stack.name)}\n"
+    header += f"# {stack.command_note}\n" if stack.command_note else ""
     return header + "".join(_iterate_yaml_sections(stack.document))
 
 
@@ -183,7 +193,7 @@ def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObje
     runner = plan.config.runner
     constraints = [node.constraint, *(f"node.labels.{key}=={value}" for key, value in sorted(runner.swarm.labels.items()))]
     environment = build_node_env(plan, node, _build_node_layout(plan))
-    environment.setdefault("NVIDIA_VISIBLE_DEVICES", _format_visible_devices(plan, node))
+    environment.setdefault(VISIBLE_DEVICES_VARIABLE, _format_visible_devices(plan, node))
     if runner.swarm.rdma:
         environment.setdefault("NVIDIA_MOFED", "enabled")
     service = _build_common_service(plan, plan.role, environment)
@@ -207,7 +217,7 @@ def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObje
 
 
 def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[str, Any]:
-    service = _build_common_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)))
+    service = _build_common_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)) | HIDDEN_GPUS_ENV)
     service["deploy"] = _build_deploy_section(
         plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
     )
@@ -282,8 +292,7 @@ def _build_deploy_section(
 def _format_visible_devices(plan: Plan, node: PlannedNode) -> str:
     """Return the value of NVIDIA_VISIBLE_DEVICES, which selects the GPUs that NVIDIA's container runtime shows in the container."""
     if plan.config.runner.swarm.gpu is GpuMode.none:
-        # Otherwise an image that sets this to `all` shows every GPU of the node to a job that did not request any.
-        return "void"
+        return HIDDEN_GPUS_ENV[VISIBLE_DEVICES_VARIABLE]
     # An NVIDIA Container Toolkit that is configured for Swarm's assignments prefers them to `all`; without it, the supervisor selects GPUs.
     return ",".join(node.gpus) or "all"
 

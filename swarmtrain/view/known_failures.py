@@ -242,7 +242,8 @@ FAILURE_SIGNATURES = (
     FailureSignature(
         "image",
         "the node could not pull the image",
-        "run docker pull IMAGE on that node to see why; add a registry without TLS to its engine's insecure-registries",
+        "run docker pull IMAGE on that node to see why; add a registry without TLS to its engine's insecure-registries; if the registry "
+        "requires a login, run docker login, and deploy with swarmtrain deploy or docker stack deploy --with-registry-auth",
         pattern=r"No such image|pull access denied|manifest unknown",
     ),
     FailureSignature(

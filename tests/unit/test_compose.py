@@ -135,6 +135,18 @@ def test_long_names_fit_into_swarms() -> None:
     assert (longest, len(found["configs"]), len(found["secrets"])) == (64, 2, 1)
 
 
+@pytest.mark.parametrize("gpu", ["none", "visible", "reserve"])
+def test_the_rendezvous_sees_no_gpu(gpu: str) -> None:
+    assert get_service(build_demo_stack(f"runner.swarm.gpu={gpu}"), "rendezvous")["environment"]["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+def test_the_header_names_the_option_for_a_registry_with_a_login() -> None:
+    first, second, *_ = render_stack_yaml(build_demo_stack()).splitlines()
+    assert first == "# Written by swarmtrain. Run it with: docker stack deploy -c THIS_FILE demo"
+    assert "--with-registry-auth" in second
+    assert "--with-registry-auth" not in render_stack_yaml(replace(build_demo_stack(), command_note=""))
+
+
 def test_gpus_are_hidden_shown_or_reserved() -> None:
     assert get_service(build_demo_stack())["environment"]["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert get_service(build_demo_stack("runner.swarm.gpu=visible"))["environment"]["NVIDIA_VISIBLE_DEVICES"] == "all"

@@ -281,6 +281,10 @@ def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -
         ),
         ("{hosts: ['a slots=x']}", "runner.hosts.0: 'a slots=x' is not a valid host"),
         ("{hosts: ['a address=-/-']}", "runner.hosts.0: 'a address=-/-' is not a valid host"),
+        ("{hosts: ['-oProxyCommand=x']}", "runner.hosts.0: '-oProxyCommand=x' is not a valid host"),
+        ("{hosts: ['-Fevil.conf']}", "runner.hosts.0: -Fevil.conf: a host name cannot begin with '-'"),
+        ("{hosts: ['a address=-l']}", "runner.hosts.0: -l: a host name cannot begin with '-'"),
+        ("{master_addr: -v, swarm: {network: host}}", "runner.master_addr: -v: a host name cannot begin with '-'"),
         ("{hosts: ['a address=a-ib']}", "runner.hosts: address= requires swarm.network: host"),
         ("{hosts: ['a address=a-ib', b], swarm: {network: host}}", "runner.hosts: 'b' has no address=, but other hosts do"),
         (

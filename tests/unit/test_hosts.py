@@ -117,6 +117,7 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     assert node.argv == ["sudo", "-n", "docker", "start", "--attach", "demo-node0"]
     assert node.cleanup_command == ["sudo", "-n", "docker", "rm", "--force", "demo-node0"]
     assert "--gpus" not in found["node1"].prepare_command
+    assert found[RENDEZVOUS_SERVICE].env["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert not [word for word in found[RENDEZVOUS_SERVICE].prepare_command if word.startswith("/state")]
     many_files = tuple(RunFile.from_content(f"src/file{index}.py", b"") for index in range(100))
     plan = build_plan(given, build_offline_inventory(given.runner.host_entries), Cargo((*cargo.code, *many_files)), run="demo")

@@ -105,6 +105,7 @@ def test_hosts_are_added_removed_and_replaced(hosts: str, request_: ScaleRequest
         (ScaleRequest(added_hosts=("c",)), "scale --add: a node of demo already runs on c"),
         (ScaleRequest(added_hosts=("e",)), "scale --add: e is not in the swarm\nhint: its hosts: "),
         (ScaleRequest(added_hosts=("a b",)), "scale --add: 'a b' is not a valid host"),
+        (ScaleRequest(added_hosts=("-Fevil.conf",)), "scale --add: -Fevil.conf: a host name cannot begin with '-'"),
         (ScaleRequest(added_hosts=("d slots=2",)), "scale --add: 'd slots=2': only the name of a host can be given"),
         (ScaleRequest(added_hosts=("d",), node_count=2), "scale --nodes: 2 nodes have no place for d: the other hosts keep their nodes"),
         (ScaleRequest(removed_hosts=("b", "c")), "scale --without: no node would be left"),

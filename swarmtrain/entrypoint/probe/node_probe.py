@@ -134,12 +134,18 @@ def _collect_node_facts(env: NodeEnv, route: Route) -> dict[str, Any]:
         "memory": int(meminfo["MemAvailable"].split()[0]) * 1024,
         "shm": _measure_disk_space("/dev/shm")[1],  # noqa: S108  # checked, not written to
         "scratch": _measure_disk_space("/tmp")[0],  # noqa: S108
-        "limits": {name: resource.getrlimit(number)[0] for name, number in _RESOURCE_LIMITS.items()},
+        "limits": _read_resource_limits(),
         "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "gpus": _list_container_gpus(),
         "assigned_gpus": list(read_assigned_gpus(os.environ)),
         "machine_gpus": list_machine_gpus(Path("/proc/driver/nvidia")),
     }
+
+
+def _read_resource_limits() -> dict[str, int]:
+    """Return the limits of a rank: the soft limits, except for open files, since the supervisor raises this limit to the hard limit."""
+    limits = {name: resource.getrlimit(number) for name, number in _RESOURCE_LIMITS.items()}
+    return {name: hard if name == "nofile" else soft for name, (soft, hard) in limits.items()}
 
 
 def _measure_disk_space(path: str) -> tuple[int, int]:

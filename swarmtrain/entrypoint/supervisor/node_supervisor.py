@@ -11,7 +11,9 @@ the node after every exit code except 0:
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -49,6 +51,7 @@ def main() -> int:
     except ValueError as error:
         return _report_invalid_environment(str(error))
     supervisor_watchdog.start_heartbeat_watchdog()
+    raise_open_file_limit()
     os.environ |= _build_torch_environment(env)
     fork_server.preload_forkserver()
     return Supervisor(env).run()
@@ -239,6 +242,16 @@ class _StopRequested(BaseException):
 
     It is a BaseException, so that `except Exception` does not swallow it.
     """
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit, for this process and all processes that it starts.
+
+    Containers of a fresh Docker 29 installation have a soft limit of 1,024, which data loader workers and connections between ranks exceed.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS reports an unlimited hard limit, but refuses it as the soft limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _build_torch_environment(env: NodeEnv) -> dict[str, str]:

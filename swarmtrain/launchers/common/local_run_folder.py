@@ -126,7 +126,8 @@ class LocalRunFolder(HostRunFolder):
         write_files_atomically(
             {self.path / "secrets" / item.name: (item.content, SECRET_MODE) for item in plan.cargo.secrets}
             | {self.path / "code" / item.name: (item.content, PUBLIC_MODE) for item in plan.cargo.code}
-            | {self.path / name: (text.encode(), PUBLIC_MODE) for name, text in (("deployed.json", config), ("config.json", resolved))}
+            # The configs contain the values of runner.env.
+            | {self.path / name: (text.encode(), SECRET_MODE) for name, text in (("deployed.json", config), ("config.json", resolved))}
             | {self.path / MARKER_FILE: (record_json.encode(), PUBLIC_MODE)}
         )
         self.remove_other_code_files({item.name for item in plan.cargo.code})

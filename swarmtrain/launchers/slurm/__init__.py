@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
+from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
+from swarmtrain.config.user_files import SECRET_MODE
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
@@ -69,7 +71,7 @@ class SlurmLauncher:
         script_text = render_sbatch_script(plan, _build_job_layout(folder, record))
         folder.write_job_files(plan, record, script_text)
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(script_text, encoding="utf-8")
+        write_text_atomically(output, script_text, mode=SECRET_MODE)  # it contains the values of runner.env
         return f"wrote {output}, and the files that it needs to {folder.path / record.files}\nnext: sbatch {output}"
 
     @property

@@ -138,7 +138,8 @@ class SlurmRunFolder(LocalRunFolder):
         write_files_atomically(
             {files / "secrets" / item.name: (item.content, SECRET_MODE) for item in plan.cargo.secrets}
             | {files / "code" / item.name: (item.content, PUBLIC_MODE) for item in plan.cargo.code}
-            | {files / name: (text.encode(), PUBLIC_MODE) for name, text in texts.items()}
+            # The configs and the script contain the values of runner.env.
+            | {files / name: (text.encode(), SECRET_MODE) for name, text in texts.items()}
         )
         return files / SCRIPT_FILE
 

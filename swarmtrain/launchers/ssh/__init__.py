@@ -320,7 +320,7 @@ class SshLauncher:
             command = build_host_exec_argv(spec, f"{host_state['path']}/{node}.spec", argv)
         if host_name == LOCALHOST:
             return NodeCommand(tuple(command))
-        return NodeCommand(("ssh", "-t" if with_terminal else "-T", host_name, shlex.join(command)))
+        return NodeCommand(("ssh", "-t" if with_terminal else "-T", "--", host_name, shlex.join(command)))
 
     @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
@@ -490,9 +490,12 @@ def _build_run_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, i
     cargo = plan.cargo
     files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets}
     files |= {f"code/{item.name}": (item.content, PUBLIC_FILE_MODE) for item in cargo.code}
+    # The configs contain the values of runner.env. In a container, a user other than the owner may have to read the mounted config.json;
+    # on the host, only the owner can enter the folder.
+    node_config_mode = PUBLIC_FILE_MODE if plan.config.runner.capabilities.runs_in_containers else SECRET_FILE_MODE
     files |= {
         "deployed.json": (plan.config.to_json().encode(), SECRET_FILE_MODE),
-        "config.json": (plan.config.to_node_config().to_json().encode(), PUBLIC_FILE_MODE),
+        "config.json": (plan.config.to_node_config().to_json().encode(), node_config_mode),
     }
     files |= {MARKER_FILE: (record.to_json().encode(), SECRET_FILE_MODE)}
     return {name: (base64.b64encode(content).decode(), mode) for name, (content, mode) in files.items()}

@@ -154,7 +154,7 @@ class _SshConnection:
 
     def __init__(self, host_name: str, interpreter: str) -> None:
         self.name, self.python = host_name, interpreter
-        argv = [*_SSH_ARGV, host_name, shlex.join([interpreter, "-c", f"exec({_AGENT_BOOTSTRAP!r})"])]
+        argv = [*_SSH_ARGV, "--", host_name, shlex.join([interpreter, "-c", f"exec({_AGENT_BOOTSTRAP!r})"])]
         # Start ssh in its own session: otherwise Ctrl-C would end it before the interrupted command is rolled back.
         pipe = subprocess.PIPE
         self.ssh = process.start_process(argv, stdin=pipe, stdout=pipe, stderr=pipe, new_session=True)

@@ -17,7 +17,7 @@ from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE
 from swarmtrain.remote.process_spec import ProcessSpec
-from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
+from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, HIDDEN_GPUS_ENV, NodeLayout, build_coordinator_env, build_node_env
 
 _WORKSPACE_FOLDER = PurePosixPath("/workspace")
 _SECRETS_FOLDER = PurePosixPath("/run/secrets")
@@ -72,7 +72,7 @@ def build_process_specs(plan: Plan, record: SshRunRecord, host_contexts: Mapping
         env = (
             build_node_env(plan, node, layout) | _build_gpu_env(node, uses_docker=uses_docker)
             if node
-            else build_coordinator_env(plan, layout)
+            else build_coordinator_env(plan, layout) | (HIDDEN_GPUS_ENV if uses_docker else {})
         )
         argv = ["python3" if uses_docker else record.interpreters[host], "-u", "-m", ENTRYPOINT_MODULE, "node" if node else "rendezvous"]
         commands = wrap_command_in_container(plan, node, host_context, argv, env) if uses_docker else ProcessCommands(argv)

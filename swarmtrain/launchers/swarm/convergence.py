@@ -30,7 +30,12 @@ _START_FAILURES = (
     ("bind source path does not exist", 2, _NO_FOLDER_HINT),
     ("source path not found", 2, _NO_FOLDER_HINT),
     ("No such image: sha256:", 2, "copy the image to the nodes that lack it with: swarmtrain image distribute IMAGE"),
-    ("No such image", 2, "run docker pull IMAGE on that node to see why; add a registry without TLS to its engine's insecure-registries"),
+    (
+        "No such image",
+        2,
+        "run docker pull IMAGE on that node to see why; add a registry without TLS to its engine's insecure-registries; if the registry "
+        "requires a login, run docker login here, and deploy again",
+    ),
     ("executable file not found", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (127)", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (126)", 2, _NO_PROGRAM_HINT),

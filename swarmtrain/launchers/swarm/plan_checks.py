@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from swarmtrain.config.schema.fields.validators import HOST_NETWORK
@@ -22,10 +24,115 @@ from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVO
 _STORE_PORT_PREFIX = f"{ENV_PREFIX}STORE_PORT="
 # Number of consecutive ports that a run uses: for the store, the coordinator, and a probe.
 _PORTS_PER_RUN = 3
-# The first engine version that does not reject tasks with reserved GPUs after any change of their node.
-_MIN_GPU_ENGINE_VERSION = (25, 0, 3)
-# These engine versions refuse an image that the node already has if the registry answers "unauthorized".
-_BROKEN_PULL_VERSIONS = ((29, 6, 0), (29, 6, 2))
+_ANY = 999  # a version number that no engine has reached
+
+
+def _applies_always(_plan: Plan) -> bool:
+    return True
+
+
+def _reserves_gpus(plan: Plan) -> bool:
+    return plan.config.runner.swarm.gpu is GpuMode.reserve
+
+
+def _uses_overlay(plan: Plan) -> bool:
+    return not plan.config.runner.swarm.is_on_host_network
+
+
+def _creates_overlay(plan: Plan) -> bool:
+    return plan.config.runner.swarm.network is None
+
+
+def _creates_encrypted_overlay(plan: Plan) -> bool:
+    return _creates_overlay(plan) and plan.config.runner.swarm.encrypted
+
+
+@dataclass(frozen=True)
+class EngineBug:
+    """Known bug of the engine versions from `first` to `last`, both included, in plans to which it `applies`."""
+
+    first: tuple[int, int, int]
+    last: tuple[int, int, int]
+    effect: str
+    """Effect of the bug, to be printed after the version of the engine."""
+    hint: str
+    applies: Callable[[Plan], bool] = _applies_always
+
+
+ENGINE_BUGS = (
+    # moby#44378
+    EngineBug(
+        (0, 0, 0),
+        (25, 0, 2),
+        "rejects tasks that reserve GPUs whenever the node changes, for instance when a network is added",
+        "update it to 25.0.3, or set runner.swarm.gpu to visible",
+        _reserves_gpus,
+    ),
+    # moby#51341
+    EngineBug(
+        (25, 0, 13),
+        (25, 0, 13),
+        "may not connect containers on different machines through an overlay network",
+        "use another version, or set runner.swarm.network to host",
+        _uses_overlay,
+    ),
+    # moby#48069
+    EngineBug(
+        (27, 0, 0),
+        (27, 0, _ANY),
+        "may give the networks of two runs the same subnet",
+        "update it to 27.1, or set runner.swarm.network to an existing network",
+        _creates_overlay,
+    ),
+    # moby#50129
+    EngineBug(
+        (28, 2, 0),
+        (28, 2, _ANY),
+        "may not find services by their names",
+        "update it to 28.3, or set runner.swarm.network to host",
+        _uses_overlay,
+    ),
+    # moby#51491
+    EngineBug(
+        (29, 0, 0),
+        (29, 0, 0),
+        "may not resolve names after docker swarm init",
+        "use a later version, or set runner.swarm.network to host",
+        _uses_overlay,
+    ),
+    # moby#53141; the coordinator's client then uses the last address that answered.
+    EngineBug(
+        (29, 0, 0),
+        (29, 6, 2),
+        "may not resolve the names of a node's services for hours after the node lost its link for seconds",
+        "update it to a version after 29.6.2; if a container cannot find the rendezvous, run docker service update --force SERVICE",
+        _uses_overlay,
+    ),
+    # moby#51672
+    EngineBug(
+        (29, 0, 0),
+        (29, _ANY, _ANY),
+        "may not connect containers through an encrypted overlay network",
+        "set runner.swarm.encrypted to false, or use an engine before 29",
+        _creates_encrypted_overlay,
+    ),
+    # moby#51614
+    EngineBug(
+        (29, 1, 0),
+        (29, 1, 0),
+        "may not resolve the names of services",
+        "use a later version, or set runner.swarm.network to host",
+        _uses_overlay,
+    ),
+    EngineBug(
+        (29, 6, 0),
+        (29, 6, 2),
+        "rejects images that it already has if their registry requires a login",
+        "update it to 29.7",
+    ),
+    # moby#51485 (1,024 open files in containers of 29) is not in the table: the supervisor raises this limit itself.
+)
+"""Bugs of Docker engines that affect runs, as reported to moby, by their first version."""
 
 
 def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
@@ -133,20 +240,16 @@ def _check_resources(plan: Plan, planned_machines: list[Machine]) -> list[Findin
 
 
 def _check_engine_versions(plan: Plan, planned_machines: list[Machine]) -> list[Finding]:
-    findings = []
+    """Return a finding for each known bug of each engine version, which names all machines with this version."""
+    hosts_by_version: dict[str, list[str]] = {}
     for machine in planned_machines:
-        version = _parse_version(machine.engine)
-        if plan.config.runner.swarm.gpu is GpuMode.reserve and version < _MIN_GPU_ENGINE_VERSION:
-            message = (
-                f"engine {machine.engine} rejects tasks that reserve GPUs whenever the node changes, for instance when a network is added"
-            )
-            findings.append(
-                Finding(f"node {machine.host}", message, "update it to 25.0.3, or set runner.swarm.gpu to visible", fatal=False)
-            )
-        if _BROKEN_PULL_VERSIONS[0] <= version <= _BROKEN_PULL_VERSIONS[1]:
-            message = f"engine {machine.engine} rejects images that it already has if their registry requires a login"
-            findings.append(Finding(f"node {machine.host}", message, "update it to 29.7", fatal=False))
-    return findings
+        hosts_by_version.setdefault(machine.engine, []).append(machine.host)
+    return [
+        Finding(f"{'node' if len(hosts) == 1 else 'nodes'} {', '.join(hosts)}", f"engine {version} {bug.effect}", bug.hint, fatal=False)
+        for version, hosts in hosts_by_version.items()
+        for bug in ENGINE_BUGS
+        if bug.first <= _parse_version(version) <= bug.last and bug.applies(plan)
+    ]
 
 
 def _parse_version(text: str) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ class HostEntry:
                 "'gpu-1 slots=0,2', and with its address on the ranks' network, as in 'gpu-1 address=gpu-1-ib'"
             )
         for name in (match["name"], match["address"] or ""):
+            if name.startswith("-"):
+                raise ValueError(f"{name}: a host name cannot begin with '-', because ssh and docker would read it as an option")
             if max(map(len, name.split("."))) > MAX_NAME_LENGTH:
                 raise ValueError(f"{name}: a label of a host name may have at most {MAX_NAME_LENGTH} characters")
         if match["slots"] and not 1 <= int(match["slots"]) <= MAX_SLOTS:
