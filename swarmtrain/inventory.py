@@ -24,6 +24,8 @@ class Machine:
     """Why no node can be started on this machine (for example `down`, `drained`); empty if one can."""
     unavailable_hint: str = ""
     """What makes an unavailable machine available, preferably a command."""
+    is_unknown: bool = False
+    """Whether no machine of this name is known: the name may be misspelled."""
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
     """Amounts of generic resources by kind, for example NVIDIA-GPU: 8."""

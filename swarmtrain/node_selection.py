@@ -57,7 +57,7 @@ def select_nodes(
     """Return at most `node_count` nodes, ordered by number. Nodes keep their machines in `placement` where possible.
 
     Missing machines are selected only if fewer than `node_count` are available. Raises PlanError if fewer than `min_nodes` are available,
-    by default runner.min_nodes.
+    by default runner.min_nodes; also, unless `min_nodes` is given, if a host is needed whose name is unknown.
     """
     candidates = (_list_configured_hosts if config.runner.hosts else _list_eligible_machines)(config, inventory, node_count)
     available = [candidate for candidate in candidates if not candidate.machine.unavailable_reason]
@@ -66,8 +66,11 @@ def select_nodes(
         raise _build_shortage_error(config, inventory, candidates, required, node_count)
     placed_machines = set(placement.machines.values())
     missing = [candidate for candidate in candidates if candidate.machine.unavailable_reason]
-    missing.sort(key=lambda candidate: placed_machines.isdisjoint(candidate.names))
-    selected = available + missing[: max(0, node_count - len(available))]
+    missing.sort(key=lambda candidate: (candidate.machine.is_unknown, placed_machines.isdisjoint(candidate.names)))
+    needed = missing[: max(0, node_count - len(available))]
+    if min_nodes is None and (unknown := next((candidate.machine for candidate in needed if candidate.machine.is_unknown), None)):
+        raise _build_machine_error(config, unknown)
+    selected = available + needed
     assigned = assign_nodes(selected, [candidate.names for candidate in selected], node_count, placement)
     return tuple(_plan_node(config, name, candidate, placement) for name, candidate in assigned)
 
@@ -112,6 +115,7 @@ def _find_machine(inventory: Inventory, candidates: Sequence[Machine], name: str
             id=name if is_node_id(name) else "",
             unavailable_reason=f"not in {inventory.origin} (its nodes: {known})",
             unavailable_hint="list the nodes with: docker node ls",
+            is_unknown=True,
         )
     available = [machine for machine in matches if not machine.unavailable_reason]
     if len(available) > 1:
@@ -178,16 +182,20 @@ def _plan_node(config: Config, name: str, candidate: _Candidate, placement: Plac
     )
 
 
+def _build_machine_error(config: Config, machine: Machine) -> PlanError:
+    key = "hosts" if config.runner.hosts else "nodes"
+    return PlanError(
+        f"the node is {machine.unavailable_reason}", place=f"config runner.{key}: {machine.host}", hint=machine.unavailable_hint
+    )
+
+
 def _build_shortage_error(
     config: Config, inventory: Inventory, candidates: Sequence[_Candidate], required: int, node_count: int
 ) -> PlanError:
     """Return the error for too few available machines, with the reason why each of the others cannot be used."""
     missing = [candidate.machine for candidate in candidates if candidate.machine.unavailable_reason]
     place = "config runner.hosts" if config.runner.hosts else "config runner.nodes"
-    causes = [
-        PlanError(f"the node is {machine.unavailable_reason}", place=f"{place}: {machine.host}", hint=machine.unavailable_hint)
-        for machine in missing
-    ]
+    causes = [_build_machine_error(config, machine) for machine in missing]
     if config.runner.hosts and len(causes) == 1:
         return causes[0]
     has_own_hints = len({machine.unavailable_hint for machine in missing}) > 1

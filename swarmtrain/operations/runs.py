@@ -25,7 +25,7 @@ from swarmtrain.view.update_printer import follow_updates, format_event
 from swarmtrain.view.worlds import find_quarantined_nodes
 
 _WORLD_TIMEOUT_SECONDS = 180.0
-_WAITING_STATES = ("pending", "rejected", "unreachable")
+_REFUSED_STATES = ("pending", "rejected")
 
 
 def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
@@ -213,12 +213,11 @@ def scale_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
         print_message(f"{plan.run} already trains on {format_count(node_count, 'node')}")
         return
     deployed = deploy_run(launcher, plan, assume_yes=assume_yes)
-    waiting = {state.node for state in launcher.list_tasks(plan.run) if state.state in _WAITING_STATES}
-    node_count = sum(node.name not in waiting for node in deployed.available_nodes)
     with show_progress(
-        f"waiting for a world of {format_count(node_count, 'node')}", interrupt_hint=f"{plan.run} continues; swarmtrain status {plan.run}"
+        f"waiting for a world of {format_count(len(deployed.available_nodes), 'node')}",
+        interrupt_hint=f"{plan.run} continues; swarmtrain status {plan.run}",
     ) as report_progress:
-        _wait_for_world(launcher, plan.run, node_count, seen_count, report_progress)
+        _wait_for_world(launcher, deployed, seen_count, report_progress)
 
 
 def _is_training_on_node_count(events: Sequence[Event], node_count: int) -> bool:
@@ -230,10 +229,13 @@ def _is_training_on_node_count(events: Sequence[Event], node_count: int) -> bool
     )
 
 
-def _wait_for_world(launcher: Launcher, run: str, node_count: int, seen_event_count: int, report_progress: ProgressReporter) -> None:
+def _wait_for_world(launcher: Launcher, plan: Plan, seen_event_count: int, report_progress: ProgressReporter) -> None:
+    """Wait for a new world of all nodes of `plan` that can start, except those that are quarantined, or that their machines refuse."""
     deadline = time.monotonic() + _WORLD_TIMEOUT_SECONDS
+    expected = {node.name for node in plan.available_nodes}
+    world: set[str] | None = None
     while time.monotonic() < deadline:
-        events = launcher.read_events(run)
+        events = launcher.read_events(plan.run)
         seen_event_count = seen_event_count if seen_event_count <= len(events) else 0  # a new coordinator's events start from zero
         for event in events[seen_event_count:]:
             line = format_event(event)
@@ -242,15 +244,24 @@ def _wait_for_world(launcher: Launcher, run: str, node_count: int, seen_event_co
             if event.kind == protocol.EVENT_OUTCOME:
                 report_progress("the run ended before the new world formed")
                 return
-            if event.kind == protocol.EVENT_WORLD_FORMED and event.data.get("nodes") == node_count - len(find_quarantined_nodes(events)):
+            if event.kind == protocol.EVENT_WORLD_FORMED:
+                world = set(event.data["ranks"])
+        if world is not None and world <= expected:
+            absent = expected - world - find_quarantined_nodes(events).keys()
+            if not absent or absent <= _list_refused_nodes(launcher, plan.run):
                 return
         seen_event_count = max(seen_event_count, len(events))
         time.sleep(1)
     raise StackError(
-        f"did not form a world of {format_count(node_count, 'node')} within {_WORLD_TIMEOUT_SECONDS:.0f} s",
-        place=f"run {run}",
-        hint=f"swarmtrain status {run}",
+        f"did not form a world of {format_count(len(expected), 'node')} within {_WORLD_TIMEOUT_SECONDS:.0f} s",
+        place=f"run {plan.run}",
+        hint=f"swarmtrain status {plan.run}",
     )
+
+
+def _list_refused_nodes(launcher: Launcher, run: str) -> set[str]:
+    """Return the nodes that their machines refuse to start: Swarm retries them, so that their tasks are rejected or pending again."""
+    return {state.node for state in launcher.list_tasks(run) if state.state in _REFUSED_STATES}
 
 
 def stop_run(launcher: Launcher, run: str) -> None:

@@ -101,9 +101,15 @@ def test_a_running_node_keeps_its_host_while_the_host_is_down() -> None:
     assert list_missing(second) == {"node1": "b is down"}
 
 
-def test_a_listed_host_that_has_left_the_swarm_waits_too() -> None:
-    plan = make_plan(make_inventory("a", "b"), ["a", "gone", "b"], 3, FRESH_PLACEMENT)
-    assert list_missing(plan) == {"node2": "gone is not in the swarm (its nodes: a, b)"}
+def test_a_listed_host_that_is_unknown_is_an_error_if_it_is_needed() -> None:
+    """Its name may be misspelled. The doctor reports it, and examines the others."""
+    inventory = make_inventory("a", "b", "c", down="c")
+    with pytest.raises(PlanError, match=r"config runner\.hosts: gone: the node is not in the swarm \(its nodes: a, b, c\)"):
+        make_plan(inventory, ["a", "gone", "b"], 3, FRESH_PLACEMENT)
+    assert list_missing(make_plan(inventory, ["gone", "a", "b", "c"], 3, FRESH_PLACEMENT)) == {"node2": "c is down"}
+    config = parse_config("runner: {hosts: [a, gone, b]}")
+    plan = build_plan(config, inventory, CARGO, run="demo", min_nodes=0)
+    assert list_missing(plan) == {"node2": "gone is not in the swarm (its nodes: a, b, c)"}
 
 
 def test_fewer_machines_than_requested_are_enough_if_min_nodes_says_so() -> None:

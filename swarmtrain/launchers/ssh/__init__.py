@@ -50,6 +50,7 @@ _COORDINATOR_START_TIMEOUT_SECONDS = 60.0
 _DOCKER_NOISE_PATTERN = re.compile(r"(Run|See) 'docker|Error: failed to start containers")
 """Pattern of the docker CLI's output lines that do not state the reason of an error."""
 _COORDINATOR_MAX_RESTARTS = 2
+_UNKNOWN_HOST_MESSAGE = "Could not resolve hostname"
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class SshLauncher:
                 host=name,
                 unavailable_reason=f"not usable over SSH ({failed[name].message})" if name in failed else "",
                 unavailable_hint=(failed[name].hint or "") if name in failed else "",
+                is_unknown=name in failed and _UNKNOWN_HOST_MESSAGE in failed[name].message,
                 resources={runner.swarm.generic_resource: host_info[name]["gpus"]} if name in host_info else {},
             )
             for name in names
