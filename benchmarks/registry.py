@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import cli_commands, data, idle_services, lab_startup, launchers, logs, models, recovery, run_startup, training
+from benchmarks import cli_commands, data, heartbeats, idle_services, lab_startup, launchers, logs, models, recovery, run_startup, training
 from benchmarks.measurement import BenchmarkRow
 
 
@@ -38,6 +38,7 @@ BENCHMARKS = (
     Benchmark("missing-machine", "deploy with one of four machines powered off", idle_services.measure_missing_machine),
     Benchmark("status-100", "status and plan of a run of 100 services", idle_services.measure_status_and_plan),
     Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
+    Benchmark("heartbeat", "a signed heartbeat, against an unsigned one", heartbeats.measure_signed_heartbeats),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
     Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.measure_scaling_time),
     Benchmark("checkpoint", "cost of a background checkpoint for training", training.measure_async_checkpoint),

@@ -1,5 +1,8 @@
 """Client of the coordinator. Each connection carries one request and one response, each as a line of JSON.
 
+If the run has a key, request and response are signed with it (swarmtrain.run_key), for a nonce that the coordinator has issued in its
+previous response to this client, or else in an additional response.
+
 Supervisors send heartbeats, and ranks post events. Each call resolves the host name and opens a new connection, so that a coordinator may
 restart under a new address. While the name does not resolve, calls use the last address that answered: in Docker 29.0 to 29.6, names may
 stay unresolvable for hours after a node lost its link, while addresses work.
@@ -10,28 +13,38 @@ The server is swarmtrain.entrypoint.coordinator.server.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from io import BufferedRWPair
 from typing import Any
 
 from swarmtrain import __version__
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
 from swarmtrain.protocol import PROTOCOL_VERSION, Event, EventResponse, RescueAssignment, RunOutcome, SupervisorResponse, SurvivorState
+from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, load_run_key, open_signed_message
 
 _RETRY_SECONDS = 0.5
 _OFFSET_SAMPLES = 5
 
 
 class CoordinatorClient:
-    """Client of the coordinator at `address` (host:port). `timeout` limits one call, in seconds."""
+    """Client of the coordinator at `address` (host:port). `timeout` limits one call, in seconds.
 
-    def __init__(self, address: str, *, timeout: float = 5.0) -> None:
+    `key`: the run's key; by default, the one that the environment variables of this process name.
+    """
+
+    def __init__(self, address: str, *, timeout: float = 5.0, key: bytes | None = None) -> None:
         self.address = address
         self.timeout = timeout
         self._last_address: tuple[str, int] | None = None
+        self._key = key
+        self._nonce, self._nonce_pid = "", 0
+        self._nonce_lock = threading.Lock()
 
     def post_event(self, event: Event) -> EventResponse:
         """Post `event` to the coordinator and return its response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -101,6 +114,22 @@ class CoordinatorClient:
         """
         return int(self._send_request("generation", above=highest_generation)["generation"])
 
+    def read_rendezvous_state(self, round: str) -> tuple[str, int]:
+        """Return the state of torch's rendezvous in `round`, base64-encoded, and its version; "" and 0 if none was written.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
+        response = self._send_request("read_rendezvous_state", round=round)
+        return str(response["state"]), int(response["version"])
+
+    def replace_rendezvous_state(self, round: str, state: str, version: int) -> tuple[str, int]:
+        """Replace the state of torch's rendezvous in `round` if it still has `version`. Return the state after that, and its version.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
+        response = self._send_request("replace_rendezvous_state", round=round, state=state, version=version)
+        return str(response["state"]), int(response["version"])
+
     def measure_clock_offset(self) -> float:
         """Return by how many seconds this machine's wall clock is ahead of the coordinator's (negative if behind).
 
@@ -154,14 +183,12 @@ class CoordinatorClient:
         return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["wait"])
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
-        request = json.dumps({"op": op, "protocol": PROTOCOL_VERSION, **fields}, default=str).encode() + b"\n"
+        request = json.dumps({"op": op, "protocol": PROTOCOL_VERSION, **fields}, default=str)
         try:
-            with self._open_connection() as connection:
+            with self._open_connection() as connection, connection.makefile("rwb") as stream:
                 address = connection.getpeername()[:2]
-                connection.sendall(request)
-                with connection.makefile("rb") as reply:
-                    line = reply.readline()
-            response: dict[str, Any] = json.loads(line)
+                key = load_run_key() if self._key is None else self._key
+                response = self._exchange_signed(stream, key, request) if key else _exchange(stream, request)
         except (OSError, ValueError) as error:
             raise CoordinatorError(str(error), place=f"coordinator {self.address}") from None
         self._last_address = address
@@ -185,3 +212,40 @@ class CoordinatorClient:
             if self._last_address is None:
                 raise
             return socket.create_connection(self._last_address, timeout=self.timeout)
+
+    def _exchange_signed(self, stream: BufferedRWPair, key: bytes, request: str) -> dict[str, Any]:
+        """Send `request`, signed with `key`, and return the response. Raises OSError, and ValueError if it is not signed with the key."""
+        with self._nonce_lock:
+            nonce = self._nonce if self._nonce_pid == os.getpid() else ""  # not that of the process from which this one was forked
+            self._nonce = ""
+        line = _send_line(stream, build_signed_message(key, REQUEST_PURPOSE, nonce, request))
+        if (new_nonce := _parse_new_nonce(line)) is not None:
+            nonce = new_nonce
+            line = _send_line(stream, build_signed_message(key, REQUEST_PURPOSE, nonce, request))
+        message = open_signed_message(key, RESPONSE_PURPOSE, line)
+        if message is None or message.nonce != nonce:
+            raise ValueError("its response is not signed with the run's key")
+        fields = json.loads(message.body)
+        with self._nonce_lock:
+            self._nonce, self._nonce_pid = str(fields["next_nonce"]), os.getpid()
+        response: dict[str, Any] = fields["response"]
+        return response
+
+
+def _exchange(stream: BufferedRWPair, request: str) -> dict[str, Any]:
+    """Send `request`, unsigned, and return the response. Raises OSError, ValueError."""
+    response: dict[str, Any] = json.loads(_send_line(stream, request.encode() + b"\n"))
+    return response
+
+
+def _send_line(stream: BufferedRWPair, line: bytes) -> bytes:
+    """Send `line` and return the line with which the coordinator responds."""
+    stream.write(line)
+    stream.flush()
+    return stream.readline()
+
+
+def _parse_new_nonce(line: bytes) -> str | None:
+    """Return the nonce that the coordinator has issued instead of a response; None if `line` is a response."""
+    fields = json.loads(line)
+    return None if "body" in fields or "nonce" not in fields else str(fields["nonce"])

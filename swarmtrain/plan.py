@@ -72,6 +72,13 @@ class Plan:
         return _FIRST_PORT + _PORTS_PER_RUN * (zlib.crc32(self.run.encode()) % _PORT_SETS)
 
     @property
+    def has_run_key(self) -> bool:
+        """Whether others can reach the ports of the run, so that its processes authenticate to each other with a key."""
+        runner = self.config.runner
+        names_network = runner.capabilities.has_managers and runner.swarm.network is not None
+        return names_network or not runner.capabilities.has_closed_network
+
+    @property
     def min_nodes(self) -> int:
         return self.config.runner.node_range[0]
 

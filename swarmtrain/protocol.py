@@ -17,11 +17,13 @@ from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
 misread a message.
 """
 ENV_PREFIX = "SWARMTRAIN_"
+ENV_KEY_FILE = f"{ENV_PREFIX}KEY_FILE"
+"""Variable with the path of the run's key; empty if only the run's own processes can reach its ports."""
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 
@@ -49,6 +51,8 @@ ROLE_PROBE = "probe"
 ROLE_RENDEZVOUS = "rendezvous"
 
 RENDEZVOUS_SERVICE = "rendezvous"
+RUN_KEY_NAME = "run-key"
+"""Name of the run's key, as a file and as a secret. The names of other secrets are names of variables, which contain no hyphen."""
 CONFIG_PATH = "/etc/swarmtrain/config.json"
 
 
@@ -146,6 +150,8 @@ class NodeEnv(_EnvironmentMessage):
     """CPU binding of ranks to the cores near their GPUs, as one of torchrun's modes; empty: none."""
     module: str = ""
     """Module to start instead of a script; empty: the script."""
+    key_file: str = ""
+    """Path of the run's key (swarmtrain.run_key); empty: none."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A node with another version reports both versions and does not start."""
 
@@ -180,6 +186,8 @@ class CoordinatorEnv(_EnvironmentMessage):
     """Maximum restarts within 1 h, regardless of progress; the next failure ends the run."""
     min_nodes: int
     """Minimum number of nodes to train: a flaky node is quarantined if at least this many others are present."""
+    key_file: str = ""
+    """Path of the run's key (swarmtrain.run_key); empty: none."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A coordinator with another version does not start."""
 

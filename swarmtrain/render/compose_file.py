@@ -36,7 +36,7 @@ def render_compose(plan: Plan) -> Stack:
         network["internal"] = True
     other_sections = {key: value for key, value in stack.document.items() if key not in ("version", "services", "networks")}
     document = {"name": plan.run, **other_sections, "services": services, "networks": {NETWORK_NAME: network}}
-    return Stack(plan.run, document, stack.files, "docker compose -f {file} up", command_note="")
+    return Stack(plan.run, document, stack.files, command_template="docker compose -f {file} up", command_note="")
 
 
 def _convert_service_to_compose(

@@ -29,6 +29,8 @@ class NodeLayout:
     log_dir: str
     store_port: int
     coordinator_port: int
+    key_file: str = ""
+    """Path of the run's key, if it has one."""
     mounts: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Default environment variables of the node's processes, which the user may override."""
@@ -57,6 +59,7 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
         interface=node.rank_interface or runner.interface or "",
         numa=runner.numa or "",
         module=runner.module or "",
+        key_file=layout.key_file,
     )
     probe_variables = _build_probe_env(plan, layout).to_env() if plan.is_probe else {}
     secret_file_variables = {f"{name}_FILE": path for name, path in secrets.items()}
@@ -101,4 +104,5 @@ def build_coordinator_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
         max_restarts=plan.config.runner.max_restarts,
         max_restarts_per_hour=plan.config.runner.effective_max_restarts_per_hour,
         min_nodes=plan.min_nodes,
+        key_file=layout.key_file,
     ).to_env()

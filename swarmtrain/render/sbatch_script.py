@@ -16,7 +16,7 @@ from pathlib import PurePath
 
 from swarmtrain.config import Config
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import EXIT_PLANNED
+from swarmtrain.protocol import EXIT_PLANNED, RUN_KEY_NAME
 from swarmtrain.render.process_environment import NodeLayout, build_coordinator_env, build_node_env
 
 NODE_TASK_MODULE = "swarmtrain.launchers.slurm.node_task"
@@ -171,6 +171,7 @@ def _build_job_environment(plan: Plan, job_layout: JobLayout) -> dict[str, str]:
         config_path=str(files_folder / "config.json"),
         code_folder=files_folder / "code",
         secrets_dir=files_folder / "secrets",
+        key_file=str(job_layout.run_folder / RUN_KEY_NAME),
         log_dir=str(job_layout.run_folder / "logs"),
         store_port=0,
         coordinator_port=0,

@@ -35,6 +35,7 @@ from swarmtrain.protocol import (
     RENDEZVOUS_SERVICE,
     ROLE_NODE,
     ROLE_RENDEZVOUS,
+    RUN_KEY_NAME,
 )
 from swarmtrain.render.mounts import WORKSPACE, build_mounts, build_volumes, escape_go_template
 from swarmtrain.render.process_environment import (
@@ -45,6 +46,7 @@ from swarmtrain.render.process_environment import (
     build_coordinator_env,
     build_node_env,
 )
+from swarmtrain.run_key import create_run_key
 
 NETWORK_NAME = "training"
 # Swarm's own limits: docker/swarmkit refuses larger ones.
@@ -56,6 +58,8 @@ _MAX_NODES_IN_SLASH_24 = 100
 _LARGE_SUBNET = "10.128.0.0/16"
 _IPV4_PATTERN = re.compile(r"[0-9.]+")
 _RESTART_DELAY = "2s"
+_SECRETS_FOLDER = PurePosixPath("/run/secrets")
+_KEY_FILE = f"generated/{RUN_KEY_NAME}"
 _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 
 
@@ -73,6 +77,8 @@ class Stack:
     name: str
     document: dict[str, Any]
     files: dict[str, bytes]
+    key_file: str = ""
+    """Relative path of the run's key, whose content is random: it is created once, and not among `files`. Empty: the run has no key."""
     command_template: str = "docker stack deploy -c {file} {name}"
     """Template of the command that deploys the document in the file `{file}` under the name `{name}`."""
     command_note: str = "If the registry of the image requires a login, add --with-registry-auth: the nodes then pull with your login."
@@ -96,7 +102,7 @@ def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
         document["volumes"] = named_volumes
     if objects.secrets:
         document["secrets"] = {key: {"file": path} for key, path in objects.secrets.items()}
-    return Stack(plan.run, document, objects.files)
+    return Stack(plan.run, document, objects.files, _KEY_FILE if plan.has_run_key else "")
 
 
 def render_stack_yaml(stack: Stack) -> str:
@@ -125,8 +131,8 @@ def _dump_yaml_section(section: dict[str, Any]) -> str:
 def write_stack(stack: Stack, path: Path) -> None:
     """Write the stack document to `path` as YAML, and the files that it refers to into a folder next to it.
 
-    Files of an earlier call that are no longer used are removed. Raises StackError if the files cannot be written; then no file has
-    changed.
+    Files of an earlier call that are no longer used are removed, but the run's key is kept. Raises StackError if the files cannot be
+    written; then no file has changed.
     """
     secret_paths = _list_secret_paths(stack)
     folder = path.parent / _get_files_folder(stack)
@@ -134,6 +140,9 @@ def write_stack(stack: Stack, path: Path) -> None:
         files = {
             path.parent / name: (content, SECRET_MODE if name in secret_paths else PUBLIC_MODE) for name, content in stack.files.items()
         }
+        if stack.key_file and not (path.parent / stack.key_file).exists():
+            files[path.parent / stack.key_file] = (create_run_key(), SECRET_MODE)
+            files[folder / ".gitignore"] = (f"{RUN_KEY_NAME}\n".encode(), PUBLIC_MODE)
         write_files_atomically({**files, path: (render_stack_yaml(stack).encode(), PUBLIC_MODE)})
         # The stack file is written last, so that it refers only to existing files even if this function is interrupted.
         for file in folder.iterdir():
@@ -161,6 +170,9 @@ class _SwarmObjects:
         self._add_config_or_secret(config_file, CONFIG_PATH, self.configs, self.config_mounts, "config, with all defaults")
         for item in plan.cargo.code:
             self._add_config_or_secret(item, str(WORKSPACE / item.name), self.configs, self.config_mounts, f"file {item.name}")
+        if plan.has_run_key:
+            self.secrets[RUN_KEY_NAME] = _KEY_FILE
+            self.secret_mounts.append({"source": RUN_KEY_NAME, "target": RUN_KEY_NAME})
         for item in plan.cargo.secrets:
             self._add_config_or_secret(item, item.name, self.secrets, self.secret_mounts, f"config runner.secrets.{item.name}")
 
@@ -218,6 +230,8 @@ def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObje
 
 def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[str, Any]:
     service = _build_common_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)) | HIDDEN_GPUS_ENV)
+    if plan.has_run_key:
+        service["secrets"] = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}]
     service["deploy"] = _build_deploy_section(
         plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
     )
@@ -251,7 +265,8 @@ def _build_node_layout(plan: Plan) -> NodeLayout:
         bind_address=address if _IPV4_PATTERN.fullmatch(address) else "0.0.0.0",
         config_path=CONFIG_PATH,
         code_folder=WORKSPACE,
-        secrets_dir=PurePosixPath("/run/secrets"),
+        secrets_dir=_SECRETS_FOLDER,
+        key_file=str(_SECRETS_FOLDER / RUN_KEY_NAME) if plan.has_run_key else "",
         log_dir="/tmp/swarmtrain",
         store_port=port,
         coordinator_port=port + 1,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from intruder import Intruder
 from processes import find_run_pids
 from ssh_hosts import start_lab
 
@@ -26,7 +27,7 @@ from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.process import run_command
-from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.view.status import build_status
 
 pytestmark = pytest.mark.test_all_only("one life of a run under Slurm is in the contract")
@@ -168,6 +169,29 @@ def release_job(job_id: str, *changes: str) -> None:
         assert time.monotonic() < end, slurm_cli.read_job_state(job_id)
         time.sleep(0.1)
     run_command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2", *changes])
+
+
+def test_an_intruder_cannot_end_a_run_or_run_code_on_its_nodes(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
+    write_ports = 'import os\nopen("ports", "w").write(f"{os.environ[\'SWARMTRAIN_COORDINATOR\']} {os.environ[\'SWARMTRAIN_STORE\']}")\n'
+    launcher.deploy_run(plan_run(script=write_ports + TRAIN), print)
+    world = wait_for_event(launcher, "demo", "world").data["world"]
+    wait_for_event(launcher, "demo", "progress")
+    [key_file] = (tmp_path / "home").rglob(RUN_KEY_NAME)
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    addresses = {node.node: node.address for node in lab.get_status()}
+
+    def locate(server: str) -> str:
+        name, _, port = server.rpartition(":")
+        return f"{addresses.get(name, name)}:{port}"
+
+    intruder = Intruder(*map(locate, Path("ports").read_text().split()))
+    intruder.attack(key_file.read_bytes(), world.partition("/")[0], tmp_path / "executed")
+    step = wait_for_event(launcher, "demo", "progress").data["step"]
+    wait_for_event(launcher, "demo", "progress", lambda event: event.data["step"] > step + 100)
+    events = launcher.read_events("demo")
+    assert [event.data["world"] for event in events if event.kind == "world"] == [world]
+    assert len([event for event in events if "is not signed with the run's key" in str(event.data.get("message"))]) == 1
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from intruder import Intruder
 from processes import find_run_pids
 from ssh_hosts import HOST_NAMES, Hosts, start_hosts
 from stub_docker import SLOW_SECONDS
@@ -29,7 +30,7 @@ from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
 from swarmtrain.plan import Plan, build_plan
-from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 
 pytestmark = pytest.mark.test_all_only("one life of a run over SSH is in the contract")
 
@@ -231,6 +232,30 @@ def start_swarmtrain(*argv: str, cwd: Path) -> subprocess.Popen[str]:
         text=True,
         env=dict(os.environ),
     )
+
+
+def test_an_intruder_cannot_end_a_run_or_run_code_on_its_hosts(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:
+    launcher.deploy_run(plan_run(build_config(tmp_path, nodes=2)), print)
+    world = wait_for_event(launcher, "world").data["world"]
+    [key_file] = hosts.get_state_dir("gpu-0").rglob(RUN_KEY_NAME)
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    record = launcher._index.read_record("demo")
+    intruder = Intruder(f"{record.address}:{record.coordinator_port}", f"{record.address}:{record.store_port}")
+    intruder.attack(key_file.read_bytes(), world.partition("/")[0], tmp_path / "executed")
+    step = wait_for_event(launcher, "progress").data["step"]
+    wait_for_event(launcher, "progress", lambda event: event.data["step"] > step + 100)
+    events = launcher.read_events("demo")
+    assert [event.data["world"] for event in events if event.kind == "world"] == [world]
+    assert len([event for event in events if "is not signed with the run's key" in str(event.data.get("message"))]) == 1
+    assert not (tmp_path / "executed").exists()
+    # The servers listen only on the address that the nodes use.
+    connect = f"import socket; socket.create_connection(('127.0.0.1', {record.coordinator_port}), 5)"
+    argv = [*hosts.lab.build_enter_command("gpu-0"), sys.executable, "-c", connect]
+    assert "ConnectionRefusedError" in subprocess.run(argv, capture_output=True, text=True, check=False).stderr
+    key = key_file.read_bytes()
+    launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(3)), print)
+    wait_for_event(launcher, "world", lambda event: event.data["nodes"] == 3)
+    assert {path.read_bytes() for name in HOST_NAMES for path in hosts.get_state_dir(name).rglob(RUN_KEY_NAME)} == {key}
 
 
 def test_a_failure_is_the_exit_code_and_stops_the_others_and_runs_do_not_meet(launcher: SshLauncher, hosts: Hosts, tmp_path: Path) -> None:

@@ -53,8 +53,9 @@ def test_the_files_of_a_run_over_ssh_are_private(runner_type: str, tmp_path: Pat
     record = SshRunRecord({"a": "python3"}, {"node0": "a"}, "10.0.0.1", 20000, 20001, "/", 90.0)
     agent = RemoteAgent(tmp_path / "runs")
     agent.lock_run("demo", "test")
-    agent.write_files("demo", _build_run_files(plan, record))
+    agent.write_files("demo", _build_run_files(plan, record, b"key"))
     folder = tmp_path / "runs" / "demo"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     config_mode = 0o600 if runner_type == "ssh" else 0o644  # a container's user must be able to read it
     assert list_modes_of_files_with_value(folder) == {"deployed.json": 0o600, "config.json": config_mode}
+    assert stat.S_IMODE((folder / "secrets" / "run-key").stat().st_mode) == 0o600

@@ -106,6 +106,7 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
         *("--network", "host", "--ipc", "host", "--user", "1000:1000", "--gpus", '"device=0,2"', "--cpus", "8.0"),
         *("--volume", "/data:/data", "--mount"),
         'type=volume,source=nas,target=/nas,volume-opt=type=nfs,"volume-opt=o=addr=nas,rw",volume-opt=device=:/export',
+        *("--volume", "/state/demo/secrets/run-key:/run/secrets/run-key:ro"),
         *("--volume", "/state/demo/config.json:/etc/swarmtrain/config.json:ro"),
         *("--volume", "/state/demo/secrets/TOKEN:/run/secrets/TOKEN:ro"),
         *("--volume", "/state/demo/code/training_code.py:/workspace/training_code.py:ro"),
@@ -118,11 +119,17 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     assert node.cleanup_command == ["sudo", "-n", "docker", "rm", "--force", "demo-node0"]
     assert "--gpus" not in found["node1"].prepare_command
     assert found[RENDEZVOUS_SERVICE].env["NVIDIA_VISIBLE_DEVICES"] == "void"
-    assert not [word for word in found[RENDEZVOUS_SERVICE].prepare_command if word.startswith("/state")]
+    assert [word for word in found[RENDEZVOUS_SERVICE].prepare_command if word.startswith("/state")] == [
+        "/state/demo/secrets/run-key:/run/secrets/run-key:ro"
+    ]
     many_files = tuple(RunFile.from_content(f"src/file{index}.py", b"") for index in range(100))
     plan = build_plan(given, build_offline_inventory(given.runner.host_entries), Cargo((*cargo.code, *many_files)), run="demo")
     volumes = [word for word in build_process_specs(plan, record, there)["b"][0].prepare_command if word.startswith("/state")]
-    assert volumes == ["/state/demo/config.json:/etc/swarmtrain/config.json:ro", "/state/demo/code:/workspace"]
+    assert volumes == [
+        "/state/demo/secrets/run-key:/run/secrets/run-key:ro",
+        "/state/demo/config.json:/etc/swarmtrain/config.json:ro",
+        "/state/demo/code:/workspace",
+    ]
     privileged = given.runner.docker_config.model_copy(update={"privileged": True})
     runner = given.runner.model_copy(update={"docker_config": privileged})
     plan = build_plan(given.model_copy(update={"runner": runner}), build_offline_inventory(given.runner.host_entries), cargo, run="demo")

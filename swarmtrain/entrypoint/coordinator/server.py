@@ -18,18 +18,21 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from swarmtrain.entrypoint import supervisor_watchdog
+from swarmtrain.entrypoint.coordinator.rendezvous_states import RendezvousStates
 from swarmtrain.entrypoint.coordinator.rescue import RescueArbiter
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
-from swarmtrain.errors import EXIT_ERROR
-from swarmtrain.protocol import EVENT_FAILURE, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, CoordinatorEnv, Event
+from swarmtrain.errors import EXIT_ERROR, CoordinatorError
+from swarmtrain.protocol import EVENT_FAILURE, EVENT_NOTE, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, CoordinatorEnv, Event, SupervisorResponse
+from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, IssuedNonces, build_signed_message, load_run_key, open_signed_message
 
 _MAX_REQUEST_BYTES = 1 << 20
 _CLIENT_TIMEOUT_SECONDS = 10.0
 _TICK_SECONDS = 0.2
+_MAX_REPORTED_INTRUDERS = 10
 _PORT_HINT = "stop the process that listens there, or set runner.master_port to a free port whose next port is free too"
 _EXIT_STOP_REQUESTED = 128 + signal.SIGTERM
 
@@ -56,8 +59,12 @@ def main() -> int:
         clock=time.monotonic,
         publish_event=_print_event,
     )
+    env = replace(env, bind=_resolve_bind_address(env))
     try:
-        bound_server = CoordinatorServer((env.bind, env.coordinator_port), coordinator)
+        bound_server = CoordinatorServer((env.bind, env.coordinator_port), coordinator, load_run_key())
+    except CoordinatorError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_ERROR
     except OSError as error:
         sys.stderr.write(f"error: coordinator at {env.bind}:{env.coordinator_port}: {_format_socket_error(error)}\nhint: {_PORT_HINT}\n")
         return EXIT_ERROR
@@ -71,15 +78,22 @@ def main() -> int:
 
 
 class CoordinatorServer(socketserver.ThreadingTCPServer):
-    """Serves swarmtrain.coordinator_client.CoordinatorClient: one request and one response, each a JSON line, per connection."""
+    """Serves swarmtrain.coordinator_client.CoordinatorClient: one request and one response, each a JSON line, per connection.
+
+    With the run's key `key`, only requests are handled that are signed with it, for a nonce that this server has issued and that no other
+    request has used. Of the others, the first one of each address is logged.
+    """
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, address: tuple[str, int], coordinator: Coordinator) -> None:
+    def __init__(self, address: tuple[str, int], coordinator: Coordinator, key: bytes = b"") -> None:
+        self.key, self.nonces = key, IssuedNonces()
+        self._intruders: set[str] = set()
         self._coordinator = coordinator
         self._rescue_arbiter = RescueArbiter(time.monotonic)
+        self._rendezvous_states = RendezvousStates()
         self._lock = threading.Lock()
         super().__init__(address, _RequestHandler)
 
@@ -93,17 +107,30 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                     event = Event(request["kind"], request["data"])
                     self._rescue_arbiter.record_dead_rank(event)
                     return asdict(self._coordinator.handle_event(event))
-                case "join" | "beat" as op:
-                    record_node = self._coordinator.register_node if op == "join" else self._coordinator.record_heartbeat
-                    return asdict(record_node(request["node"]))
-                case "close":
-                    return asdict(self._coordinator.close_round(request["node"], request["round"]))
-                case "leave":
-                    return asdict(self._coordinator.record_node_exit(request["node"], int(request["exit_code"])))
+                case "join" | "beat" | "close" | "leave" as op:
+                    return asdict(self._handle_supervisor_request(op, request))
+                case "read_rendezvous_state" | "replace_rendezvous_state" as op:
+                    return self._rendezvous_states.handle_request(op, request)
                 case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
                     return self._rescue_arbiter.handle_request(op, request)
                 case op:
                     raise ValueError(f"unknown operation: {op}")
+
+    def _handle_supervisor_request(self, op: str, request: dict[str, Any]) -> SupervisorResponse:
+        node = request["node"]
+        if op == "close":
+            return self._coordinator.close_round(node, request["round"])
+        if op == "leave":
+            return self._coordinator.record_node_exit(node, int(request["exit_code"]))
+        return self._coordinator.register_node(node) if op == "join" else self._coordinator.record_heartbeat(node)
+
+    def report_refused_request(self, address: str) -> None:
+        """Log that a request from `address` was not signed with the run's key, at most once for each of the first addresses."""
+        with self._lock:
+            if address not in self._intruders and len(self._intruders) < _MAX_REPORTED_INTRUDERS:
+                self._intruders.add(address)
+                message = f"refused a request from {address} that is not signed with the run's key"
+                self._coordinator.handle_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": message}))
 
     def process_timeouts(self) -> bool:
         """Process the coordinator's timeouts. Return whether the coordinator can exit."""
@@ -117,15 +144,54 @@ class _RequestHandler(socketserver.StreamRequestHandler):
     server: CoordinatorServer
 
     def handle(self) -> None:
+        line = self.rfile.readline(_MAX_REQUEST_BYTES)
+        if self.server.key:
+            self._handle_signed_request(self.server.key, line)
+        else:
+            self._send_json(self._answer_request(line))
+
+    def _handle_signed_request(self, key: bytes, line: bytes) -> None:
+        """Handle the request in `line`; if it has no nonce that can be used, send one, and handle the request that follows."""
+        nonces = self.server.nonces
+        for is_retry in (False, True):
+            message = open_signed_message(key, REQUEST_PURPOSE, line)
+            if message is None:
+                break
+            if nonces.use_nonce(message.nonce):
+                body = json.dumps({"response": self._answer_request(message.body), "next_nonce": nonces.issue_nonce()})
+                self.wfile.write(build_signed_message(key, RESPONSE_PURPOSE, message.nonce, body))
+                return
+            if nonces.has_issued(message.nonce):
+                break  # replayed
+            if not is_retry:  # the client has no nonce yet, or has one of an earlier coordinator
+                self._send_json({"nonce": nonces.issue_nonce()})
+                line = self.rfile.readline(_MAX_REQUEST_BYTES)
+        self.server.report_refused_request(self.client_address[0])
+        self._send_json({"error": "the request is not signed with the run's key"})
+
+    def _send_json(self, message: dict[str, Any]) -> None:
+        self.wfile.write(json.dumps(message).encode() + b"\n")
+
+    def _answer_request(self, body: str | bytes) -> dict[str, Any]:
         try:
-            request = json.loads(self.rfile.readline(_MAX_REQUEST_BYTES))
+            request = json.loads(body)
             if (version := request.pop("protocol", None)) == PROTOCOL_VERSION:
-                response = self.server.dispatch_request(request)
-            else:
-                response = {"protocol": PROTOCOL_VERSION, "error": f"the request uses protocol {version}, not {PROTOCOL_VERSION}"}
+                return self.server.dispatch_request(request)
+            return {"protocol": PROTOCOL_VERSION, "error": f"the request uses protocol {version}, not {PROTOCOL_VERSION}"}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            response = {"error": f"{type(error).__name__}: {error}"}
-        self.wfile.write(json.dumps(response).encode() + b"\n")
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _resolve_bind_address(env: CoordinatorEnv) -> str:
+    """Return the address to listen on: `env.bind`, or all addresses if this machine does not have that one, for example behind NAT."""
+    family = socket.AF_INET6 if ":" in env.bind else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((env.bind, 0))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return "0.0.0.0"  # noqa: S104
+    return env.bind
 
 
 def _wait_until_run_finished(server: CoordinatorServer, stop_event: threading.Event) -> bool:

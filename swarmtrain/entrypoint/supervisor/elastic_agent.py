@@ -38,7 +38,6 @@ _CLOSING_MESSAGE = "Closing process"
 _EXPECTED_WARNINGS = ("death signal", _TERMINATING_MESSAGE)  # torch warns about stops that we requested
 _UNLIMITED_RESTARTS = 1_000_000
 _RENDEZVOUS_SETTINGS = {
-    "is_host": 0,  # the store is a separate service; torch's guess by host name would be wrong behind a service name
     "join_timeout": 3600,  # waiting for a node that is being repaired is not a failure
     "last_call_timeout": 1,  # supervisors start their agents together
     "close_timeout": 10,
@@ -63,6 +62,9 @@ def run_agent(round: str, advertised_address: str | None, environment: dict[str,
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher.api import elastic_launch
 
+    from swarmtrain.entrypoint.supervisor.coordinator_rendezvous import register_rendezvous_backend
+
+    register_rendezvous_backend(CoordinatorClient(env.coordinator))
     with contextlib.suppress(CoordinatorError):  # without the coordinator there is no store either, which torch will report
         coordinator_clock.use_coordinator_clock(CoordinatorClient(env.coordinator))
     make_node_identity_unique()
@@ -92,13 +94,15 @@ def make_node_identity_unique() -> None:
 def _build_launch_config(env: NodeEnv, round: str, advertised_address: str | None, logs_specs: DefaultLogsSpecs) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
+    from swarmtrain.entrypoint.supervisor.coordinator_rendezvous import BACKEND_NAME
+
     return LaunchConfig(
         min_nodes=env.min_nodes,
         max_nodes=env.max_nodes,
         nproc_per_node=env.slots,
         run_id=round,
         role="rank",
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND_NAME,
         rdzv_endpoint=env.store,
         rdzv_configs=dict(_RENDEZVOUS_SETTINGS),
         max_restarts=_UNLIMITED_RESTARTS,  # torch counts a planned exit as a failure; the coordinator has the restart budget

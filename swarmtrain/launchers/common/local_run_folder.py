@@ -20,8 +20,9 @@ from swarmtrain.errors import RunNotFound, StackError, StateDirectoryError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.history_store import resolve_state_directory
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import PROTOCOL_VERSION
+from swarmtrain.protocol import PROTOCOL_VERSION, RUN_KEY_NAME
 from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
+from swarmtrain.run_key import create_run_key
 
 
 @contextlib.contextmanager
@@ -120,7 +121,8 @@ class LocalRunFolder(HostRunFolder):
 
     def save_deployment(self, plan: Plan, record: LocalRunRecord) -> None:
         """Write all files of the run's deployment, or none. Raises OSError if they cannot be written."""
-        (self.path / "secrets").mkdir(mode=0o700, parents=True, exist_ok=True)
+        key_path = self.path / "secrets" / RUN_KEY_NAME
+        key_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.path / "logs").mkdir(exist_ok=True)
         config, resolved, record_json = plan.config.to_json(), plan.config.to_node_config().to_json(), json.dumps(asdict(record), indent=1)
         write_files_atomically(
@@ -128,6 +130,7 @@ class LocalRunFolder(HostRunFolder):
             | {self.path / "code" / item.name: (item.content, PUBLIC_MODE) for item in plan.cargo.code}
             # The configs contain the values of runner.env.
             | {self.path / name: (text.encode(), SECRET_MODE) for name, text in (("deployed.json", config), ("config.json", resolved))}
+            | ({} if key_path.exists() else {key_path: (create_run_key(), SECRET_MODE)})
             | {self.path / MARKER_FILE: (record_json.encode(), PUBLIC_MODE)}
         )
         self.remove_other_code_files({item.name for item in plan.cargo.code})

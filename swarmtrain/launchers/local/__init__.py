@@ -26,7 +26,7 @@ from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRu
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
 
@@ -254,6 +254,7 @@ def _build_process_specs(run_folder: LocalRunFolder, plan: Plan, record: LocalRu
         log_dir=str(run_folder.path / "logs"),
         store_port=record.store_port,
         coordinator_port=record.coordinator_port,
+        key_file=str(run_folder.path / "secrets" / RUN_KEY_NAME),
     )
     content_digest = f"{plan.config.to_node_config().digest}-{plan.cargo.digest}"
     argv = [sys.executable, "-m", ENTRYPOINT_MODULE]

@@ -61,6 +61,7 @@ def main(run_folder: Path) -> int:
         "SWARMTRAIN_COORDINATOR": f"{head_address}:{port + 1}",
         "SWARMTRAIN_STORE_PORT": str(port),
         "SWARMTRAIN_COORDINATOR_PORT": str(port + 1),
+        "SWARMTRAIN_BIND": _choose_bind_address(head_address),
     }
     host = environ.get("SLURMD_NODENAME", socket.gethostname())
     node = RestartingProcess(run_folder, f"node{node_index}", ROLE_NODE, host, attempt)
@@ -107,6 +108,12 @@ def resolve_head_node_address(name: str) -> str:
         if match and _resolve_ip(match[1]):
             return match[1]
     return name
+
+
+def _choose_bind_address(head_address: str) -> str:
+    """Return the address on which the head node listens: the one that the others use, or all addresses if that one is unknown."""
+    address = _resolve_ip(head_address)
+    return address if address and not address.startswith("127.") else "0.0.0.0"  # noqa: S104
 
 
 def _resolve_ip(host_name: str) -> str:

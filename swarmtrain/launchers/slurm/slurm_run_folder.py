@@ -26,7 +26,8 @@ from swarmtrain.launchers.common.history_store import resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, select_dataclass_fields
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
+from swarmtrain.run_key import create_run_key
 
 _RECORD_FILE = "slurm.json"
 _SUBMITTED_RECORD_FILE = "run.json"
@@ -105,6 +106,10 @@ class SlurmRunFolder(LocalRunFolder):
     def get_log_path(self, name: str) -> Path:
         return self.path / f"{name}.log"
 
+    @property
+    def key_path(self) -> Path:
+        return self.path / RUN_KEY_NAME
+
     def list_process_names(self) -> list[str]:
         record = self.find_record()
         return [*(f"node{index}" for index in range(record.nodes)), RENDEZVOUS_SERVICE] if record else []
@@ -136,7 +141,8 @@ class SlurmRunFolder(LocalRunFolder):
         texts = {"deployed.json": plan.config.to_json(), "config.json": plan.config.to_node_config().to_json()}
         texts |= {SCRIPT_FILE: script, _SUBMITTED_RECORD_FILE: record.to_json()}
         write_files_atomically(
-            {files / "secrets" / item.name: (item.content, SECRET_MODE) for item in plan.cargo.secrets}
+            ({} if self.key_path.exists() else {self.key_path: (create_run_key(), SECRET_MODE)})
+            | {files / "secrets" / item.name: (item.content, SECRET_MODE) for item in plan.cargo.secrets}
             | {files / "code" / item.name: (item.content, PUBLIC_MODE) for item in plan.cargo.code}
             # The configs and the script contain the values of runner.env.
             | {files / name: (text.encode(), SECRET_MODE) for name, text in texts.items()}
@@ -168,6 +174,7 @@ class SlurmRunFolder(LocalRunFolder):
         self.remove_job_files()
         for state in self.path.glob("*.state"):
             state.unlink(missing_ok=True)
+        self.key_path.unlink(missing_ok=True)
         (self.path / _RECORD_FILE).unlink(missing_ok=True)
 
 

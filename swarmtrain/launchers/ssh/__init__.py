@@ -37,11 +37,12 @@ from swarmtrain.launchers.ssh.process_specs import HostContext, build_container_
 from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.remote_agent import PUBLIC_FILE_MODE, SECRET_FILE_MODE
 from swarmtrain.remote.run_folder import EVENTS_FILE, MARKER_FILE
 from swarmtrain.remote.timestamped_log import format_timestamp_prefix
+from swarmtrain.run_key import create_run_key
 
 _POLL_SECONDS = 0.5
 _STOP_MARGIN_SECONDS = 30.0
@@ -51,6 +52,7 @@ _DOCKER_NOISE_PATTERN = re.compile(r"(Run|See) 'docker|Error: failed to start co
 """Pattern of the docker CLI's output lines that do not state the reason of an error."""
 _COORDINATOR_MAX_RESTARTS = 2
 _UNKNOWN_HOST_MESSAGE = "Could not resolve hostname"
+_KEY_FILE = f"secrets/{RUN_KEY_NAME}"
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class SshLauncher:
             report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
         self._index.write_record(run, replace(record, interpreters=pythons))
-        files = _build_run_files(plan, record)
+        files = _build_run_files(plan, record, _find_run_key(host_group, desired, run))
         host_group.run_on_hosts(lambda host: host.call_agent("write_files", run=run, files=files), list(desired.specs))
         to_stop = desired.processes_to_stop
         host_group.run_on_hosts(
@@ -487,10 +489,20 @@ def resolve_host_address(runner: RunnerConfig, host_name: str, host_info: dict[s
     return "127.0.0.1" if host_name == LOCALHOST else host_info[host_name]["address"] or host_name
 
 
-def _build_run_files(plan: Plan, record: SshRunRecord) -> dict[str, tuple[str, int]]:
+def _find_run_key(host_group: HostGroup, desired: DesiredState, run: str) -> bytes:
+    """Return the key of the existing run from the first host that has it, or a new key."""
+    for name, host_state in desired.host_states.items():
+        if host_state["marker"] is not None:
+            with contextlib.suppress(HostError):  # another version of swarmtrain has deployed the run, without a key
+                files = host_group.hosts[name].call_agent("read_files", run=run, names=[_KEY_FILE])
+                return base64.b64decode(files[_KEY_FILE])
+    return create_run_key()
+
+
+def _build_run_files(plan: Plan, record: SshRunRecord, key: bytes) -> dict[str, tuple[str, int]]:
     """Return the files that are sent to each host, by path. The last one is the run's marker file, which contains the record."""
     cargo = plan.cargo
-    files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets}
+    files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets} | {_KEY_FILE: (key, SECRET_FILE_MODE)}
     files |= {f"code/{item.name}": (item.content, PUBLIC_FILE_MODE) for item in cargo.code}
     # The configs contain the values of runner.env. In a container, a user other than the owner may have to read the mounted config.json;
     # on the host, only the owner can enter the folder.

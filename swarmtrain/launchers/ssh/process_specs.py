@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
@@ -15,7 +16,7 @@ from swarmtrain.launchers.common.docker_engine import build_exec_argv
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE
+from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE, RUN_KEY_NAME
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, HIDDEN_GPUS_ENV, NodeLayout, build_coordinator_env, build_node_env
 
@@ -103,16 +104,25 @@ def _build_gpu_env(node: PlannedNode, *, uses_docker: bool) -> dict[str, str]:
 def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostContext, *, uses_docker: bool) -> NodeLayout:
     return NodeLayout(
         coordinator_host=record.address,
-        bind_address="0.0.0.0",  # noqa: S104  # On the host network, listen on all addresses: other hosts may use any name or address of this host.
+        # The coordinator falls back to all addresses if the host does not have this one, for example behind NAT.
+        bind_address=record.address if _is_ipv4_address(record.address) else "0.0.0.0",  # noqa: S104
         config_path=CONFIG_PATH if uses_docker else str(host_context.folder / "config.json"),
         code_folder=_WORKSPACE_FOLDER if uses_docker else host_context.folder / "code",
         secrets_dir=_SECRETS_FOLDER if uses_docker else host_context.folder / "secrets",
+        key_file=str((_SECRETS_FOLDER if uses_docker else host_context.folder / "secrets") / RUN_KEY_NAME),
         log_dir=_LOGS_FOLDER if uses_docker else str(host_context.folder / "logs"),
         store_port=record.store_port,
         coordinator_port=record.coordinator_port,
         mounts=tuple(target for _, target in plan.config.runner.docker_config.docker_mounts) if uses_docker else (),
         environment=_build_container_env(plan.config.runner.docker_config) if uses_docker else {},
     )
+
+
+def _is_ipv4_address(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 4
+    except ValueError:
+        return False
 
 
 def _build_container_env(docker_config: DockerConfig) -> dict[str, str]:
@@ -153,7 +163,10 @@ def wrap_command_in_container(
     docker = plan.config.runner.docker_config
     docker_argv = build_docker_argv(plan, preserved_variables=",".join(env))
     container_name = f"{plan.run}-{node.name if node else RENDEZVOUS_SERVICE}"
-    own_mounts = _list_run_file_mounts(plan.cargo, host_context.folder) if node else []
+    own_mounts = [
+        f"{host_context.folder / 'secrets' / RUN_KEY_NAME}:{_SECRETS_FOLDER / RUN_KEY_NAME}:ro",
+        *(_list_run_file_mounts(plan.cargo, host_context.folder) if node else ()),
+    ]
     options: dict[str, Any] = {
         "--name": container_name,
         "--network": "host",

@@ -40,7 +40,7 @@ from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.launchers.swarm.update_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, Event, RunOutcome
+from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import Stack, render_stack
 
@@ -102,7 +102,11 @@ class SwarmLauncher:
         code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items()]
         sent_files = [RunFile(name, self._read_config_content(item["ConfigID"]), _parse_digest(item["ConfigName"])) for name, item in code]
         config, code_files = code_placement.restore_code_from_layer(config.model_copy(update={"runner": runner}), sent_files)
-        secrets = [RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"])) for item in container.get("Secrets", [])]
+        secrets = [
+            RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"]))
+            for item in container.get("Secrets", [])
+            if item["File"]["Name"] != RUN_KEY_NAME
+        ]
         code_files.sort(key=lambda file: (file.name != runner.script_name, file.name))  # as in read_cargo
         return config, Cargo(tuple(code_files), tuple(secrets))
 

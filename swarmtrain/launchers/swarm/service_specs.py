@@ -17,6 +17,7 @@ from swarmtrain.errors import StackError
 from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.protocol import LABEL_STACK, LABEL_STACK_IMAGE
 from swarmtrain.render.stack_document import Stack
+from swarmtrain.run_key import create_run_key
 
 ApiSpec = dict[str, Any]
 
@@ -107,7 +108,9 @@ def _build_network_spec(stack: Stack, network: ApiSpec) -> ApiSpec:
 
 
 def _build_config_or_secret_spec(stack: Stack, document_key: str, definition: ApiSpec) -> ApiSpec:
-    data = base64.b64encode(stack.files[definition["file"]]).decode()
+    # A key that already exists in the swarm stays: objects are compared by name.
+    content = create_run_key() if definition["file"] == stack.key_file else stack.files[definition["file"]]
+    data = base64.b64encode(content).decode()
     return {"Name": _add_stack_prefix(stack, document_key), "Labels": _add_stack_label(stack, definition.get("labels")), "Data": data}
 
 

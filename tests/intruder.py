@@ -1,0 +1,89 @@
+"""A client without the key of a run, which attacks the run's ports: unsigned, replayed and altered requests, and a pickle in the store."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+from swarmtrain.protocol import EVENT_FAILURE, PROTOCOL_VERSION
+from swarmtrain.run_key import REQUEST_PURPOSE, build_signed_message
+
+REFUSAL = {"error": "the request is not signed with the run's key"}
+PING = json.dumps({"op": "ping", "protocol": PROTOCOL_VERSION})
+FATAL_FAILURE = {"op": "post", "kind": EVENT_FAILURE, "data": {"node": "node0", "error": "planted", "permanent": True}}
+
+
+class _CodeInPickle:
+    """Object whose pickle creates a file when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._file}",)
+
+
+class Intruder:
+    """Client that reaches the coordinator and the store of a run, without its key."""
+
+    def __init__(self, coordinator: str, store: str) -> None:
+        self._coordinator, self._store = coordinator, store
+
+    def send_unsigned_request(self) -> Any:
+        """Request the end of the run, and return the response."""
+        with self._connect() as stream:
+            return send_line(stream, json.dumps({**FATAL_FAILURE, "protocol": PROTOCOL_VERSION}).encode() + b"\n")
+
+    def replay_request(self, key: bytes) -> Any:
+        """Send a request again that a process of the run has signed and sent, and return the response."""
+        with self._connect() as stream:
+            nonce = send_line(stream, build_signed_message(key, REQUEST_PURPOSE, "", PING))["nonce"]
+            recorded = build_signed_message(key, REQUEST_PURPOSE, nonce, PING)
+            assert "body" in send_line(stream, recorded)
+        with self._connect() as stream:
+            return send_line(stream, recorded)
+
+    def alter_request(self, key: bytes) -> Any:
+        """Send a signed request whose body was changed on its way, and return the response."""
+        with self._connect() as stream:
+            nonce = send_line(stream, build_signed_message(key, REQUEST_PURPOSE, "", PING))["nonce"]
+            signed = json.loads(build_signed_message(key, REQUEST_PURPOSE, nonce, PING))
+            body = json.dumps({**FATAL_FAILURE, "protocol": PROTOCOL_VERSION})
+            return send_line(stream, json.dumps({**signed, "body": body}).encode() + b"\n")
+
+    def poison_store(self, round: str, file: Path) -> None:
+        """Write to the store, as the state of torch's rendezvous, a pickle that creates `file` when it is loaded."""
+        from torch.distributed import TCPStore
+
+        host, _, port = self._store.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
+        store.set(f"torch.rendezvous.{round}", base64.b64encode(pickle.dumps(_CodeInPickle(file))).decode())
+
+    def attack(self, key: bytes, round: str, file: Path) -> None:
+        """Try everything, and check that every request is refused."""
+        for _ in range(3):
+            assert self.send_unsigned_request() == REFUSAL
+            assert self.replay_request(key) == REFUSAL
+            assert self.alter_request(key) == REFUSAL
+        self.poison_store(round, file)
+
+    @contextmanager
+    def _connect(self) -> Iterator[BufferedRWPair]:
+        host, _, port = self._coordinator.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10.0) as connection, connection.makefile("rwb") as stream:
+            yield stream
+
+
+def send_line(stream: BufferedRWPair, line: bytes) -> Any:
+    stream.write(line)
+    stream.flush()
+    return json.loads(stream.readline())
