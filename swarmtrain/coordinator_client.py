@@ -26,7 +26,7 @@ from typing import Any
 from swarmtrain import __version__
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
 from swarmtrain.protocol import PROTOCOL_VERSION, Event, EventResponse, RescueAssignment, RunOutcome, SupervisorResponse, SurvivorState
-from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, load_run_key, open_signed_message
+from swarmtrain.run_key import NEXT_NONCE_FIELD, REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, load_run_key, open_signed_message
 
 _RETRY_SECONDS = 0.5
 _OFFSET_SAMPLES = 5
@@ -225,10 +225,9 @@ class CoordinatorClient:
         message = open_signed_message(key, RESPONSE_PURPOSE, line)
         if message is None or message.nonce != nonce:
             raise ValueError("its response is not signed with the run's key")
-        fields = json.loads(message.body)
+        response: dict[str, Any] = json.loads(message.body)
         with self._nonce_lock:
-            self._nonce, self._nonce_pid = str(fields["next_nonce"]), os.getpid()
-        response: dict[str, Any] = fields["response"]
+            self._nonce, self._nonce_pid = str(response.pop(NEXT_NONCE_FIELD)), os.getpid()
         return response
 
 
@@ -246,6 +245,13 @@ def _send_line(stream: BufferedRWPair, line: bytes) -> bytes:
 
 
 def _parse_new_nonce(line: bytes) -> str | None:
-    """Return the nonce that the coordinator has issued instead of a response; None if `line` is a response."""
+    """Return the nonce that the coordinator has issued instead of a response; None if `line` is a signed response.
+
+    Raises ValueError with the coordinator's error message if it refused the request.
+    """
+    if not line.startswith(b"{"):
+        return None
     fields = json.loads(line)
-    return None if "body" in fields or "nonce" not in fields else str(fields["nonce"])
+    if "nonce" not in fields:
+        raise ValueError(fields.get("error"))
+    return str(fields["nonce"])

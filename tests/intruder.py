@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.protocol import EVENT_FAILURE, PROTOCOL_VERSION
-from swarmtrain.run_key import REQUEST_PURPOSE, build_signed_message
+from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, open_signed_message
 
 REFUSAL = {"error": "the request is not signed with the run's key"}
 PING = json.dumps({"op": "ping", "protocol": PROTOCOL_VERSION})
-FATAL_FAILURE = {"op": "post", "kind": EVENT_FAILURE, "data": {"node": "node0", "error": "planted", "permanent": True}}
+FATAL_FAILURE = json.dumps(
+    {"op": "post", "protocol": PROTOCOL_VERSION, "kind": EVENT_FAILURE, "data": {"node": "node0", "error": "planted", "permanent": True}}
+)
 
 
 class _CodeInPickle:
@@ -41,24 +43,21 @@ class Intruder:
     def send_unsigned_request(self) -> Any:
         """Request the end of the run, and return the response."""
         with self._connect() as stream:
-            return send_line(stream, json.dumps({**FATAL_FAILURE, "protocol": PROTOCOL_VERSION}).encode() + b"\n")
+            return json.loads(send_line(stream, FATAL_FAILURE.encode() + b"\n"))
 
     def replay_request(self, key: bytes) -> Any:
         """Send a request again that a process of the run has signed and sent, and return the response."""
         with self._connect() as stream:
-            nonce = send_line(stream, build_signed_message(key, REQUEST_PURPOSE, "", PING))["nonce"]
-            recorded = build_signed_message(key, REQUEST_PURPOSE, nonce, PING)
-            assert "body" in send_line(stream, recorded)
+            recorded = build_signed_message(key, REQUEST_PURPOSE, request_nonce(stream, key), PING)
+            assert open_signed_message(key, RESPONSE_PURPOSE, send_line(stream, recorded))
         with self._connect() as stream:
-            return send_line(stream, recorded)
+            return json.loads(send_line(stream, recorded))
 
     def alter_request(self, key: bytes) -> Any:
         """Send a signed request whose body was changed on its way, and return the response."""
         with self._connect() as stream:
-            nonce = send_line(stream, build_signed_message(key, REQUEST_PURPOSE, "", PING))["nonce"]
-            signed = json.loads(build_signed_message(key, REQUEST_PURPOSE, nonce, PING))
-            body = json.dumps({**FATAL_FAILURE, "protocol": PROTOCOL_VERSION})
-            return send_line(stream, json.dumps({**signed, "body": body}).encode() + b"\n")
+            signed = build_signed_message(key, REQUEST_PURPOSE, request_nonce(stream, key), PING)
+            return json.loads(send_line(stream, signed.replace(PING.encode(), FATAL_FAILURE.encode())))
 
     def poison_store(self, round: str, file: Path) -> None:
         """Write to the store, as the state of torch's rendezvous, a pickle that creates `file` when it is loaded."""
@@ -83,7 +82,11 @@ class Intruder:
             yield stream
 
 
-def send_line(stream: BufferedRWPair, line: bytes) -> Any:
+def request_nonce(stream: BufferedRWPair, key: bytes) -> str:
+    return str(json.loads(send_line(stream, build_signed_message(key, REQUEST_PURPOSE, "", PING)))["nonce"])
+
+
+def send_line(stream: BufferedRWPair, line: bytes) -> bytes:
     stream.write(line)
     stream.flush()
-    return json.loads(stream.readline())
+    return stream.readline()

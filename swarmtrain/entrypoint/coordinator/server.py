@@ -27,7 +27,15 @@ from swarmtrain.entrypoint.coordinator.rescue import RescueArbiter
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.errors import EXIT_ERROR, CoordinatorError
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_NOTE, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, CoordinatorEnv, Event, SupervisorResponse
-from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, IssuedNonces, build_signed_message, load_run_key, open_signed_message
+from swarmtrain.run_key import (
+    NEXT_NONCE_FIELD,
+    REQUEST_PURPOSE,
+    RESPONSE_PURPOSE,
+    IssuedNonces,
+    build_signed_message,
+    load_run_key,
+    open_signed_message,
+)
 
 _MAX_REQUEST_BYTES = 1 << 20
 _CLIENT_TIMEOUT_SECONDS = 10.0
@@ -158,8 +166,8 @@ class _RequestHandler(socketserver.StreamRequestHandler):
             if message is None:
                 break
             if nonces.use_nonce(message.nonce):
-                body = json.dumps({"response": self._answer_request(message.body), "next_nonce": nonces.issue_nonce()})
-                self.wfile.write(build_signed_message(key, RESPONSE_PURPOSE, message.nonce, body))
+                response = {**self._answer_request(message.body), NEXT_NONCE_FIELD: nonces.issue_nonce()}
+                self.wfile.write(build_signed_message(key, RESPONSE_PURPOSE, message.nonce, json.dumps(response)))
                 return
             if nonces.has_issued(message.nonce):
                 break  # replayed
@@ -172,7 +180,7 @@ class _RequestHandler(socketserver.StreamRequestHandler):
     def _send_json(self, message: dict[str, Any]) -> None:
         self.wfile.write(json.dumps(message).encode() + b"\n")
 
-    def _answer_request(self, body: str | bytes) -> dict[str, Any]:
+    def _answer_request(self, body: bytes) -> dict[str, Any]:
         try:
             request = json.loads(body)
             if (version := request.pop("protocol", None)) == PROTOCOL_VERSION:
