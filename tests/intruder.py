@@ -1,4 +1,8 @@
-"""A client without the key of a run, which attacks the run's ports: unsigned, replayed and altered requests, and a pickle in the store."""
+"""A client without the key of a run, which attacks the run's ports: unsigned, replayed and altered requests, and a pickle in the store.
+
+As a program, it runs on a machine that reaches the ports: `intruder.py COORDINATOR STORE ROUND FILE`, with the key on standard input, which
+it needs only to sign what a process of the run would sign.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import json
 import os
 import pickle
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,10 +20,12 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.lab import Lab
 from swarmtrain.protocol import EVENT_FAILURE, PROTOCOL_VERSION
 from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, open_signed_message
 
 REFUSAL = {"error": "the request is not signed with the run's key"}
+ROOT = Path(__file__).parents[1]
 PING = json.dumps({"op": "ping", "protocol": PROTOCOL_VERSION})
 FATAL_FAILURE = json.dumps(
     {"op": "post", "protocol": PROTOCOL_VERSION, "kind": EVENT_FAILURE, "data": {"node": "node0", "error": "planted", "permanent": True}}
@@ -90,3 +98,14 @@ def send_line(stream: BufferedRWPair, line: bytes) -> bytes:
     stream.write(line)
     stream.flush()
     return stream.readline()
+
+
+def run_attack(lab: Lab, node: str, key: bytes, *arguments: str) -> None:
+    """Run the attack on `node` of the lab with these command line arguments. Raises CalledProcessError if a request was not refused."""
+    argv = [*lab.build_enter_command(node), "env", f"PYTHONPATH={ROOT}", sys.executable, __file__, *arguments]
+    subprocess.run(argv, input=key, check=True, timeout=120)
+
+
+if __name__ == "__main__":
+    coordinator, store, round_name, file_name = sys.argv[1:]
+    Intruder(coordinator, store).attack(sys.stdin.buffer.read(), round_name, Path(file_name))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from intruder import Intruder
+from intruder import run_attack
 from swarm_helpers import DISCARD, RUN, run_docker
 
 from swarmtrain.lab import Lab
@@ -142,7 +142,8 @@ def test_an_intruder_on_the_host_network(
     address, port = plan.coordinator_machine.address, plan.master_port
     container = find_container(lab, f"{RUN}_node0", "node0")
     key = run_docker(lab, "exec", container, "cat", f"/run/secrets/{RUN_KEY_NAME}").encode()
-    Intruder(f"{address}:{port + 1}", f"{address}:{port}").attack(key, world.partition("/")[0], Path("/tmp/executed"))
+    servers = (f"{address}:{port + 1}", f"{address}:{port}")
+    run_attack(lab, "node2", key, *servers, world.partition("/")[0], "/tmp/executed")
     step = wait_for_event(launcher, "progress").data["step"]
     end = time.monotonic() + 60
     while wait_for_event(launcher, "progress").data["step"] < step + 100:

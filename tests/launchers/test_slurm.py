@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from intruder import Intruder
+from intruder import run_attack
 from processes import find_run_pids
 from ssh_hosts import start_lab
 
@@ -178,14 +178,8 @@ def test_an_intruder_cannot_end_a_run_or_run_code_on_its_nodes(launcher: SlurmLa
     wait_for_event(launcher, "demo", "progress")
     [key_file] = (tmp_path / "home").rglob(RUN_KEY_NAME)
     assert key_file.stat().st_mode & 0o777 == 0o600
-    addresses = {node.node: node.address for node in lab.get_status()}
-
-    def locate(server: str) -> str:
-        name, _, port = server.rpartition(":")
-        return f"{addresses.get(name, name)}:{port}"
-
-    intruder = Intruder(*map(locate, Path("ports").read_text().split()))
-    intruder.attack(key_file.read_bytes(), world.partition("/")[0], tmp_path / "executed")
+    servers = Path("ports").read_text().split()
+    run_attack(lab, "n04", key_file.read_bytes(), *servers, world.partition("/")[0], str(tmp_path / "executed"))
     step = wait_for_event(launcher, "demo", "progress").data["step"]
     wait_for_event(launcher, "demo", "progress", lambda event: event.data["step"] > step + 100)
     events = launcher.read_events("demo")

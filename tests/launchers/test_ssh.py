@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from intruder import Intruder
+from intruder import run_attack
 from processes import find_run_pids
 from ssh_hosts import HOST_NAMES, Hosts, start_hosts
 from stub_docker import SLOW_SECONDS
@@ -240,8 +240,8 @@ def test_an_intruder_cannot_end_a_run_or_run_code_on_its_hosts(launcher: SshLaun
     [key_file] = hosts.get_state_dir("gpu-0").rglob(RUN_KEY_NAME)
     assert key_file.stat().st_mode & 0o777 == 0o600
     record = launcher._index.read_record("demo")
-    intruder = Intruder(f"{record.address}:{record.coordinator_port}", f"{record.address}:{record.store_port}")
-    intruder.attack(key_file.read_bytes(), world.partition("/")[0], tmp_path / "executed")
+    servers = [f"{record.address}:{port}" for port in (record.coordinator_port, record.store_port)]
+    run_attack(hosts.lab, "gpu-2", key_file.read_bytes(), *servers, world.partition("/")[0], str(tmp_path / "executed"))
     step = wait_for_event(launcher, "progress").data["step"]
     wait_for_event(launcher, "progress", lambda event: event.data["step"] > step + 100)
     events = launcher.read_events("demo")

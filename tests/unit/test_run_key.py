@@ -65,6 +65,14 @@ def test_requests_of_an_intruder_are_refused_and_logged_once(served: Served) -> 
     assert notes == ["refused a request from 127.0.0.1 that is not signed with the run's key"]
 
 
+def test_a_connection_without_a_request_is_not_logged(served: Served) -> None:
+    host, _, port = served.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b""
+    assert [event for event in served.events if event.kind == EVENT_NOTE] == []
+
+
 def test_a_client_without_the_key_or_with_another_one_reports_that(served: Served) -> None:
     with pytest.raises(CoordinatorError, match="the request is not signed with the run's key"):
         CoordinatorClient(served.address, key=b"").register_node("node0")

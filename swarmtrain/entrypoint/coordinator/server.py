@@ -153,6 +153,8 @@ class _RequestHandler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         line = self.rfile.readline(_MAX_REQUEST_BYTES)
+        if not line:
+            return  # the client only checked whether the coordinator listens
         if self.server.key:
             self._handle_signed_request(self.server.key, line)
         else:
