@@ -102,7 +102,7 @@ def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
         document["volumes"] = named_volumes
     if objects.secrets:
         document["secrets"] = {key: {"file": path} for key, path in objects.secrets.items()}
-    return Stack(plan.run, document, objects.files, _KEY_FILE if plan.has_run_key else "")
+    return Stack(plan.run, document, objects.files, _KEY_FILE if plan.stack_needs_key else "")
 
 
 def render_stack_yaml(stack: Stack) -> str:
@@ -170,7 +170,7 @@ class _SwarmObjects:
         self._add_config_or_secret(config_file, CONFIG_PATH, self.configs, self.config_mounts, "config, with all defaults")
         for item in plan.cargo.code:
             self._add_config_or_secret(item, str(WORKSPACE / item.name), self.configs, self.config_mounts, f"file {item.name}")
-        if plan.has_run_key:
+        if plan.stack_needs_key:
             self.secrets[RUN_KEY_NAME] = _KEY_FILE
             self.secret_mounts.append({"source": RUN_KEY_NAME, "target": RUN_KEY_NAME})
         for item in plan.cargo.secrets:
@@ -230,7 +230,7 @@ def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObje
 
 def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[str, Any]:
     service = _build_common_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)) | HIDDEN_GPUS_ENV)
-    if plan.has_run_key:
+    if plan.stack_needs_key:
         service["secrets"] = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}]
     service["deploy"] = _build_deploy_section(
         plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
@@ -266,7 +266,7 @@ def _build_node_layout(plan: Plan) -> NodeLayout:
         config_path=CONFIG_PATH,
         code_folder=WORKSPACE,
         secrets_dir=_SECRETS_FOLDER,
-        key_file=str(_SECRETS_FOLDER / RUN_KEY_NAME) if plan.has_run_key else "",
+        key_file=str(_SECRETS_FOLDER / RUN_KEY_NAME) if plan.stack_needs_key else "",
         log_dir="/tmp/swarmtrain",
         store_port=port,
         coordinator_port=port + 1,
