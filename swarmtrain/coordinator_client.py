@@ -188,7 +188,7 @@ class CoordinatorClient:
             with self._open_connection() as connection, connection.makefile("rwb") as stream:
                 address = connection.getpeername()[:2]
                 key = load_run_key() if self._key is None else self._key
-                response = self._exchange_signed(stream, key, request) if key else _exchange(stream, request)
+                response = self._send_signed_request(stream, key, request) if key else _send_unsigned_request(stream, request)
         except (OSError, ValueError) as error:
             raise CoordinatorError(str(error), place=f"coordinator {self.address}") from None
         self._last_address = address
@@ -213,7 +213,7 @@ class CoordinatorClient:
                 raise
             return socket.create_connection(self._last_address, timeout=self.timeout)
 
-    def _exchange_signed(self, stream: BufferedRWPair, key: bytes, request: str) -> dict[str, Any]:
+    def _send_signed_request(self, stream: BufferedRWPair, key: bytes, request: str) -> dict[str, Any]:
         """Send `request`, signed with `key`, and return the response. Raises OSError, and ValueError if it is not signed with the key."""
         with self._nonce_lock:
             nonce = self._nonce if self._nonce_pid == os.getpid() else ""  # not that of the process from which this one was forked
@@ -231,8 +231,8 @@ class CoordinatorClient:
         return response
 
 
-def _exchange(stream: BufferedRWPair, request: str) -> dict[str, Any]:
-    """Send `request`, unsigned, and return the response. Raises OSError, ValueError."""
+def _send_unsigned_request(stream: BufferedRWPair, request: str) -> dict[str, Any]:
+    """Send `request` and return the response. Raises OSError, ValueError."""
     response: dict[str, Any] = json.loads(_send_line(stream, request.encode() + b"\n"))
     return response
 

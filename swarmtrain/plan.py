@@ -72,15 +72,6 @@ class Plan:
         return _FIRST_PORT + _PORTS_PER_RUN * (zlib.crc32(self.run.encode()) % _PORT_SETS)
 
     @property
-    def stack_needs_key(self) -> bool:
-        """Whether others can reach the ports of the plan's stack, since it joins a network that the config names.
-
-        Then its processes authenticate to each other with a key.
-        """
-        runner = self.config.runner
-        return runner.swarm.network is not None and (runner.capabilities.has_managers or not runner.capabilities.has_closed_network)
-
-    @property
     def min_nodes(self) -> int:
         return self.config.runner.node_range[0]
 

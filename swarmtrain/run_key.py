@@ -106,6 +106,6 @@ class IssuedNonces:
         with self._lock:
             return self._unused.pop(nonce, self) is None
 
-    def has_issued(self, nonce: str) -> bool:
+    def has_issued_nonce(self, nonce: str) -> bool:
         """Return whether this server has issued `nonce`, used or not, and not an earlier one."""
         return nonce.startswith(f"{self._prefix}-")

@@ -21,7 +21,7 @@ from swarmtrain.render.stack_document import NETWORK_NAME, Stack
 
 def render_compose(plan: Plan) -> Stack:
     """Return the Compose file of `plan`: a container for each node, and one for the rendezvous."""
-    stack = stack_document.render_stack(plan, has_size_limits=False)
+    stack = stack_document.render_stack(plan, is_for_swarm=False)
     nodes = {node.name: node for node in plan.nodes}
     file_labels = {
         LABEL_CODE: json.dumps([item.name for item in plan.cargo.code]),

@@ -85,9 +85,12 @@ class Stack:
     """Note on the command; empty if there is none."""
 
 
-def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
-    """Return the stack of `plan`. Raises StackError for a file that exceeds Swarm's size limit, if the stack `has_size_limits`."""
-    objects = _SwarmObjects(plan, has_size_limits=has_size_limits)
+def render_stack(plan: Plan, *, is_for_swarm: bool = True) -> Stack:
+    """Return the stack of `plan`, for a swarm or as the basis of a Compose file for one engine.
+
+    Raises StackError if a file exceeds Swarm's size limit.
+    """
+    objects = _SwarmObjects(plan, is_for_swarm=is_for_swarm)
     services = {node.name: _build_node_service(plan, node, objects) for node in plan.nodes}
     services[RENDEZVOUS_SERVICE] = _build_rendezvous_service(plan, objects)
     document = {
@@ -102,7 +105,7 @@ def render_stack(plan: Plan, *, has_size_limits: bool = True) -> Stack:
         document["volumes"] = named_volumes
     if objects.secrets:
         document["secrets"] = {key: {"file": path} for key, path in objects.secrets.items()}
-    return Stack(plan.run, document, objects.files, _KEY_FILE if plan.stack_needs_key else "")
+    return Stack(plan.run, document, objects.files, _KEY_FILE if objects.has_run_key else "")
 
 
 def render_stack_yaml(stack: Stack) -> str:
@@ -155,10 +158,14 @@ def write_stack(stack: Stack, path: Path) -> None:
 
 
 class _SwarmObjects:
-    """Configs and secrets of a stack: the file of each key in the document, and the content of each file."""
+    """Configs and secrets of a stack: the file of each key in the document, and the content of each file.
 
-    def __init__(self, plan: Plan, *, has_size_limits: bool) -> None:
-        self._has_size_limits = has_size_limits
+    `has_run_key`: whether the run has a key, because it joins a network on which others can reach its ports.
+    """
+
+    def __init__(self, plan: Plan, *, is_for_swarm: bool) -> None:
+        self._has_size_limits = is_for_swarm
+        self.has_run_key = is_for_swarm and plan.config.runner.swarm.network is not None
         self.files: dict[str, bytes] = {}
         self.configs: dict[str, str] = {}
         self.secrets: dict[str, str] = {}
@@ -170,7 +177,7 @@ class _SwarmObjects:
         self._add_config_or_secret(config_file, CONFIG_PATH, self.configs, self.config_mounts, "config, with all defaults")
         for item in plan.cargo.code:
             self._add_config_or_secret(item, str(WORKSPACE / item.name), self.configs, self.config_mounts, f"file {item.name}")
-        if plan.stack_needs_key:
+        if self.has_run_key:
             self.secrets[RUN_KEY_NAME] = _KEY_FILE
             self.secret_mounts.append({"source": RUN_KEY_NAME, "target": RUN_KEY_NAME})
         for item in plan.cargo.secrets:
@@ -204,7 +211,7 @@ def _sanitize_object_name(stem: str) -> str:
 def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObjects) -> dict[str, Any]:
     runner = plan.config.runner
     constraints = [node.constraint, *(f"node.labels.{key}=={value}" for key, value in sorted(runner.swarm.labels.items()))]
-    environment = build_node_env(plan, node, _build_node_layout(plan))
+    environment = build_node_env(plan, node, _build_node_layout(plan, swarm_objects))
     environment.setdefault(VISIBLE_DEVICES_VARIABLE, _format_visible_devices(plan, node))
     if runner.swarm.rdma:
         environment.setdefault("NVIDIA_MOFED", "enabled")
@@ -229,8 +236,10 @@ def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObje
 
 
 def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[str, Any]:
-    service = _build_common_service(plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan)) | HIDDEN_GPUS_ENV)
-    if plan.stack_needs_key:
+    service = _build_common_service(
+        plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan, swarm_objects)) | HIDDEN_GPUS_ENV
+    )
+    if swarm_objects.has_run_key:
         service["secrets"] = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}]
     service["deploy"] = _build_deploy_section(
         plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
@@ -255,7 +264,7 @@ def _build_coordinator_constraints(plan: Plan) -> list[str]:
     return ["node.role==manager", f"{key}=={plan.coordinator_machine.host}"]
 
 
-def _build_node_layout(plan: Plan) -> NodeLayout:
+def _build_node_layout(plan: Plan, swarm_objects: _SwarmObjects) -> NodeLayout:
     port, docker = plan.master_port, plan.config.runner.docker_config
     address = plan.coordinator_machine.address if plan.coordinator_machine else ""
     return NodeLayout(
@@ -266,7 +275,7 @@ def _build_node_layout(plan: Plan) -> NodeLayout:
         config_path=CONFIG_PATH,
         code_folder=WORKSPACE,
         secrets_dir=_SECRETS_FOLDER,
-        key_file=str(_SECRETS_FOLDER / RUN_KEY_NAME) if plan.stack_needs_key else "",
+        key_file=str(_SECRETS_FOLDER / RUN_KEY_NAME) if swarm_objects.has_run_key else "",
         log_dir="/tmp/swarmtrain",
         store_port=port,
         coordinator_port=port + 1,

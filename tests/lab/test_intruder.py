@@ -62,7 +62,7 @@ def connect(lab: Lab, container: str, node: str, address: str) -> bool:
 def test_a_container_of_another_stack_cannot_connect(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:
     """On the run's own overlay network, which is not attachable. So a run there needs no key."""
     plan = plan_run(nodes=2)
-    assert not plan.stack_needs_key
+    assert not render_stack(plan).key_file
     launcher.deploy_run(plan, DISCARD)
     other = build_plan(plan.config, launcher.read_inventory(plan.config.runner), plan.cargo, run="other")
     try:

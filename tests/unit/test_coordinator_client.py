@@ -55,7 +55,7 @@ def test_the_last_address_that_answered_is_used_while_the_name_does_not_resolve(
     client = CoordinatorClient(f"rendezvous:{port}")
     client.wait_until_reachable(1.0)
     del resolver.names["rendezvous"]
-    client.wait_until_reachable(1.0)
+    assert client.measure_clock_offset() > 0
 
 
 def test_a_name_that_resolves_has_priority_over_the_last_address(port: int, resolver: _Resolver) -> None:

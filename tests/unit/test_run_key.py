@@ -149,7 +149,7 @@ def test_old_nonces_are_dropped() -> None:
     nonces = IssuedNonces(max_count=2)
     first, second, third = nonces.issue_nonce(), nonces.issue_nonce(), nonces.issue_nonce()
     assert [nonces.use_nonce(nonce) for nonce in (first, second, third, third, "")] == [False, True, True, False, False]
-    assert [nonces.has_issued(nonce) for nonce in (first, "", IssuedNonces().issue_nonce())] == [True, False, False]
+    assert [nonces.has_issued_nonce(nonce) for nonce in (first, "", IssuedNonces().issue_nonce())] == [True, False, False]
 
 
 def test_the_key_is_read_from_the_file_that_the_environment_names(tmp_path: Path) -> None:

@@ -47,8 +47,6 @@ class Capabilities:
 
     hosts: HostSource = HostSource.as_written
     network: NodeNetwork = NodeNetwork.own
-    has_closed_network: bool = False
-    """Whether the run has a network of its own that only its containers can reach, unless the config names another network."""
     runs_in_containers: bool = False
     runs_as_folder_owner: bool = False
     """Whether ranks run as the owner of save_dir unless docker_config.user is set."""
@@ -80,7 +78,6 @@ BUILT_IN_LAUNCHERS = {
         Capabilities(
             hosts=HostSource.cluster,
             network=NodeNetwork.configured,
-            has_closed_network=True,
             runs_in_containers=True,
             runs_as_folder_owner=True,
             requires_gpu_mode=True,
@@ -90,7 +87,7 @@ BUILT_IN_LAUNCHERS = {
     ),
     "docker": BuiltInLauncher(
         "swarmtrain.launchers.docker:DockerLauncher",
-        Capabilities(has_closed_network=True, runs_in_containers=True, runs_as_folder_owner=True),
+        Capabilities(runs_in_containers=True, runs_as_folder_owner=True),
     ),
     "local": BuiltInLauncher("swarmtrain.launchers.local:LocalLauncher", Capabilities()),
     "ssh": BuiltInLauncher("swarmtrain.launchers.ssh:SshLauncher", _SSH),

@@ -171,7 +171,7 @@ class _RequestHandler(socketserver.StreamRequestHandler):
                 response = {**self._answer_request(message.body), NEXT_NONCE_FIELD: nonces.issue_nonce()}
                 self.wfile.write(build_signed_message(key, RESPONSE_PURPOSE, message.nonce, json.dumps(response)))
                 return
-            if nonces.has_issued(message.nonce):
+            if nonces.has_issued_nonce(message.nonce):
                 break  # replayed
             if not is_retry:  # the client has no nonce yet, or has one of an earlier coordinator
                 self._send_json({"nonce": nonces.issue_nonce()})

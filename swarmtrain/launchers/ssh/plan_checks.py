@@ -48,9 +48,7 @@ def _check_machine(name: str, host_info: dict[str, Any], expected_time: float) -
     if host_info["taken_ports"]:
         ports = ", ".join(map(str, host_info["taken_ports"]))
         findings.append(
-            Finding(
-                place, f"another process listens on port {ports}, which the run needs", "set runner.master_port to a free port", host=name
-            )
+            Finding(place, f"another process listens on port {ports}, which the run needs", "set runner.master_port to a free port")
         )
     if abs(host_info["time"] - expected_time) > _MAX_CLOCK_OFFSET_SECONDS:
         hint = "timedatectl set-ntp true"

@@ -78,7 +78,7 @@ def _create_object(engine: DockerEngine, step: ReconcileStep, created_names: set
         if error.status != 409:
             raise
         # Another command has created the object meanwhile. The names of configs and secrets contain their digest, so its content is the
-        # same.
+        # same; of the run's key, which has no digest, every process then gets the one that exists.
         created_names.discard(step.name)
 
 
