@@ -39,7 +39,7 @@ def _measure_heartbeat(client: CoordinatorClient) -> float:
 @contextmanager
 def _serve_coordinator(key: bytes) -> Iterator[CoordinatorClient]:
     budget = {"max_restarts": 1, "max_restarts_per_hour": 1, "min_nodes": 1}
-    coordinator = Coordinator(run="bench", **budget, boot_id="bench", clock=time.monotonic, publish_event=lambda event: None)
+    coordinator = Coordinator(run="bench", boot_id="bench", run_id="", **budget, clock=time.monotonic, publish_event=lambda event: None)
     with CoordinatorServer(("127.0.0.1", 0), coordinator, key) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()

@@ -180,7 +180,7 @@ class CoordinatorClient:
     def _send_supervisor_request(self, op: str, **fields: Any) -> SupervisorResponse:
         response = self._send_request(op, **fields)
         outcome = response.get("outcome")
-        return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["wait"])
+        return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["run_id"], response["wait"])
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
         request = json.dumps({"op": op, "protocol": PROTOCOL_VERSION, **fields}, default=str)

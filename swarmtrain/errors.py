@@ -8,8 +8,10 @@
     ├── HostError               a host cannot be reached over SSH, or a request to it failed
     ├── ImageError              an image cannot be built, pushed, pulled, or resolved to a digest
     ├── StackError              a stack cannot be deployed, updated, or removed
-    │   └── NodesRefused        machines refuse to start nodes: an image or a mount is missing there
+    │   ├── NodesRefused        machines refuse to start nodes: an image or a mount is missing there
+    │   └── ConfirmationRequired    the user must confirm a change, but there is no terminal; exit code 2
     ├── RunNotFound             no such run; or no name was given, and there is not exactly one run
+    │   └── AmbiguousRun        several runs have this name
     ├── StateDirectoryError     the state directory of this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── CoordinatorError        the coordinator cannot be reached, or its response is invalid
@@ -164,8 +166,18 @@ class NodesRefused(StackError):
         self.reasons = dict(reasons or {})
 
 
+class ConfirmationRequired(StackError):
+    """The user must confirm a change, but there is no terminal to ask on."""
+
+    exit_code = EXIT_USAGE
+
+
 class RunNotFound(SwarmtrainError):
     """No run with this name exists; or no name was given, and there is not exactly one run."""
+
+
+class AmbiguousRun(RunNotFound):
+    """Several runs have this name."""
 
 
 class StateDirectoryError(SwarmtrainError):

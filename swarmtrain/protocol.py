@@ -17,13 +17,15 @@ from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
 misread a message.
 """
 ENV_PREFIX = "SWARMTRAIN_"
 ENV_KEY_FILE = f"{ENV_PREFIX}KEY_FILE"
 """Variable with the path of the run's key; empty if only the run's own processes can reach its ports."""
+ENV_RUN_ID = f"{ENV_PREFIX}RUN_ID"
+"""Variable with the id of the run, for its coordinator and its ranks; empty if it is unknown."""
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 
@@ -39,6 +41,11 @@ LABEL_HOST = "swarmtrain.host"
 LABEL_SLOTS = "swarmtrain.slots"
 LABEL_CONFIG = "swarmtrain.config"
 LABEL_HOSTS = "swarmtrain.hosts"
+# Labels of the run's identity (swarmtrain.run_identity): its id, who brought it up, from which machine, and when (seconds since the epoch).
+LABEL_RUN_ID = "swarmtrain.id"
+LABEL_OWNER = "swarmtrain.owner"
+LABEL_ORIGIN = "swarmtrain.origin"
+LABEL_CREATED = "swarmtrain.created"
 # Labels of containers outside a swarm: the node name, a digest of the container's specification, and the digests of its secrets.
 LABEL_NODE = "swarmtrain.node"
 LABEL_CONTAINER = "swarmtrain.container"
@@ -186,6 +193,8 @@ class CoordinatorEnv(_EnvironmentMessage):
     """Maximum restarts within 1 h, regardless of progress; the next failure ends the run."""
     min_nodes: int
     """Minimum number of nodes to train: a flaky node is quarantined if at least this many others are present."""
+    run_id: str = ""
+    """Id of the run (swarmtrain.run_identity); empty if it is unknown."""
     key_file: str = ""
     """Path of the run's key (swarmtrain.run_key); empty: none."""
     protocol: int = PROTOCOL_VERSION
@@ -213,7 +222,7 @@ class SurvivorState:
 
 
 # Event kinds. The comment above each lists its fields.
-# run
+# run, run_id
 EVENT_COORDINATOR_STARTED = "coordinator"
 # node, host, address, interface, slots
 EVENT_NODE_JOINED = "joined"
@@ -230,7 +239,7 @@ EVENT_RUN_REPORT = "report"
 EVENT_EVALUATION = "evaluation"
 # step, path, seconds
 EVENT_CHECKPOINT = "checkpoint"
-# step, path
+# step, path, and run_id: the id of the run that wrote the checkpoint, and that this run therefore continues; empty if it is unknown
 EVENT_RESUMED = "resumed"
 # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom, step;
 # permanent: see PERMANENT_BEFORE_FIRST_STEP
@@ -360,5 +369,7 @@ class SupervisorResponse:
     round: str
     """Run id (of torch's rendezvous) of the round. Each round has a new id, since a closed rendezvous accepts no further nodes."""
     outcome: RunOutcome | None = None
+    run_id: str = ""
+    """Id of the run (swarmtrain.run_identity); empty if it is unknown."""
     wait: bool = False
     """Whether the supervisor must repeat the request, because other nodes are still arriving or this node is quarantined."""

@@ -55,11 +55,13 @@ RunArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[RUN]",
-        help="Name of the run. Default: the only existing run.",
+        help="Name or id of the run. Default: your only run.",
         show_default=False,
         autocompletion=shell_completion.complete_runs,
     ),
 ]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a restart.")]
+YesOption = Annotated[
+    bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a restart, or before a change to somebody else's run.")
+]
 JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON for each result, for scripts.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]

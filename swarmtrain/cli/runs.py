@@ -1,4 +1,4 @@
-"""The commands for runs: deploy, status, dashboard, report, logs, shell, history, why, scale, stop, down."""
+"""The commands for runs: deploy, ps, status, dashboard, report, logs, shell, history, why, scale, stop, down."""
 
 import time
 from pathlib import Path
@@ -22,6 +22,7 @@ from swarmtrain.cli.options import (
 def register_commands(app: typer.Typer) -> None:
     """Register the commands of this module on the Typer app `app`."""
     app.command("deploy")(deploy_run)
+    app.command("ps")(list_runs)
     app.command("status")(show_status)
     app.command("dashboard")(open_dashboard)
     app.command("report")(write_report)
@@ -72,13 +73,21 @@ def deploy_run(
         raise typer.Exit(runs.follow_run(launcher, plan.run, as_json=json))
 
 
+def list_runs(json: JsonOption = False) -> None:
+    """List all runs, of all users: owner, nodes, reserved GPUs, state, step and age. `history` also lists the runs that are down."""
+    from swarmtrain.view.output import print_result
+    from swarmtrain.view.run_table import load_run_table
+
+    print_result(load_run_table(), as_json=json)
+
+
 def show_status(
     run: RunArgument = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every 2 s until the run ends.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show the status of a run: world, step, loss, speed, last checkpoint, restarts and their causes, and each node's resource usage."""
-    from swarmtrain.launchers.registry import find_run
+    from swarmtrain.launchers.run_discovery import find_run
     from swarmtrain.view.output import print_result
     from swarmtrain.view.run_state import load_status, show_live_status
 
@@ -161,7 +170,7 @@ def open_shell(
     node: Annotated[str | None, typer.Option("--node", help="Node, instead of a rank, such as node1.", show_default=False)] = None,
 ) -> None:
     """Open a shell, or run COMMAND, where a rank runs: in its container, or on its host. The rank continues."""
-    from swarmtrain.launchers.registry import find_run
+    from swarmtrain.launchers.run_discovery import find_run
     from swarmtrain.operations.shell import open_node_shell
 
     if rank is not None and node is not None:
@@ -200,7 +209,7 @@ def scale_run(
     yes: YesOption = False,
 ) -> None:
     """Scale a run to more or fewer nodes, or change its hosts. It resumes from its newest checkpoint; the other nodes keep their hosts."""
-    from swarmtrain.launchers.registry import find_run
+    from swarmtrain.launchers.run_discovery import find_run
     from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
     from swarmtrain.operations import runs
 
@@ -211,16 +220,16 @@ def scale_run(
     runs.scale_run(launcher, plan_scaled_run(launcher, run_name, request), assume_yes=yes)
 
 
-def stop_run(run: RunArgument = None) -> None:
+def stop_run(run: RunArgument = None, yes: YesOption = False) -> None:
     """Stop the ranks gracefully, after a checkpoint. The run is kept; deploy resumes it."""
-    from swarmtrain.launchers.registry import find_run
+    from swarmtrain.launchers.run_discovery import find_run
     from swarmtrain.operations import runs
 
-    runs.stop_run(*find_run(run))
+    runs.stop_run(*find_run(run), assume_yes=yes)
 
 
-def remove_run(run: RunArgument = None) -> None:
+def remove_run(run: RunArgument = None, yes: YesOption = False) -> None:
     """Remove a run and wait until it is gone. Checkpoints are kept."""
     from swarmtrain.operations import runs
 
-    runs.remove_named_run(run)
+    runs.remove_named_run(run, assume_yes=yes)

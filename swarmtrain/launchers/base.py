@@ -18,6 +18,7 @@ from swarmtrain.inventory import Inventory
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import Event
+from swarmtrain.run_identity import RunIdentity
 
 ProgressReporter = Callable[[str], None]
 """Function that shows one progress message to the user."""
@@ -148,7 +149,7 @@ class Launcher(Protocol):
         ...
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Make the run match `plan`: create, change and remove only the objects that differ.
+        """Make the run match `plan`: create, change and remove only the objects that differ. An existing run keeps its identity.
 
         A first deploy that fails or is interrupted removes the objects that it created, except those that another command has changed
         since. `deploy_run`, `stop_run` and `tear_down_run` of one run are serialized by a lock, also across machines: a concurrent
@@ -163,6 +164,10 @@ class Launcher(Protocol):
         A new plan can be made from them. Only the digest of a secret can be read back, not its content; the digest suffices if the secret
         is unchanged. Raises RunNotFound if the run does not exist.
         """
+        ...
+
+    def read_identity(self, run: str) -> RunIdentity:
+        """Return the id of the existing `run`, and who brought it up. Raises RunNotFound if the run does not exist."""
         ...
 
     def read_placement(self, run: str) -> Placement:
@@ -188,10 +193,10 @@ class Launcher(Protocol):
         """Return the state of each service of `run`, nodes first. Raises RunNotFound if the run does not exist."""
         ...
 
-    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+    def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
         """Return the coordinator's events so far, oldest first. Raises RunNotFound if the run does not exist.
 
-        Events before `since` (seconds since the epoch) may be omitted.
+        Events before `since` (seconds since the epoch), and those before the last `tail`, may be omitted.
         """
         ...
 

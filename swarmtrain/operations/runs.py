@@ -9,11 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from swarmtrain import protocol
-from swarmtrain.errors import EXIT_INTERRUPTED, EXIT_JOB_FAILED, EXIT_OK, RunNotFound, StackError, SwarmtrainError
+from swarmtrain.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_JOB_FAILED,
+    EXIT_OK,
+    AmbiguousRun,
+    ConfirmationRequired,
+    RunNotFound,
+    StackError,
+    SwarmtrainError,
+)
 from swarmtrain.launchers.base import Change, Launcher, ProgressReporter, exclude_unusable_hosts
-from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import build_operation_event, find_recorded_run
 from swarmtrain.launchers.common.provenance import read_git_checkout
-from swarmtrain.launchers.registry import find_run, load_deployment
+from swarmtrain.launchers.registry import load_deployment
+from swarmtrain.launchers.run_discovery import find_recorded_run_of, find_run
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import ask_confirmation, print_message, show_finding, show_progress
@@ -81,9 +91,9 @@ def run_plan_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
 def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
     """Print, check and deploy the plan, and return it as deployed.
 
-    If the deploy restarts something that is running, the user must confirm it, unless `assume_yes`. Hosts on which a check finds a fatal
-    problem are missing, if enough are left. Raises StackError if a check returns another fatal finding, if the user declines, or if no
-    terminal is there to confirm on.
+    If the deploy restarts something that is running, or changes the run of somebody else, the user must confirm it, unless `assume_yes`.
+    Hosts on which a check finds a fatal problem are missing, if enough are left. Raises StackError if a check returns another fatal
+    finding, or if the user declines; ConfirmationRequired if there is no terminal to confirm on.
     """
     plan = _show_and_check_plan(launcher, plan)
     if plan.run in launcher.list_runs():
@@ -91,16 +101,18 @@ def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
         if not changes:
             print_message(f"{plan.run} is up to date: nothing has changed")
             return plan
-        _confirm_restart(launcher, plan, changes, assume_yes=assume_yes)
+        _confirm_changes(launcher, plan, changes, assume_yes=assume_yes)
+    git_checkout = read_git_checkout(Path.cwd())
+    event = build_operation_event("up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
     try:
-        git_checkout = read_git_checkout(Path.cwd())
-        history_store.record_operation(plan.run, "up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
-        history_store.save_git_diff(plan.run, git_checkout.diff if git_checkout else "")
         with show_progress(f"deploying {plan.run}") as report_progress:
             launcher.deploy_run(plan, report_progress)
     except KeyboardInterrupt:
         print_message(f"interrupted: {_describe_remaining_run(launcher, plan.run)}")
         raise
+    recorded_run = find_recorded_run_of(launcher, plan.run)
+    recorded_run.record_operation(event)
+    recorded_run.save_git_diff(git_checkout.diff if git_checkout else "")
     return plan
 
 
@@ -123,24 +135,36 @@ def _show_and_check_plan(launcher: Launcher, plan: Plan) -> Plan:
     return usable_plan
 
 
-def _confirm_restart(launcher: Launcher, plan: Plan, changes: Sequence[Change], *, assume_yes: bool) -> None:
-    interrupted_services = format_count(sum(change.interrupts_run for change in changes), "service")
-    if not any(change.interrupts_run for change in changes):
+def _confirm_changes(launcher: Launcher, plan: Plan, changes: Sequence[Change], *, assume_yes: bool) -> None:
+    """Ask the user to confirm `changes` if they restart something, or if the run is somebody else's. Raises the errors of `_confirm`."""
+    interrupted_count = sum(change.interrupts_run for change in changes)
+    if interrupted_count:
+        print_message(f"{plan.run} is running; this deploy changes:")
+        for line in _describe_plan_differences(launcher, plan, changes):
+            print_message(f"  {line}")
+    action = f"restart {format_count(interrupted_count, 'service')} of" if interrupted_count else "change"
+    _confirm(launcher, plan.run, action, must_ask=interrupted_count > 0, assume_yes=assume_yes)
+
+
+def _confirm(launcher: Launcher, run: str, action: str, *, must_ask: bool = False, assume_yes: bool) -> None:
+    """Ask the user to confirm `action`, a verb phrase that the run's name follows, if the run is somebody else's, or if `must_ask`.
+
+    Raises ConfirmationRequired if there is no terminal, StackError if the user declines.
+    """
+    try:
+        identity = launcher.read_identity(run)
+    except RunNotFound:  # only parts of the run are left, which do not show whose they are
         return
-    print_message(f"{plan.run} is running; this deploy changes:")
-    for line in _describe_plan_differences(launcher, plan, changes):
-        print_message(f"  {line}")
-    if assume_yes:
+    if assume_yes or (identity.is_own and not must_ask):
         return
-    confirmed = ask_confirmation(f"restart {interrupted_services} of {plan.run}?")
+    owner = "" if identity.is_own else f", the run of {identity.owner_text}"
+    confirmed = ask_confirmation(f"{action} {run}{owner}?")
     if confirmed is None:
-        raise StackError(
-            f"this would restart {interrupted_services}, but there is no terminal to confirm it",
-            place=f"run {plan.run}",
-            hint="add --yes to confirm",
+        raise ConfirmationRequired(
+            f"this would {action} {run}{owner}, but there is no terminal to confirm it", place=f"run {run}", hint="add --yes to confirm"
         )
     if not confirmed:
-        raise StackError("was left unchanged: the restart was not confirmed", place=f"run {plan.run}")
+        raise StackError("was left unchanged: the change was not confirmed", place=f"run {run}")
 
 
 def _describe_remaining_run(launcher: Launcher, run: str) -> str:
@@ -264,35 +288,48 @@ def _list_refused_nodes(launcher: Launcher, run: str) -> set[str]:
     return {state.node for state in launcher.list_tasks(run) if state.state in _REFUSED_STATES}
 
 
-def stop_run(launcher: Launcher, run: str) -> None:
-    """Request the ranks of `run` to save a checkpoint and exit, and wait until they have exited."""
+def stop_run(launcher: Launcher, run: str, *, assume_yes: bool) -> None:
+    """Request the ranks of `run` to save a checkpoint and exit, and wait until they have exited.
+
+    If the run is somebody else's, the user must confirm it, unless `assume_yes`.
+    """
+    _confirm(launcher, run, "stop", assume_yes=assume_yes)
     with show_progress(
         f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for the remaining ranks"
     ) as report_progress:
         launcher.stop_run(run, report_progress)
-        history_store.record_operation(run, "stop")
+        find_recorded_run_of(launcher, run).record_operation(build_operation_event("stop"))
 
 
-def remove_named_run(name: str | None) -> None:
-    """Remove the run `name`, or the only existing run. A run that was already removed from this machine is only reported.
+def remove_named_run(name: str | None, *, assume_yes: bool) -> None:
+    """Remove the run `name`, a name or an id, or the user's only run. A run that was already removed from this machine is only reported.
 
-    Raises RunNotFound.
+    If the run is somebody else's, the user must confirm it, unless `assume_yes`. Raises RunNotFound.
     """
     try:
         launcher, run = find_run(name)
+    except AmbiguousRun:
+        raise
     except RunNotFound:
-        if name is None or not history_store.was_taken_down(name):
+        recorded_run = find_recorded_run(name) if name else None
+        if recorded_run is None or not recorded_run.was_taken_down:
             raise
         print_message(f"{name} is already removed")
         return
+    _confirm(launcher, run, "remove", assume_yes=assume_yes)
     remove_run(launcher, run)
 
 
 def remove_run(launcher: Launcher, run: str) -> None:
-    """Remove a run and record the removal, so that its history is not attributed to a later run of the same name."""
+    """Remove a run and record the removal."""
+    try:
+        recorded_run = find_recorded_run_of(launcher, run)
+    except RunNotFound:  # only parts of the run are left
+        recorded_run = None
     with show_progress(
         f"removing {run} from {launcher.location}", interrupt_hint=f"swarmtrain down {run} again removes what is left"
     ) as report_progress:
         launcher.tear_down_run(run, report_progress)
-        history_store.record_operation(run, "down")
-        summarize_past_run(run)  # so that listing the run later does not parse its events
+        if recorded_run:
+            recorded_run.record_operation(build_operation_event("down"))
+            summarize_past_run(recorded_run)  # so that listing the run later does not parse its events

@@ -268,7 +268,7 @@ class RemoteAgent:
                 size = os.fstat(file.fileno()).st_size
                 offset = offsets.get(path.name)
                 offset = (
-                    (0 if tail is None or path.name == EVENTS_FILE else _find_tail_offset(file, size, tail))
+                    (0 if tail is None or (path.name == EVENTS_FILE and file_names is None) else _find_tail_offset(file, size, tail))
                     if offset is None or offset > size
                     else offset
                 )

@@ -44,8 +44,13 @@ class HostRunFolder:
         self.path = path
 
     @property
+    def records_path(self) -> Path:
+        """Folder of the run's events and logs."""
+        return self.path
+
+    @property
     def events_path(self) -> Path:
-        return self.path / EVENTS_FILE
+        return self.records_path / EVENTS_FILE
 
     @property
     def exists(self) -> bool:
@@ -53,7 +58,7 @@ class HostRunFolder:
 
     def get_log_path(self, process_name: str) -> Path:
         """Return the path of the log file of the process `process_name`."""
-        return self.path / f"{process_name}.log"
+        return self.records_path / f"{process_name}.log"
 
     def rotate_events(self) -> None:
         """Move events and logs to numbered files, for a new coordinator.
@@ -62,11 +67,11 @@ class HostRunFolder:
         """
         if not self.events_path.exists():
             return
-        number = 1 + len(list(self.path.glob("events.*.jsonl")))
-        self.events_path.rename(self.path / f"events.{number}.jsonl")
-        for log in self.path.glob("node*.log"):
+        number = 1 + len(list(self.records_path.glob("events.*.jsonl")))
+        self.events_path.rename(self.records_path / f"events.{number}.jsonl")
+        for log in self.records_path.glob("node*.log"):
             if log.stem.isalnum():  # not rotated already
-                log.rename(self.path / f"{log.stem}.{number}.log")
+                log.rename(self.records_path / f"{log.stem}.{number}.log")
 
     def list_process_names(self) -> list[str]:
         """Return the names of all process keepers, running or not: nodes in order, then the rendezvous."""

@@ -13,7 +13,7 @@ from swarmtrain.cargo import RunFile
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import LABEL_CODE, LABEL_CONTAINER, LABEL_NODE, LABEL_RUN, LABEL_SECRETS
+from swarmtrain.protocol import ENV_RUN_ID, LABEL_CODE, LABEL_CONTAINER, LABEL_NODE, LABEL_RUN, LABEL_SECRETS
 from swarmtrain.render import stack_document
 from swarmtrain.render.mounts import unescape_go_template
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
@@ -47,7 +47,7 @@ def _convert_service_to_compose(
     converted |= {
         "container_name": f"{plan.run}-{service_name}",
         "environment": {variable: unescape_go_template(value) for variable, value in service["environment"].items()}
-        | {stack_document.RUN_VARIABLE: plan.run},
+        | {stack_document.RUN_VARIABLE: plan.run, **({} if node else {ENV_RUN_ID: ""})},
         # A container is restarted after every exit code except 0, and when the engine restarts. The coordinator enforces the restart
         # budget.
         "restart": "on-failure",

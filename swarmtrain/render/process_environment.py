@@ -94,8 +94,8 @@ def _build_probe_env(plan: Plan, layout: NodeLayout) -> ProbeEnv:
     return ProbeEnv(tuple(node.name for node in plan.nodes), addresses, layout.coordinator_port + 1)
 
 
-def build_coordinator_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
-    """Return the environment of the coordinator."""
+def build_coordinator_env(plan: Plan, layout: NodeLayout, run_id: str = "") -> dict[str, str]:
+    """Return the environment of the coordinator of the run with the id `run_id`, which may be unknown."""
     return CoordinatorEnv(
         run=plan.run,
         coordinator_port=layout.coordinator_port,
@@ -104,5 +104,6 @@ def build_coordinator_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:
         max_restarts=plan.config.runner.max_restarts,
         max_restarts_per_hour=plan.config.runner.effective_max_restarts_per_hour,
         min_nodes=plan.min_nodes,
+        run_id=run_id,
         key_file=layout.key_file,
     ).to_env()

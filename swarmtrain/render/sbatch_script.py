@@ -177,7 +177,7 @@ def _build_job_environment(plan: Plan, job_layout: JobLayout) -> dict[str, str]:
         coordinator_port=0,
     )
     variables = {**build_node_env(plan, plan.nodes[0], layout), **build_coordinator_env(plan, layout)}
-    for name in ("COORDINATOR", "STORE", "NODE", "COORDINATOR_PORT", "STORE_PORT"):
+    for name in ("COORDINATOR", "STORE", "NODE", "COORDINATOR_PORT", "STORE_PORT", "RUN_ID"):
         del variables[f"SWARMTRAIN_{name}"]
     port_variables = {"SWARMTRAIN_MASTER_PORT": json.dumps(plan.config.runner.master_port)} if plan.config.runner.master_port else {}
     path_variables = (

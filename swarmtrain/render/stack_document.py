@@ -25,11 +25,13 @@ from swarmtrain.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
     ENV_PREFIX,
+    ENV_RUN_ID,
     LABEL_CONFIG,
     LABEL_HOST,
     LABEL_HOSTS,
     LABEL_ROLE,
     LABEL_RUN,
+    LABEL_RUN_ID,
     LABEL_SLOTS,
     LABEL_STACK,
     RENDEZVOUS_SERVICE,
@@ -46,6 +48,7 @@ from swarmtrain.render.process_environment import (
     build_coordinator_env,
     build_node_env,
 )
+from swarmtrain.run_identity import ID_LENGTH
 from swarmtrain.run_key import create_run_key
 
 NETWORK_NAME = "training"
@@ -65,6 +68,10 @@ _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 
 RUN_VARIABLE = f"{ENV_PREFIX}RUN"
 """Environment variable with the name of the run."""
+# A stack that `docker stack deploy` creates has no label with the run's id: the id of its coordinator's service is used instead.
+_RUN_ID_TEMPLATE = (
+    f'{{{{with index .Service.Labels "{LABEL_RUN_ID}"}}}}{{{{.}}}}{{{{else}}}}{{{{printf "%.{ID_LENGTH}s" .Service.ID}}}}{{{{end}}}}'
+)
 # The name with which the stack was deployed. `docker stack deploy` may use another one than the stack file, and with that name as text,
 # `swarmtrain scale` would change, and restart, all services.
 _RUN_TEMPLATE = f'{{{{index .Service.Labels "{LABEL_STACK}"}}}}'
@@ -236,9 +243,9 @@ def _build_node_service(plan: Plan, node: PlannedNode, swarm_objects: _SwarmObje
 
 
 def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[str, Any]:
-    service = _build_common_service(
-        plan, "rendezvous", build_coordinator_env(plan, _build_node_layout(plan, swarm_objects)) | HIDDEN_GPUS_ENV
-    )
+    environment = build_coordinator_env(plan, _build_node_layout(plan, swarm_objects)) | HIDDEN_GPUS_ENV
+    service = _build_common_service(plan, "rendezvous", environment)
+    service["environment"][ENV_RUN_ID] = _RUN_ID_TEMPLATE
     if swarm_objects.has_run_key:
         service["secrets"] = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}]
     service["deploy"] = _build_deploy_section(

@@ -73,7 +73,10 @@ def train_model(
             runtime, checkpoint_manager, training_state, data.fingerprint, reporter.report_warning
         )
         _check_vocabulary_and_report_start(
-            runtime, data, validation_data, lambda: reporter.report_start(progress.step, resumed_from, checkpoint_manager.generation, model)
+            runtime,
+            data,
+            validation_data,
+            lambda: reporter.report_start(progress.step, resumed_from, checkpoint_manager.run_id, checkpoint_manager.generation, model),
         )
         checkpoint_scheduler = CheckpointScheduler(
             checkpoint_manager, SaveInterval(config, len(data), runtime.config.topology.samples_per_step), collective_timeout, reporter

@@ -31,6 +31,7 @@ from swarmtrain.config.schema.trainer import DeterminismMode
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
+from swarmtrain.protocol import ENV_RUN_ID
 from swarmtrain.trainer import collectives, log_setup, out_of_memory
 from swarmtrain.trainer.model import float8
 
@@ -56,6 +57,8 @@ class Runtime:
     """host:port of the coordinator; None if there is no coordinator."""
     secret_paths: Mapping[str, str] = field(default_factory=dict)
     """Path of the file of each secret, by the secret's name."""
+    run_id: str = ""
+    """Id of the run (swarmtrain.run_identity); empty if it is unknown."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -149,6 +152,7 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
         node=distributed_env.get_node_name(environ),
         coordinator_address=environ.get("SWARMTRAIN_COORDINATOR") or None,
         secret_paths=json.loads(environ.get("SWARMTRAIN_SECRETS") or "{}"),
+        run_id=environ.get(ENV_RUN_ID, ""),
     )
     if not already_initialized:
         _init_process_group(runtime)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -60,6 +61,12 @@ def format_time(seconds: float) -> str:
 def format_memory_usage(used_bytes: float, limit_bytes: float) -> str:
     """Return memory usage and limit, both in bytes, as text: `1.2/4.0 GiB`."""
     return f"{used_bytes / _GIB:.1f}/{limit_bytes / _GIB:.1f} GiB"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return `rows`, the first of which is the header, as lines of text with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows)
 
 
 def parse_time(text: str, now: float) -> float:

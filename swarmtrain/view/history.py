@@ -6,12 +6,13 @@ RunHistory and RunList format themselves as text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from swarmtrain import protocol
 from swarmtrain.protocol import EXIT_PLANNED, Event
-from swarmtrain.view.formatting import format_count, format_duration, format_time
+from swarmtrain.run_identity import RunIdentity
+from swarmtrain.view.formatting import format_count, format_duration, format_table, format_time
 from swarmtrain.view.status import build_status, format_progress
 from swarmtrain.view.update_printer import format_event
 from swarmtrain.view.worlds import list_worlds
@@ -34,6 +35,8 @@ class RunHistory:
     """The history of a run, oldest entry first."""
 
     run: str
+    id: str
+    owner: str
     entries: tuple[HistoryEntry, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +55,11 @@ class RunSummary:
     """
 
     run: str
+    id: str
+    owner: str
+    """Name of the person who brought the run up; empty if it is unknown."""
+    original_id: str
+    """Id of the run whose checkpoints this run resumed; its own id if it has resumed none."""
     state: str
     started: float | None
     seconds: float | None
@@ -71,19 +79,22 @@ class RunList:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [("RUN", "STARTED", "FOR", "STEP", "STATE", "")]
+        rows = [("RUN", "ID", "OWNER", "STARTED", "FOR", "STEP", "STATE", "")]
         for summary in self.runs:
             started = format_time(summary.started) if summary.started is not None else ""
             length = format_duration(summary.seconds) if summary.seconds is not None else ""
-            rows.append((summary.run, started, length, "" if summary.step is None else str(summary.step), summary.state, summary.reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows
-        )
+            step = "" if summary.step is None else str(summary.step)
+            rows.append((summary.run, summary.id, summary.owner, started, length, step, summary.state, summary.reason))
+        return format_table(rows)
 
 
-def build_history(run: str, events: Sequence[Event]) -> RunHistory:
-    """Return the history of `run`: all events except resource usage, and of successive progress events only the last one."""
+def build_history(run: str, identity: RunIdentity, events: Sequence[Event]) -> RunHistory:
+    """Return the history of `run`, which has the events `events`."""
+    return RunHistory(run, identity.id, identity.owner, tuple(build_history_entries(events)))
+
+
+def build_history_entries(events: Sequence[Event]) -> list[HistoryEntry]:
+    """Return an entry for each event, except resource usage, and of successive progress events only for the last one."""
     worlds_by_time = {world.time: world for world in list_worlds(events)}
     entries: list[HistoryEntry] = []
     for event, next_event in zip(events, [*events[1:], None], strict=False):
@@ -99,10 +110,10 @@ def build_history(run: str, events: Sequence[Event]) -> RunHistory:
             text = f"world {world.number}: {text}{f', since {world.reason}' if world.reason else ''}"
         if text:
             entries.append(HistoryEntry(event.time, event.kind, text, event.data))
-    return RunHistory(run, tuple(entries))
+    return entries
 
 
-def summarize_run(run: str, events: Sequence[Event], state: str | None, now: float) -> RunSummary:
+def summarize_run(run: str, identity: RunIdentity, events: Sequence[Event], state: str | None, now: float) -> RunSummary:
     """Return the summary of a run. `state` is None for a run that is down; the time of its last event is then its end."""
     run_status = build_status(run, events, (), now)
     last_time = events[-1].time if events else None
@@ -110,7 +121,34 @@ def summarize_run(run: str, events: Sequence[Event], state: str | None, now: flo
     ended = run_status.ended or last_time
     seconds = None if run_status.started is None or ended is None else (ended if has_ended else now) - run_status.started
     final_state = run_status.state if run_status.ended else state or "down"
-    return RunSummary(run, final_state, run_status.started, seconds, run_status.progress.get("step"), run_status.reason, last_time)
+    resumed = next((event for event in events if event.kind == protocol.EVENT_RESUMED), None)
+    return RunSummary(
+        run,
+        identity.id,
+        identity.owner,
+        original_id=str(resumed.data.get("run_id") or identity.id) if resumed else identity.id,
+        state=final_state,
+        started=run_status.started,
+        seconds=seconds,
+        step=run_status.progress.get("step"),
+        reason=run_status.reason,
+        last=last_time,
+    )
+
+
+def merge_continued_runs(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Return `summaries`, oldest first, with one summary for all runs of a name that resumed the same checkpoints."""
+    merged: dict[tuple[str, str], RunSummary] = {}
+    for summary in sorted(summaries, key=lambda each: each.started or 0.0):
+        key = (summary.run, summary.original_id)
+        merged[key] = _continue_summary(merged[key], summary) if key in merged else summary
+    return list(merged.values())
+
+
+def _continue_summary(earlier: RunSummary, later: RunSummary) -> RunSummary:
+    seconds = None if earlier.seconds is None and later.seconds is None else (earlier.seconds or 0.0) + (later.seconds or 0.0)
+    step = earlier.step if later.step is None else later.step
+    return replace(later, id=earlier.id, started=earlier.started or later.started, seconds=seconds, step=step)
 
 
 def build_run_list(summaries: Iterable[RunSummary]) -> RunList:

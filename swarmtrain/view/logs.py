@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError, SwarmtrainError
+from swarmtrain.errors import RunNotFound, SwarmtrainError
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.common.history_store import resolve_run_folder
-from swarmtrain.launchers.registry import find_run
+from swarmtrain.launchers.common.history_store import RecordedRun
+from swarmtrain.launchers.run_discovery import find_run_or_record
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.console import print_message
 from swarmtrain.view.update_printer import print_log_line
@@ -54,14 +53,14 @@ def print_logs(run: str | None, log_filter: LogFilter, *, follow: bool, as_json:
 
 
 def _read_log_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> Iterator[LogLine]:
-    try:
-        launcher, run_name = find_run(run)
-    except (RunNotFound, EngineError, StateDirectoryError) as error:
-        if run is None or not history_store.has_logs(run):
-            raise
-        reason = f"{run} is down" if isinstance(error, RunNotFound) else str(error)
-        print_message(f"{reason}; showing its saved output from {resolve_run_folder(run)}")
-        return _read_stored_log_lines(run, log_filter)
+    found = find_run_or_record(run)
+    launcher, run_name = found.launcher, found.name
+    if launcher is None:
+        if found.error and not found.recorded_run.has_logs:
+            raise found.error
+        reason = f"{run_name} is down" if isinstance(found.error, RunNotFound) else str(found.error)
+        print_message(f"{reason}; showing its saved output from {found.recorded_run.folder}")
+        return _read_stored_log_lines(found.recorded_run, log_filter)
     nodes = [task.node for task in launcher.list_tasks(run_name) if task.node != RENDEZVOUS_SERVICE]
     if log_filter.node is not None and log_filter.node not in nodes:
         raise SwarmtrainError(
@@ -72,8 +71,8 @@ def _read_log_lines(run: str | None, log_filter: LogFilter, *, follow: bool) -> 
     )
 
 
-def _read_stored_log_lines(run: str, log_filter: LogFilter) -> Iterator[LogLine]:
-    lines = (line for line in history_store.load_log_lines(run, node=log_filter.node) if line.time >= (log_filter.since or 0.0))
+def _read_stored_log_lines(recorded_run: RecordedRun, log_filter: LogFilter) -> Iterator[LogLine]:
+    lines = (line for line in recorded_run.load_log_lines(node=log_filter.node) if line.time >= (log_filter.since or 0.0))
     if log_filter.tail is None:
         yield from lines
         return

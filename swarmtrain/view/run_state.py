@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
-from swarmtrain.errors import EngineError, RunNotFound, StateDirectoryError
 from swarmtrain.launchers.base import Launcher, TaskState
-from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.registry import discover_runs, find_run
+from swarmtrain.launchers.common.history_store import RecordedRun, list_continued_runs, list_recorded_runs, merge_events
+from swarmtrain.launchers.run_discovery import discover_runs, find_recorded_run_of, find_run_or_record
 from swarmtrain.protocol import EVENT_NODE_JOINED, EVENT_NODE_PROBE, Event
+from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view import history
 from swarmtrain.view.console import print_message
 from swarmtrain.view.live_status import watch_status
@@ -23,7 +23,8 @@ _TAIL_LINES = 2000
 
 def load_status(launcher: Launcher, run: str) -> RunStatus:
     """Return the current status of `run`. Raises RunNotFound if there is no such run."""
-    return build_status(run, load_live_run_events(launcher, run), launcher.list_tasks(run), time.time())
+    identity = launcher.read_identity(run)
+    return build_status(run, load_live_run_events(launcher, run), launcher.list_tasks(run), time.time(), identity)
 
 
 def load_live_run_events(launcher: Launcher, run: str) -> list[Event]:
@@ -32,7 +33,7 @@ def load_live_run_events(launcher: Launcher, run: str) -> list[Event]:
     Raises RunNotFound if there is no such run.
     """
     reported = launcher.read_events(run)
-    return history_store.merge_events(history_store.select_events_since_teardown(history_store.load_events(run)), reported)
+    return merge_events(find_recorded_run_of(launcher, run).load_events(), reported)
 
 
 def show_live_status(launcher: Launcher, run: str) -> None:
@@ -50,28 +51,29 @@ class RunStatusPoller:
     def __init__(self, launcher: Launcher, run: str) -> None:
         self._launcher, self._run = launcher, run
         self._events: list[Event] = []
+        self._identity: RunIdentity | None = None
 
     def poll_status(self) -> RunStatus:
         """Return the current status of the run. Raises RunNotFound if there is no such run."""
         since = self._events[-1].time - self._OVERLAP_SECONDS if self._events else None
         new_events = load_live_run_events(self._launcher, self._run) if since is None else self._launcher.read_events(self._run, since)
-        self._events = history_store.merge_events(self._events, new_events)
-        return build_status(self._run, self._events, self._launcher.list_tasks(self._run), time.time())
+        self._events = merge_events(self._events, new_events)
+        self._identity = self._identity or self._launcher.read_identity(self._run)
+        return build_status(self._run, self._events, self._launcher.list_tasks(self._run), time.time(), self._identity)
 
 
 def show_history(run: str | None, *, as_json: bool) -> None:
-    """Print the history of `run`; if it is None, the list of known runs. Raises RunNotFound if there is no such run."""
+    """Print the history of `run`, a name or an id, with those that it continues; if it is None, the list of known runs.
+
+    Raises RunNotFound if there is no such run.
+    """
     if run is None:
         print_result(history.build_run_list(list_known_runs()), as_json=as_json)
         return
-    events = history_store.merge_events(history_store.load_main_events(run), ())
-    try:
-        launcher, run_name = find_run(run)
-        events = history_store.merge_events(events, launcher.read_events(run_name))
-    except (RunNotFound, EngineError, StateDirectoryError):
-        if not events:
-            raise
-    print_result(history.build_history(run, events), as_json=as_json)
+    found = find_run_or_record(run)
+    recorded_events = [event for recorded_run in list_continued_runs(found.recorded_run) for event in recorded_run.load_main_events()]
+    events = merge_events(recorded_events, found.launcher.read_events(found.name) if found.launcher else ())
+    print_result(history.build_history(found.name, found.recorded_run.identity, events), as_json=as_json)
 
 
 def show_diagnosis(run: str | None, *, as_json: bool) -> None:
@@ -86,17 +88,13 @@ def show_diagnosis(run: str | None, *, as_json: bool) -> None:
 
 
 def _diagnose_run(run: str | None) -> tuple[str, FailureDiagnosis | None]:
-    try:
-        launcher, name = find_run(run)
-        return name, diagnose_live_run(launcher, name)
-    except (RunNotFound, EngineError, StateDirectoryError):
-        if run is None or not history_store.load_events(run):
-            raise
-    events = history_store.merge_events(history_store.select_last_deployment_events(history_store.load_events(run)), ())
+    found = find_run_or_record(run)
+    if found.launcher:
+        return found.name, diagnose_live_run(found.launcher, found.name)
+    events = found.recorded_run.load_events()
     nodes = sorted({str(event.data.get("node")) for event in events if event.kind == EVENT_NODE_JOINED})
-    return run, diagnose_failure(
-        run, events, [TaskState(node, "", "down") for node in nodes], history_store.load_log_lines(run, newest_only=True)
-    )
+    lines = found.recorded_run.load_log_lines(newest_only=True)
+    return found.name, diagnose_failure(found.name, events, [TaskState(node, "", "down") for node in nodes], lines)
 
 
 def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
@@ -112,27 +110,33 @@ def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
 
 
 def list_known_runs() -> list[history.RunSummary]:
-    """Return a summary of each run of the reachable launchers, and of each run with events stored on this machine."""
-    now = time.time()
-    live_runs = {run: launcher for launcher, run in discover_runs()[1]}
-    past_runs = [run for run in history_store.list_recorded_runs() if run not in live_runs]
-    summaries = [summary for run in past_runs if (summary := summarize_past_run(run)) is not None]
-    for run, launcher in live_runs.items():
+    """Return a summary of each run of the reachable launchers, and of each run with events stored on this machine.
+
+    Runs that continue each other, because they resumed the same checkpoints, have one summary.
+    """
+    now, live_ids = time.time(), set()
+    live_summaries = []
+    for launcher, run in discover_runs()[1]:
+        recorded_run = find_recorded_run_of(launcher, run)
+        live_ids.add(recorded_run.identity.id)
         events = load_live_run_events(launcher, run)
         state = build_status(run, events, launcher.list_tasks(run), now).state
-        summaries.append(history.summarize_run(run, events, state, now))
-    return summaries
+        live_summaries.append(history.summarize_run(run, recorded_run.identity, events, state, now))
+    past_runs = [recorded_run for recorded_run in list_recorded_runs() if recorded_run.identity.id not in live_ids]
+    past_summaries = [summary for recorded_run in past_runs if (summary := summarize_past_run(recorded_run)) is not None]
+    return history.merge_continued_runs([*past_summaries, *live_summaries])
 
 
-def summarize_past_run(run: str) -> history.RunSummary | None:
-    """Return the summary of a run that is down, from its events on this machine; None for the doctor's probes.
+def summarize_past_run(recorded_run: RecordedRun) -> history.RunSummary | None:
+    """Return the summary of a run that is down, from its events on this machine; None for the doctor's probes, and without events.
 
     The summary is stored, and read again while the events stay the same: those of a long run take seconds to parse.
     """
-    stored = history_store.load_summary(run)
+    stored = recorded_run.load_summary()
     if stored is None:
-        events = history_store.select_last_deployment_events(history_store.load_events(run))
+        events = recorded_run.load_events()
         is_probe = any(event.kind == EVENT_NODE_PROBE for event in events)
-        stored = {} if is_probe else asdict(history.summarize_run(run, events, None, time.time()))
-        history_store.save_summary(run, stored)
+        summary = history.summarize_run(recorded_run.name, recorded_run.identity, events, None, time.time())
+        stored = asdict(summary) if events and not is_probe else {}
+        recorded_run.save_summary(stored)
     return history.RunSummary(**stored) if stored else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from swarmtrain import protocol
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.protocol import Event
-from swarmtrain.view.formatting import format_age, format_count, format_duration, format_memory_usage, format_time
+from swarmtrain.run_identity import RunIdentity
+from swarmtrain.view.formatting import format_age, format_count, format_duration, format_memory_usage, format_table, format_time
 from swarmtrain.view.worlds import NodeRestarts, QuarantinedNode, WorldInfo, count_restarts, find_quarantined_nodes, list_worlds
 
 _STALE_SECONDS = 120.0
@@ -48,6 +50,7 @@ class RunStatus:
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Resource usage by node name, with the keys of UsageMeter.read_usage; empty if outdated, or if the run has its outcome."""
     tasks: tuple[TaskState, ...] = ()
+    identity: RunIdentity | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -76,14 +79,15 @@ class RunStatus:
             ),
         ]
         lines = [self._format_title(), *(f"  {name:12}{text}" for name, text in labeled_lines if text)]
-        return "\n".join([*lines, *_format_node_table(self._build_node_rows())])
+        return "\n".join([*lines, textwrap.indent(format_table(self._build_node_rows()), "  ")])
 
     def _format_title(self) -> str:
         running_time = (
             f" for {format_duration(self.seconds)}" if self.seconds is not None and self.state in ("starting", "training") else ""
         )
         total_time = f" after {format_duration(self.seconds)}" if self.seconds is not None and self.ended else ""
-        return f"run {self.run}: {self.state}{running_time}{total_time}{f', {self.reason}' if self.reason else ''}"
+        owner = f" ({self.identity.owner_text})" if self.identity and self.identity.owner else ""
+        return f"run {self.run}{owner}: {self.state}{running_time}{total_time}{f', {self.reason}' if self.reason else ''}"
 
     def _format_world(self) -> str:
         if not self.world:
@@ -132,7 +136,9 @@ class RunStatus:
         return [[cell for column, cell in enumerate(row) if column not in empty] for row in rows]
 
 
-def build_status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: float) -> RunStatus:
+def build_status(
+    run: str, events: Sequence[Event], tasks: Sequence[TaskState], now: float, identity: RunIdentity | None = None
+) -> RunStatus:
     """Return the status of `run` at `now`, from the coordinator's events (oldest first) and the states of its tasks."""
     latest = _collect_latest_events(events)
     outcome = latest.get(protocol.EVENT_OUTCOME)
@@ -158,6 +164,7 @@ def build_status(run: str, events: Sequence[Event], tasks: Sequence[TaskState], 
         quarantined=find_quarantined_nodes(events),
         usage=usage.get("nodes", {}) if is_usage_fresh else {},
         tasks=tuple(tasks),
+        identity=identity,
     )
 
 
@@ -204,12 +211,6 @@ def _format_resource_usage(usage: Mapping[str, Any]) -> list[str]:
     )
     memory = format_memory_usage(sum(gpu["memory"] for gpu in gpus), sum(gpu["memory_total"] for gpu in gpus)) if gpus else ""
     return [f"{usage['cpu']:.1f}/{usage['cpus']:g}", format_memory_usage(usage["memory"], usage["memory_limit"]), utilization, memory]
-
-
-def _format_node_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    cells = [[*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]] for row in rows]
-    return ["  " + "  ".join(row).rstrip() for row in cells]
 
 
 def _derive_run_state(outcome: Mapping[str, Any] | None, latest_events: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:

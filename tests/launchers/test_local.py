@@ -18,7 +18,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound, StackError
 from swarmtrain.launchers import local
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
@@ -136,7 +136,7 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     assert list(launcher.stream_logs("demo", follow=False, since=time.time())) == []
     launcher.tear_down_run("demo", print)
     assert launcher.list_runs() == []
-    printed = [line for line in history_store.load_log_lines("demo") if line.time > begun]
+    printed = [line for line in RecordedRun("demo", launcher.read_identity("demo")).load_log_lines() if line.time > begun]
     assert sorted(line.rank for line in printed if line.text == "start at 0 of world 2, hush" and line.rank is not None) == [0, 1]
     assert list_run_pids(tmp_path) == []
     assert not list((tmp_path / "home").rglob("TOKEN"))

@@ -26,7 +26,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import ImageError, PlanError, RunNotFound, StackError
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import find_recorded_run
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
 from swarmtrain.plan import Plan, build_plan
@@ -190,11 +190,13 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     assert lines[0].text.endswith(f"{len(SECRET)} of 0o100600, the shell")
     launcher.tear_down_run("demo", print)
     assert (launcher.list_runs(), launcher.list_terminating_runs()) == ([], [])
-    said = [(line.node, line.text) for line in history_store.load_log_lines("demo")]
+    recorded_run = find_recorded_run("demo")
+    assert recorded_run
+    said = [(line.node, line.text) for line in recorded_run.load_log_lines()]
     for node, text in (("node0", "start at 0 of world 2"), ("node1", "start at 0 of world 2"), ("node2", " of world 3")):
         assert [line for by, line in said if by == node and text in line], (node, text)
     assert [line for _, line in said if f"start at {saved} of world 2" in line]
-    assert history_store.load_events("demo")
+    assert recorded_run.load_events()
     assert not [
         path for name in HOST_NAMES for path in hosts.get_state_dir(name).rglob("*") if path.name in ("TOKEN", "node0.spec", "local.json")
     ]

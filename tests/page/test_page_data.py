@@ -15,8 +15,9 @@ import sample_run
 from swarmtrain import protocol
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun, build_operation_event
 from swarmtrain.protocol import Event
+from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page, prometheus
 from swarmtrain.view.dashboard.curves import MAX_POINTS, Curve, CurveSet
 from swarmtrain.view.dashboard.data_source import open_data_source
@@ -28,7 +29,7 @@ from swarmtrain.view.dashboard.page_data import (
     build_page_data_from_events,
     find_curve_markers,
 )
-from swarmtrain.view.history import build_history
+from swarmtrain.view.history import build_history_entries
 from swarmtrain.view.status import build_status
 
 
@@ -125,7 +126,7 @@ def test_the_timeline_shows_the_same_as_all_events() -> None:
         story = EventTimeline()
         for event in events:
             story.add_event(event)
-        assert build_history("demo", story.events) == build_history("demo", events)
+        assert build_history_entries(story.events) == build_history_entries(events)
         now = events[-1].time
         assert build_status("demo", story.events, sample_run.build_tasks(), now) == build_status(
             "demo", events, sample_run.build_tasks(), now
@@ -233,16 +234,16 @@ def test_every_metric_of_an_alert_exists() -> None:
 
 def test_a_run_that_is_down_has_its_page_from_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
-    folder = history_store.resolve_run_folder("demo")
-    folder.mkdir(parents=True)
-    (folder / history_store.EVENTS_FILE).write_text(
+    recorded_run = RecordedRun("demo", RunIdentity("aaaaaaaaaaaa"))
+    recorded_run.create_folder()
+    (recorded_run.folder / EVENTS_FILE).write_text(
         "".join(f"{event.to_line()}\n" for event in sample_run.build_events() if event.kind != protocol.EVENT_LINK)
     )
-    (folder / "node3.log").write_text("2026-11-22T19:08:45.681347946Z [rank 7] out of words\n")
-    history_store.record_operation("demo", "down")
-    probed = history_store.resolve_run_folder("demo-probe")
-    probed.mkdir()
-    (probed / history_store.EVENTS_FILE).write_text(
+    (recorded_run.folder / "node3.log").write_text("2026-11-22T19:08:45.681347946Z [rank 7] out of words\n")
+    recorded_run.record_operation(build_operation_event("down"))
+    probe = RecordedRun("demo-probe", RunIdentity("bbbbbbbbbbbb"))
+    probe.create_folder()
+    (probe.folder / EVENTS_FILE).write_text(
         "".join(f"{event.to_line()}\n" for event in sample_run.build_events() if event.kind == protocol.EVENT_LINK)
     )
     found = open_data_source("demo")

@@ -21,12 +21,14 @@ import uvicorn
 
 from swarmtrain import protocol
 from swarmtrain.errors import EngineError, SwarmtrainError
-from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun
+from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page
 from swarmtrain.view.dashboard.access_policy import AccessPolicy, create_access_policy, is_loopback
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.server import create_app
 
+IDENTITY = RunIdentity("aaaaaaaaaaaa")
 ALL_INTERFACES = "0.0.0.0"  # noqa: S104  # a page there asks for a token
 TOKEN = "a-token-of-a-test"  # noqa: S105  # a test's
 
@@ -34,11 +36,11 @@ TOKEN = "a-token-of-a-test"  # noqa: S105  # a test's
 @pytest.fixture
 def demo() -> RunDataSource:
     """A run that is down, with its stored events and logs."""
-    folder = history_store.resolve_run_folder("demo")
-    folder.mkdir(parents=True)
-    (folder / history_store.EVENTS_FILE).write_text("".join(f"{event.to_line()}\n" for event in sample_run.build_events(outcome="done")))
-    (folder / "node0.log").write_text("2026-11-22T19:08:45.681347946Z [rank 0] hello\n")
-    return RunDataSource("demo", None)
+    recorded_run = RecordedRun("demo", IDENTITY)
+    recorded_run.create_folder()
+    (recorded_run.folder / EVENTS_FILE).write_text("".join(f"{event.to_line()}\n" for event in sample_run.build_events(outcome="done")))
+    (recorded_run.folder / "node0.log").write_text("2026-11-22T19:08:45.681347946Z [rank 0] hello\n")
+    return RunDataSource(recorded_run, None)
 
 
 @contextmanager
@@ -146,6 +148,9 @@ class FlakyLauncher:
     is_away = False
     slow: threading.Event | None = None
 
+    def read_identity(self, run: str) -> RunIdentity:
+        return IDENTITY
+
     def read_events(self, run: str, since: float | None = None) -> list[protocol.Event]:
         if self.is_away:
             raise EngineError("no answer")
@@ -160,7 +165,7 @@ class FlakyLauncher:
 def test_a_lost_manager_is_reported_and_what_was_shown_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
     launcher = FlakyLauncher()
-    source = RunDataSource("demo", launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    source = RunDataSource(RecordedRun("demo", IDENTITY), launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
     first = source.get_page_data()
     assert first["connection_error"] == ""
     launcher.is_away = True
@@ -174,7 +179,7 @@ def test_a_lost_manager_is_reported_and_what_was_shown_stays(monkeypatch: pytest
 def test_a_manager_that_takes_its_time_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
     launcher = FlakyLauncher()
-    source = RunDataSource("demo", launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    source = RunDataSource(RecordedRun("demo", IDENTITY), launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
     first = source.get_page_data()
     launcher.slow = threading.Event()
     waits = threading.Thread(target=source.get_page_data)

@@ -13,8 +13,9 @@ import pytest
 
 from swarmtrain.config.loader import parse_config
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import RecordedRun, build_operation_event
 from swarmtrain.operations.runs import remove_named_run
+from swarmtrain.run_identity import create_run_identity
 from swarmtrain.view.formatting import remove_control_characters
 
 PROGRAM = [sys.executable, "-m", "swarmtrain"]
@@ -106,15 +107,16 @@ def test_a_run_can_be_taken_down_twice(capsys: pytest.CaptureFixture[str], monke
         raise RunNotFound("unknown run", place=f"run {name}")
 
     monkeypatch.setattr("swarmtrain.operations.runs.find_run", find_no_run)
-    history_store.record_operation("mine", "up")
+    mine = RecordedRun("mine", create_run_identity())
+    mine.record_operation(build_operation_event("up"))
     with pytest.raises(RunNotFound):
-        remove_named_run("mine")
-    history_store.record_operation("mine", "down")
-    remove_named_run("mine")
+        remove_named_run("mine", assume_yes=False)
+    mine.record_operation(build_operation_event("down"))
+    remove_named_run("mine", assume_yes=False)
     assert capsys.readouterr().err == "mine is already removed\n"
     for unknown in ("other", None):
         with pytest.raises(RunNotFound):
-            remove_named_run(unknown)
+            remove_named_run(unknown, assume_yes=False)
 
 
 @pytest.mark.parametrize(

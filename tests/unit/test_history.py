@@ -12,15 +12,20 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.file_tail import NodeLogTail
-from swarmtrain.launchers.common.history_store import HistoryWriter
+from swarmtrain.launchers.common.history_store import RecordedRun, build_operation_event, find_recorded_run, list_continued_runs
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
+from swarmtrain.launchers.common.log_recorder import HistoryWriter
 from swarmtrain.protocol import EXIT_PLANNED, Event
 from swarmtrain.remote.timestamped_log import open_timestamped_log
-from swarmtrain.view.history import build_history, build_run_list, summarize_run
+from swarmtrain.run_identity import RunIdentity
+from swarmtrain.view.history import build_history, build_run_list, merge_continued_runs, summarize_run
 from swarmtrain.view.logs import LogFilter, compile_pattern, print_logs
 from swarmtrain.view.run_state import summarize_past_run
 from swarmtrain.view.worlds import count_restarts
 
+IDENTITY = RunIdentity("aaaaaaaaaaaa", "alice", "login1", 90.0)
+LATER_IDENTITY = RunIdentity("bbbbbbbbbbbb", "bob", "laptop", 490.0)
+DEMO = RecordedRun("demo", IDENTITY)
 FIRST_EVENTS = [
     Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 100.0),
     Event(protocol.EVENT_NODE_JOINED, {"node": "node0", "address": "10.0.0.3", "interface": "eth0"}, 101.0),
@@ -45,7 +50,7 @@ def format_timestamp(number: int) -> str:
     return f"2026-11-21T00:{number // 60_000:02d}:{number // 1000 % 60:02d}.{number % 1000:03d}000000Z"
 
 
-def store_events(events: list[Event], *, run: str = "demo") -> None:
+def store_events(events: list[Event], *, run: RecordedRun = DEMO) -> None:
     keeper = HistoryWriter(run)
     for event in events:
         keeper.append_line("rendezvous", format_timestamp(int(event.time * 10)), event.to_line(), is_event=True)
@@ -53,7 +58,7 @@ def store_events(events: list[Event], *, run: str = "demo") -> None:
 
 
 def test_the_history_of_a_run_has_times_and_reasons() -> None:
-    assert str(build_history("demo", FIRST_EVENTS)).splitlines() == [
+    assert str(build_history("demo", IDENTITY, FIRST_EVENTS)).splitlines() == [
         "1970-01-01 00:01:40  its coordinator is up",
         "1970-01-01 00:01:41  node0 joined, at 10.0.0.3 on interface eth0",
         "1970-01-01 00:01:42  world 1: a world of 2 ranks on 2 nodes has formed",
@@ -66,29 +71,48 @@ def test_the_history_of_a_run_has_times_and_reasons() -> None:
 
 def test_a_run_that_is_deployed_again_after_its_removal_is_a_new_run() -> None:
     store_events(FIRST_EVENTS)
-    history_store.record_operation("demo", "down")
-    assert history_store.select_last_deployment_events(history_store.load_events("demo")) == FIRST_EVENTS
-    assert history_store.select_events_since_teardown(history_store.load_events("demo")) == []
-    later = [Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 500.0)]
-    store_events(later)
-    assert history_store.select_last_deployment_events(history_store.load_events("demo")) == later
-    assert history_store.merge_events(history_store.select_events_since_teardown(history_store.load_events("demo")), later) == later
+    DEMO.record_operation(build_operation_event("down"))
+    later, later_events = RecordedRun("demo", LATER_IDENTITY), [Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 500.0)]
+    store_events(later_events, run=later)
+    assert (DEMO.load_events()[:-1], later.load_events()) == (FIRST_EVENTS, later_events)
+    assert (find_recorded_run("demo"), find_recorded_run(IDENTITY.id), find_recorded_run("other")) == (later, DEMO, None)
+    assert list_continued_runs(later) == [later]
+
+
+def test_a_run_that_resumes_the_checkpoints_of_a_removed_run_continues_it() -> None:
+    store_events(FIRST_EVENTS)
+    later, unrelated = RecordedRun("demo", LATER_IDENTITY), RecordedRun("demo", RunIdentity("cccccccccccc"))
+    resumption = Event(protocol.EVENT_RESUMED, {"step": 2, "path": "/save/step-2", "run_id": IDENTITY.id}, 501.0)
+    store_events([Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 500.0), resumption], run=later)
+    store_events([Event(protocol.EVENT_COORDINATOR_STARTED, {"run": "demo"}, 900.0)], run=unrelated)
+    assert list_continued_runs(later) == [DEMO, later]
+    assert list_continued_runs(unrelated) == [unrelated]
+    summaries = [summary for run in (DEMO, later, unrelated) if (summary := summarize_past_run(run))]
+    merged = merge_continued_runs(summaries)
+    assert [(summary.id, summary.owner, summary.started, summary.seconds, summary.step) for summary in merged] == [
+        (IDENTITY.id, "bob", 100.0, 61.0, 2),
+        ("cccccccccccc", "", 900.0, 0.0, None),
+    ]
 
 
 def test_the_list_of_runs_has_outcome_and_duration() -> None:
     live = summarize_run(
-        "other", [Event(protocol.EVENT_COORDINATOR_STARTED, {}, 50.0), Event(protocol.EVENT_PROGRESS, {"step": 7}, 60.0)], "training", 170.0
+        "other",
+        LATER_IDENTITY,
+        [Event(protocol.EVENT_COORDINATOR_STARTED, {}, 50.0), Event(protocol.EVENT_PROGRESS, {"step": 7}, 60.0)],
+        "training",
+        170.0,
     )
-    assert str(build_run_list([summarize_run("demo", FIRST_EVENTS, None, 10_000.0), live])).splitlines() == [
-        "RUN    STARTED              FOR         STEP  STATE",
-        "other  1970-01-01 00:00:50  2 min 00 s  7     training",
-        "demo   1970-01-01 00:01:40  1 min 00 s  2     done      all steps",
+    assert str(build_run_list([summarize_run("demo", IDENTITY, FIRST_EVENTS, None, 10_000.0), live])).splitlines() == [
+        "RUN    ID            OWNER  STARTED              FOR         STEP  STATE",
+        "other  bbbbbbbbbbbb  bob    1970-01-01 00:00:50  2 min 00 s  7     training",
+        "demo   aaaaaaaaaaaa  alice  1970-01-01 00:01:40  1 min 00 s  2     done      all steps",
     ]
-    assert summarize_run("demo", FIRST_EVENTS[:-1], None, 10_000.0).state == "down"
+    assert summarize_run("demo", IDENTITY, FIRST_EVENTS[:-1], None, 10_000.0).state == "down"
 
 
 def test_two_followers_of_a_run_store_each_line_once_and_files_stay_small() -> None:
-    first, second = HistoryWriter("demo", max_file_bytes=3000), HistoryWriter("demo", max_file_bytes=3000)
+    first, second = HistoryWriter(DEMO, max_file_bytes=3000), HistoryWriter(DEMO, max_file_bytes=3000)
     for number in range(200):
         for keeper in (first, second):
             keeper.append_line("node0", format_timestamp(number), f"[rank 1] line {number}")
@@ -97,24 +121,24 @@ def test_two_followers_of_a_run_store_each_line_once_and_files_stay_small() -> N
     for number in range(190, 210):
         second.append_line("node0", format_timestamp(number), f"[rank 1] line {number}")
     second.close()
-    found = list(history_store.load_log_lines("demo"))
+    found = list(DEMO.load_log_lines())
     assert [int(line.text.split()[1]) for line in found] == list(range(210 - len(found), 210))
     assert len(found) > 40
-    assert sum(file.stat().st_size for file in history_store.resolve_run_folder("demo").iterdir()) < 7000
+    assert sum(file.stat().st_size for file in DEMO.folder.iterdir()) < 7000
 
 
 def test_the_output_of_a_run_that_is_down_is_what_was_stored(isolated_state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keeper = HistoryWriter("demo")
+    keeper = HistoryWriter(DEMO)
     for number in range(6):
         keeper.append_line(f"node{number % 2}", format_timestamp(number), f"[rank {number % 2}] step {number}")
     keeper.close()
     print_logs("demo", LogFilter(), follow=False)
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"node{number % 2} rank {number % 2} | step {number}" for number in range(6)]
-    assert err == f"no engine is reachable; showing its saved output from {history_store.resolve_run_folder('demo')}\n".replace(
+    assert err == f"no engine is reachable; showing its saved output from {DEMO.folder}\n".replace(
         "no engine", f"Docker engine at unix://{isolated_state.parent}/docker.sock: no engine"
     )
-    since = next(history_store.load_log_lines("demo")).time
+    since = next(DEMO.load_log_lines()).time
     for log_filter, steps in (
         (LogFilter(tail=1), [4, 5]),
         (LogFilter(node="node1", tail=2), [3, 5]),
@@ -134,24 +158,25 @@ def test_lines_are_filtered() -> None:
 
 def test_what_an_earlier_local_run_of_the_same_name_printed_is_not_shown() -> None:
     folder = LocalRunFolder("demo")
-    folder.path.mkdir(parents=True)
+    folder.identity = IDENTITY
+    folder.records_path.mkdir(parents=True)
     for life in ("first", "second", "third"):
         folder.rotate_events()
         folder.events_path.write_text(Event(protocol.EVENT_COORDINATOR_STARTED, {"run": life}, 1.0).to_line() + "\n")
         folder.get_log_path("node0").write_text(f"[rank 0] {life}\n")
-    assert [event.data["run"] for event in history_store.load_events("demo")] == ["first", "second", "third"]
-    assert [line.text for line in history_store.load_log_lines("demo")] == ["first", "second", "third"]
-    assert list(history_store.load_log_lines("demo", newest_only=True)) == [LogLine("node0", "third", 0)]
+    assert [event.data["run"] for event in DEMO.load_events()] == ["first", "second", "third"]
+    assert [line.text for line in DEMO.load_log_lines()] == ["first", "second", "third"]
+    assert list(DEMO.load_log_lines(newest_only=True)) == [LogLine("node0", "third", 0)]
 
 
 def test_what_is_printed_is_stored_with_its_time() -> None:
-    path = LocalRunFolder("demo").get_log_path("node0")
+    path = DEMO.folder / "node0.log"
     path.parent.mkdir(parents=True)
     begun = time.time()
     script = "echo '[rank 1] one'; printf 'in two'; sleep 0.3; echo ' parts'; echo err >&2; printf end"
     with open_timestamped_log(path) as log:
         subprocess.run(["sh", "-c", script], stdout=log, stderr=log, check=True)
-    found = list(history_store.load_log_lines("demo"))
+    found = list(DEMO.load_log_lines())
     assert [(line.rank, line.text) for line in found] == [(1, "one"), (None, "in two parts"), (None, "err"), (None, "end")]
     assert begun < found[0].time < found[1].time - 0.2
     assert found[-1].time < time.time()
@@ -159,15 +184,15 @@ def test_what_is_printed_is_stored_with_its_time() -> None:
 
 
 def test_the_output_of_a_processs_orphans_is_read_and_not_waited_for() -> None:
-    path = LocalRunFolder("demo").get_log_path("node0")
+    path = DEMO.folder / "node0.log"
     path.parent.mkdir(parents=True)
     go = path.with_name("go")
     with open_timestamped_log(path) as log:
         subprocess.run(["sh", "-c", f"(until [ -e {go} ]; do sleep 0.05; done; echo late) & echo early"], stdout=log, check=True)
-    assert [line.text for line in history_store.load_log_lines("demo")] == ["early"]
+    assert [line.text for line in DEMO.load_log_lines()] == ["early"]
     begun = time.monotonic()
     go.touch()
-    while len(list(history_store.load_log_lines("demo"))) < 2:
+    while len(list(DEMO.load_log_lines())) < 2:
         assert time.monotonic() - begun < 20
         time.sleep(0.05)
 
@@ -182,24 +207,24 @@ def test_events_of_a_file_are_parsed_from_a_time_on() -> None:
 
 def test_the_summary_of_a_past_run_is_stored_and_used_until_its_events_change(monkeypatch: pytest.MonkeyPatch) -> None:
     store_events(FIRST_EVENTS)
-    history_store.record_operation("demo", "down")
-    summary = summarize_past_run("demo")
+    DEMO.record_operation(build_operation_event("down"))
+    summary = summarize_past_run(DEMO)
     assert summary is not None
     assert (summary.state, summary.step, summary.seconds) == ("done", 2, 60.0)
     with monkeypatch.context() as patched:
-        patched.setattr(history_store, "load_events", pytest.fail)
-        assert summarize_past_run("demo") == summary
+        patched.setattr(RecordedRun, "load_events", pytest.fail)
+        assert summarize_past_run(DEMO) == summary
     store_events([Event(protocol.EVENT_PROGRESS, {"step": 7, "steps": 9}, 300.0)])
-    assert (changed := summarize_past_run("demo")) is not None
+    assert (changed := summarize_past_run(DEMO)) is not None
     assert changed.step == 7
 
 
 def test_a_damaged_summary_is_made_again() -> None:
     store_events(FIRST_EVENTS)
-    summary = summarize_past_run("demo")
+    summary = summarize_past_run(DEMO)
     for text in ("", "[]", '{"source": 1}'):
-        (history_store.resolve_run_folder("demo") / "summary.json").write_text(text)
-        assert summarize_past_run("demo") == summary
+        (DEMO.folder / "summary.json").write_text(text)
+        assert summarize_past_run(DEMO) == summary
 
 
 def test_restarts_are_worlds_and_not_failures() -> None:
@@ -229,6 +254,10 @@ def test_the_main_events_give_the_same_history() -> None:
     last = Event(protocol.EVENT_PROGRESS, {"step": 9, "steps": 9}, 109.0)
     events = sorted([*FIRST_EVENTS[:-1], *usage, *progress, last, FIRST_EVENTS[-1]], key=lambda event: event.time)
     store_events(events)
-    main_events = history_store.load_main_events("demo")
+    main_events = DEMO.load_main_events()
     assert len(main_events) < len(events) - 8
-    assert build_history("demo", main_events) == build_history("demo", events) == build_history("demo", history_store.load_events("demo"))
+    assert (
+        build_history("demo", IDENTITY, main_events)
+        == build_history("demo", IDENTITY, events)
+        == build_history("demo", IDENTITY, DEMO.load_events())
+    )

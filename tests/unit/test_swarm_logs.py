@@ -11,10 +11,12 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common.container_logs import ContainerLogLine, LineDeduplicator, _join_log_frames
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.common.history_store import resolve_run_folder
+from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder
 from swarmtrain.protocol import Event
+from swarmtrain.run_identity import RunIdentity
 
+RECORDED_RUN = RecordedRun("run", RunIdentity("aaaaaaaaaaaa"))
 TIMES = [f"2026-11-21T00:25:15.{index:09d}Z" for index in range(1, 10)]
 
 
@@ -90,12 +92,12 @@ def test_what_was_received_is_written_once_even_by_a_second_watch(isolated_state
         ContainerLogLine("node0", TIMES[2], "t", "two"),
     ]
     for watched in (lines[:2], lines):
-        record = LogRecorder("run")
+        record = LogRecorder(RECORDED_RUN)
         for line in watched:
             record.append_line(line)
         record.close()
-    folder = resolve_run_folder("run")
-    assert folder == isolated_state / "swarmtrain" / "run"
+    folder = RECORDED_RUN.folder
+    assert folder == isolated_state / "swarmtrain" / "run" / "history" / "aaaaaaaaaaaa"
     assert (folder / "node0.log").read_text() == f"{TIMES[0]} one\n{TIMES[2]} two\n"
     assert [json.loads(text)["world_size"] for text in (folder / "events.jsonl").read_text().splitlines()] == [2]
 
@@ -103,7 +105,7 @@ def test_what_was_received_is_written_once_even_by_a_second_watch(isolated_state
 def test_a_state_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    record = LogRecorder("run")
+    record = LogRecorder(RECORDED_RUN)
     record.append_line(ContainerLogLine("node0", TIMES[0], "t", "one"))
     record.close()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -64,6 +64,7 @@ def main() -> int:
         max_restarts_per_hour=env.max_restarts_per_hour,
         min_nodes=env.min_nodes,
         boot_id=boot_id,
+        run_id=env.run_id,
         clock=time.monotonic,
         publish_event=_print_event,
     )

@@ -58,7 +58,10 @@ _RESERVED_KINDS = {EVENT_OPERATION, EVENT_COORDINATOR_STARTED, EVENT_NODE_LEFT, 
 
 
 class Coordinator:
-    """State machine of the coordinator of one run. `boot_id` distinguishes its rounds from those of an earlier coordinator process."""
+    """State machine of the coordinator of one run. `boot_id` distinguishes its rounds from those of an earlier coordinator process.
+
+    `run_id`: id of the run (swarmtrain.run_identity), for the ranks; empty if it is unknown.
+    """
 
     def __init__(
         self,
@@ -68,12 +71,13 @@ class Coordinator:
         max_restarts_per_hour: int,
         min_nodes: int,
         boot_id: str,
+        run_id: str = "",
         clock: Callable[[], float],
         publish_event: Callable[[Event], None],
     ) -> None:
         self._budget = RestartBudget(max_restarts, max_restarts_per_hour, clock)
         self._quarantine = NodeQuarantine(min_nodes, clock)
-        self._boot_id = boot_id
+        self._boot_id, self._run_id = boot_id, run_id
         self._clock = clock
         self._event_log = EventLogWriter(publish_event, clock)
         self._membership = Membership(clock)
@@ -88,7 +92,7 @@ class Coordinator:
         self._best_step = -1
         self._outcome: RunOutcome | None = None
         self._outcome_at = 0.0
-        self._event_log.write_event(Event(EVENT_COORDINATOR_STARTED, {"run": run}))
+        self._event_log.write_event(Event(EVENT_COORDINATOR_STARTED, {"run": run, "run_id": run_id}))
 
     @property
     def round(self) -> str:
@@ -96,7 +100,7 @@ class Coordinator:
 
     @property
     def supervisor_response(self) -> SupervisorResponse:
-        return SupervisorResponse(self.round, self._outcome)
+        return SupervisorResponse(self.round, self._outcome, self._run_id)
 
     @property
     def is_finished(self) -> bool:

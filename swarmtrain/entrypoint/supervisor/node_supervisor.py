@@ -29,7 +29,17 @@ from swarmtrain.entrypoint.resource_usage import UsageReporter
 from swarmtrain.entrypoint.supervisor import fork_server
 from swarmtrain.entrypoint.supervisor.elastic_agent import run_agent
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, CoordinatorError
-from swarmtrain.protocol import ENV_PREFIX, EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, SupervisorResponse
+from swarmtrain.protocol import (
+    ENV_PREFIX,
+    ENV_RUN_ID,
+    EVENT_FAILURE,
+    EVENT_NODE_JOINED,
+    EVENT_NOTE,
+    EXIT_PLANNED,
+    Event,
+    NodeEnv,
+    SupervisorResponse,
+)
 
 _HEARTBEAT_SECONDS = 1.0
 _RETRY_SECONDS = 0.3
@@ -100,7 +110,7 @@ class Supervisor:
         UsageReporter(self.coordinator, self.env.node).start()
         response = self._wait_for_next_round("")
         while response.outcome is None:
-            code = self._run_round(response.round, route)
+            code = self._run_round(response.round, response.run_id, route)
             if code == EXIT_OK:
                 break
             if self.is_stopping:
@@ -130,13 +140,12 @@ class Supervisor:
             self.coordinator.post_event(Event(EVENT_NOTE, {"node": self.env.node, "message": message}))
         return route
 
-    def _run_round(self, round: str, route: Route) -> int:
+    def _run_round(self, round: str, run_id: str, route: Route) -> int:
         """Run one agent for the rendezvous round `round`, and return its exit code (negative: killed by that signal)."""
         started_at = time.monotonic()
+        environment = {**route.build_interface_environment(os.environ), ENV_RUN_ID: run_id}
         self.agent_stop_requested, self.kill_agent_at, self.last_response_at = False, float("inf"), time.monotonic()
-        self.agent = fork_server.start_forked_process(
-            "agent", run_agent, round, choose_advertised_address(route), route.build_interface_environment(os.environ)
-        )
+        self.agent = fork_server.start_forked_process("agent", run_agent, round, choose_advertised_address(route), environment)
         try:
             code = self._wait_for_agent(self.agent, round)
         finally:

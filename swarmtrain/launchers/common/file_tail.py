@@ -39,9 +39,10 @@ class FileTail:
         return [line.decode(errors="replace") for line in complete_lines]
 
 
-def read_events(run_folder: LocalRunFolder, since: float | None = None) -> list[Event]:
-    """Return the coordinator's events so far, from `since` on (seconds since the epoch)."""
-    return list(parse_events(FileTail(run_folder.events_path).read_new_lines(), since or 0.0))
+def read_events(run_folder: LocalRunFolder, since: float | None = None, tail: int | None = None) -> list[Event]:
+    """Return the coordinator's events so far, from `since` on (seconds since the epoch), and of these only the last `tail`."""
+    lines = FileTail(run_folder.events_path).read_new_lines()
+    return list(parse_events(lines[max(0, len(lines) - tail) :] if tail is not None else lines, since or 0.0))
 
 
 class NodeLogTail(FileTail):

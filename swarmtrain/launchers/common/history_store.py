@@ -1,101 +1,186 @@
 """History of runs in the user's state directory, needed because Swarm deletes a container's log, and a removed run has no log.
 
-    RUN/events.jsonl   the coordinator's events, and the operations requested on this machine; events.N.jsonl is older
-    RUN/NODE.log       a node's output; NODE.1.log is older
-    RUN/summary.json   summary of the events, for the list of runs
-    RUN/code.diff      diff of the project against its git commit at the last deploy
+    RUN/history/ID/events.jsonl    the coordinator's events, and the operations requested on this machine; events.N.jsonl is older
+    RUN/history/ID/NODE.log        a node's output; NODE.1.log is older
+    RUN/history/ID/identity.json   the run's owner, the machine from which it was deployed, and when
+    RUN/history/ID/summary.json    summary of the events, for the list of runs
+    RUN/history/ID/code.diff       diff of the project against its git commit at the last deploy
 
-The history is only shown to users: no decision depends on it. Files are rotated at MAX_FILE_BYTES bytes; the newest two files
-are kept.
+A name can be used again for another run; the id (swarmtrain.run_identity) tells them apart. The history is only shown to users: no decision
+depends on it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import heapq
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from swarmtrain import __version__
 from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_USAGE, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_RESUMED, EVENT_USAGE, RENDEZVOUS_SERVICE, Event
+from swarmtrain.run_identity import RunIdentity
 
-MAX_FILE_BYTES = 64 * 2**20
-EVENTS_FILE, DIFF_FILE = "events.jsonl", "code.diff"
-_SUMMARY_FILE = "summary.json"
-_LOCK_FILE = "history.lock"
-_TAIL_BYTES = 64 * 1024
-_TIME_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
+EVENTS_FILE, DIFF_FILE, HISTORY_FOLDER = "events.jsonl", "code.diff", "history"
+TIMESTAMP_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
+"""Pattern of the time at the start of a line of a log, in Docker's format."""
+_SUMMARY_FILE, _IDENTITY_FILE = "summary.json", "identity.json"
 _EVENT_HEAD_PATTERN = re.compile(r'\{"event": "[^"]*", "time": (\d+(?:\.\d+)?)')
 _PROGRESS_LINE_PREFIX, _USAGE_LINE_PREFIX = f'{{"event": "{EVENT_PROGRESS}"', f'{{"event": "{EVENT_USAGE}"'
+_RESUMED_LINE_PREFIX = f'{{"event": "{EVENT_RESUMED}"'
 _RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
+_RECORD_PATTERNS = ("events*.jsonl", "node*.log")
 _ROTATED_PATTERN = re.compile(r"\.(\d+)\.(log|jsonl)$")
 
 
 def resolve_state_directory() -> Path:
-    """Return swarmtrain's state directory, which contains a folder for each run: by default ~/.local/state/swarmtrain."""
+    """Return swarmtrain's state directory, which contains a folder for each run name: by default ~/.local/state/swarmtrain."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path("~/.local/state").expanduser()) / "swarmtrain"
 
 
 def resolve_run_folder(run: str) -> Path:
-    """Return the folder of `run`'s events and logs, which need not exist."""
+    """Return the folder of the runs with the name `run`, which need not exist."""
     return resolve_state_directory() / run
 
 
-def list_recorded_runs() -> list[str]:
-    """Return the names of runs with events recorded on this machine, sorted."""
-    return sorted({path.parent.name for path in resolve_state_directory().glob(f"*/{EVENTS_FILE}")})
+@dataclass(frozen=True)
+class RecordedRun:
+    """The records of one run on this machine: its events, its output, and its summary. They need not exist yet."""
+
+    name: str
+    identity: RunIdentity
+
+    @property
+    def folder(self) -> Path:
+        return resolve_run_folder(self.name) / HISTORY_FOLDER / self.identity.id
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether any output of the run's nodes is recorded on this machine."""
+        return any(self.folder.glob("node*.log"))
+
+    @property
+    def was_taken_down(self) -> bool:
+        """Whether the last event that is recorded of the run is its removal from this machine."""
+        events = self.load_events()
+        return bool(events) and events[-1].kind == EVENT_OPERATION and events[-1].data.get("operation") == "down"
+
+    @property
+    def original_id(self) -> str:
+        """Id of the run that this run continues, because it has resumed that run's checkpoints; its own id if it continues none."""
+        resumptions = (Event.from_line(line) for line in self._read_event_lines() if line.startswith(_RESUMED_LINE_PREFIX))
+        first = next((event for event in resumptions if event), None)
+        return str(first.data.get("run_id") or self.identity.id) if first else self.identity.id
+
+    @property
+    def changed_at(self) -> float:
+        """Time at which the records were last written, in seconds since the epoch; 0 if there are none."""
+        files = (path for pattern in _RECORD_PATTERNS for path in self.folder.glob(pattern))
+        return max((path.stat().st_mtime for path in files), default=0.0)
+
+    def create_folder(self) -> None:
+        """Create the folder of the records, with the run's identity. Raises OSError."""
+        if not (self.folder / _IDENTITY_FILE).exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(self.folder / _IDENTITY_FILE, json.dumps(asdict(self.identity)))
+
+    def load_events(self) -> list[Event]:
+        """Return the run's recorded events, ordered by time."""
+        return merge_events(parse_events(self._read_event_lines()), ())
+
+    def load_main_events(self) -> list[Event]:
+        """Return the run's recorded events without resource usage, and without each progress event that progress or usage follows.
+
+        A long run has hundreds of thousands of these, whose lines are not parsed.
+        """
+        return merge_events(parse_events(_drop_routine_lines(self._read_event_lines())), ())
+
+    def load_summary(self) -> dict[str, Any] | None:
+        """Return the stored summary of the run; None if there is none, or if it was made from other events or by another version."""
+        try:
+            stored = json.loads((self.folder / _SUMMARY_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        is_current = isinstance(stored, dict) and stored.get("source") == self._describe_event_files()
+        return stored.get("summary") if is_current else None
+
+    def save_summary(self, summary: Mapping[str, Any]) -> None:
+        """Store the summary of the run's present events. An OSError is ignored."""
+        text = json.dumps({"source": self._describe_event_files(), "summary": summary})
+        with contextlib.suppress(OSError):
+            write_text_atomically(self.folder / _SUMMARY_FILE, text)
+
+    def load_log_lines(self, *, node: str | None = None, newest_only: bool = False) -> Iterator[LogLine]:
+        """Yield the recorded output of all nodes, or of `node`, ordered by time. Lines without a timestamp come first.
+
+        With `newest_only`, only the newest file of each node is read.
+        """
+        logs: dict[str, list[Path]] = {}
+        for path in sorted(self.folder.glob("*.log"), key=_get_age_sort_key):
+            logs.setdefault(path.name.partition(".")[0], []).append(path)
+        logs.pop(RENDEZVOUS_SERVICE, None)
+        selected = {name: files[-1:] if newest_only else files for name, files in sorted(logs.items()) if node in (None, name)}
+        return heapq.merge(*(_read_node_log(name, files) for name, files in selected.items()), key=lambda line: line.time)
+
+    def record_operation(self, event: Event) -> None:
+        """Record the operation `event` (see build_operation_event). An OSError is ignored."""
+        with contextlib.suppress(OSError):
+            self.create_folder()
+            with (self.folder / EVENTS_FILE).open("a", encoding="utf-8") as file:
+                file.write(event.to_line() + "\n")
+
+    def save_git_diff(self, diff: str) -> None:
+        """Save the diff of the user's project against its git commit, replacing the previous diff. An OSError is ignored."""
+        with contextlib.suppress(OSError):
+            self.create_folder()
+            if diff:
+                (self.folder / DIFF_FILE).write_text(diff, encoding="utf-8")
+            else:
+                (self.folder / DIFF_FILE).unlink(missing_ok=True)
+
+    def _read_event_lines(self) -> Iterator[str]:
+        for file in sorted(self.folder.glob("events*.jsonl"), key=_get_age_sort_key):
+            yield from _read_file_lines(file)
+
+    def _describe_event_files(self) -> list[Any]:
+        """Return a value that changes with the files of the run's events, and with the version of swarmtrain."""
+        files = {path.name: path.stat() for path in self.folder.glob("events*.jsonl")}
+        return [__version__, *([name, status.st_size, status.st_mtime_ns] for name, status in sorted(files.items()))]
 
 
-def load_events(run: str) -> list[Event]:
-    """Return the run's recorded events, oldest first."""
-    return list(parse_events(_read_event_lines(run)))
+def list_recorded_runs(name: str = "*") -> list[RecordedRun]:
+    """Return the runs with events or output recorded on this machine, with the name `name` or all, the most recently changed last."""
+    state_directory = resolve_state_directory()
+    folders = {path.parent for pattern in _RECORD_PATTERNS for path in state_directory.glob(f"{name}/{HISTORY_FOLDER}/*/{pattern}")}
+    return sorted((_load_recorded_run(folder) for folder in folders), key=lambda run: (run.changed_at, run.name))
 
 
-def load_main_events(run: str) -> list[Event]:
-    """Return the run's recorded events without resource usage, and without each progress event that progress or usage follows.
-
-    A long run has hundreds of thousands of these, whose lines are not parsed.
-    """
-    return list(parse_events(_drop_routine_lines(_read_event_lines(run))))
+def find_recorded_run(name_or_id: str) -> RecordedRun | None:
+    """Return the most recently changed run with this name, or else the run with this id; None if none is recorded on this machine."""
+    runs = list_recorded_runs(name_or_id) or [run for run in list_recorded_runs() if run.identity.id == name_or_id]
+    return runs[-1] if runs else None
 
 
-def was_taken_down(run: str) -> bool:
-    """Return whether the last event that is recorded of the run is its removal from this machine."""
-    events = load_events(run)
-    return bool(events) and events[-1].kind == EVENT_OPERATION and events[-1].data.get("operation") == "down"
+def list_continued_runs(run: RecordedRun) -> list[RecordedRun]:
+    """Return `run` and the runs that it continues, oldest first: those of its name that wrote, or resumed, the same checkpoints."""
+    original_id = run.original_id
+    others = [other for other in list_recorded_runs(run.name) if other.identity.id != run.identity.id]
+    return [*(other for other in others if original_id in (other.identity.id, other.original_id)), run]
 
 
-def load_summary(run: str) -> dict[str, Any] | None:
-    """Return the stored summary of the run; None if there is none, or if it was made from other events or by another version."""
-    try:
-        stored = json.loads((resolve_run_folder(run) / _SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    is_current = isinstance(stored, dict) and stored.get("source") == _describe_event_files(run)
-    return stored.get("summary") if is_current else None
-
-
-def save_summary(run: str, summary: Mapping[str, Any]) -> None:
-    """Store the summary of the run's present events. An OSError is ignored."""
-    text = json.dumps({"source": _describe_event_files(run), "summary": summary})
-    with contextlib.suppress(OSError):
-        write_text_atomically(resolve_run_folder(run) / _SUMMARY_FILE, text)
-
-
-def _describe_event_files(run: str) -> list[Any]:
-    """Return a value that changes with the files of the run's events, and with the version of swarmtrain."""
-    files = {path.name: path.stat() for path in resolve_run_folder(run).glob("events*.jsonl")}
-    return [__version__, *([name, status.st_size, status.st_mtime_ns] for name, status in sorted(files.items()))]
+def build_operation_event(operation: str, **details: object) -> Event:
+    """Return the event of an operation (up, stop or down) that is requested on this machine now."""
+    return Event(EVENT_OPERATION, {"operation": operation, **details})
 
 
 def parse_events(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:
@@ -106,41 +191,9 @@ def parse_events(lines: Iterable[str], since: float = 0.0) -> Iterator[Event]:
             yield event
 
 
-def select_last_deployment_events(events: Sequence[Event]) -> list[Event]:
-    """Return the events of the run's current deployment, or of its last deployment if the run is down."""
-    current = select_events_since_teardown(events)
-    return current or select_events_since_teardown(events[:-1]) if events else []
-
-
-def select_events_since_teardown(events: Sequence[Event]) -> list[Event]:
-    """Return the events since the run was last taken down from this machine; all events if it was never taken down."""
-    teardown_indices = [
-        index for index, event in enumerate(events) if event.kind == EVENT_OPERATION and event.data.get("operation") == "down"
-    ]
-    return list(events[teardown_indices[-1] + 1 :] if teardown_indices else events)
-
-
 def merge_events(recorded_events: Iterable[Event], live_events: Iterable[Event]) -> list[Event]:
     """Return the events of both lists, without duplicates, ordered by time."""
     return sorted({event.to_line(): event for event in (*recorded_events, *live_events)}.values(), key=lambda event: event.time)
-
-
-def has_logs(run: str) -> bool:
-    """Return whether any output of the run's nodes is recorded on this machine."""
-    return any(resolve_run_folder(run).glob("node*.log"))
-
-
-def load_log_lines(run: str, *, node: str | None = None, newest_only: bool = False) -> Iterator[LogLine]:
-    """Yield the recorded output of all nodes, or of `node`, ordered by time. Lines without a timestamp come first.
-
-    With `newest_only`, only the newest file of each node is read.
-    """
-    logs: dict[str, list[Path]] = {}
-    for path in sorted(resolve_run_folder(run).glob("*.log"), key=_get_age_sort_key):
-        logs.setdefault(path.name.partition(".")[0], []).append(path)
-    logs.pop(RENDEZVOUS_SERVICE, None)
-    selected = {name: files[-1:] if newest_only else files for name, files in sorted(logs.items()) if node in (None, name)}
-    return heapq.merge(*(_read_node_log(name, files) for name, files in selected.items()), key=lambda line: line.time)
 
 
 def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
@@ -154,7 +207,7 @@ def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float =
 
     Without a timestamp in the line, `previous_timestamp` (seconds since the epoch) is used.
     """
-    match = _TIME_PATTERN.match(text)
+    match = TIMESTAMP_PATTERN.match(text)
     return (
         parse_log_line(node, text[match.end() :], datetime.fromisoformat(match[1]).timestamp())
         if match
@@ -162,100 +215,12 @@ def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float =
     )
 
 
-def record_operation(run: str, operation: str, **details: object) -> None:
-    """Record in the run's events that `operation` (up, stop or down) was requested on this machine. An OSError is ignored."""
-    with contextlib.suppress(OSError):
-        resolve_run_folder(run).mkdir(parents=True, exist_ok=True)
-        with (resolve_run_folder(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(Event(EVENT_OPERATION, {"operation": operation, **details}).to_line() + "\n")
-
-
-def save_git_diff(run: str, diff: str) -> None:
-    """Save the diff of the user's project against its git commit, replacing the previous diff. An OSError is ignored."""
-    with contextlib.suppress(OSError):
-        if diff:
-            (resolve_run_folder(run) / DIFF_FILE).write_text(diff, encoding="utf-8")
-        else:
-            (resolve_run_folder(run) / DIFF_FILE).unlink(missing_ok=True)
-
-
-class HistoryWriter:
-    """Writer that appends lines to the history files of a run, which are rotated at `max_file_bytes` bytes.
-
-    Each line is written once, and only while no other process records this run. If a file cannot be written, nothing is recorded.
-    """
-
-    def __init__(self, run: str, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        self._directory, self._limit = resolve_run_folder(run), max_file_bytes
-        self._files: dict[str, IO[str]] = {}
-        self._last_times: dict[str, str] = {}
-        self._lock: IO[str] | None = None
-        self._lock_tried = False
-        self._failed = False
-
-    def append_line(self, node: str, time: str, text: str, *, is_event: bool = False) -> None:
-        """Append one line to the log of `node`, and with `is_event` also to the run's events.
-
-        A line that is not newer than the last one is skipped. `time` is a timestamp in Docker's format, whose lexicographic order is
-        chronological.
-        """
-        name = f"{node}.log"
-        try:
-            if not self._try_lock():
-                return
-            log_file = self._open_file(name)
-            if time > self._last_times[name]:
-                self._last_times[name] = time
-                log_file.write(f"{time} {text}\n")
-                if is_event:
-                    self._open_file(EVENTS_FILE).write(f"{text}\n")
-        except OSError:
-            self._failed = True
-
-    def flush(self) -> None:
-        """Flush all files, and rotate those that have grown beyond the limit."""
-        self._lock_tried = False
-        try:
-            for name, file in list(self._files.items()):
-                file.flush()
-                if file.tell() > self._limit:
-                    self._files.pop(name).close()
-                    stem, _, suffix = name.rpartition(".")
-                    (self._directory / name).replace(self._directory / f"{stem}.{0 if name == EVENTS_FILE else 1}.{suffix}")
-        except OSError:
-            self._failed = True
-
-    def close(self) -> None:
-        """Flush and close the files, and release the lock for other processes."""
-        self.flush()
-        for file in (*self._files.values(), *([self._lock] if self._lock else [])):
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def _try_lock(self) -> bool:
-        """Return whether this process may write to the files, that is, holds their lock or can acquire it now.
-
-        Two processes that follow one run read the same lines, so only one of them records. The lock is tried once per flush.
-        """
-        if self._lock is None and not self._lock_tried and not self._failed:
-            self._lock_tried = True
-            self._directory.mkdir(parents=True, exist_ok=True)
-            lock = (self._directory / _LOCK_FILE).open("a", encoding="utf-8")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock = lock
-            except BlockingIOError:
-                lock.close()
-        return self._lock is not None and not self._failed
-
-    def _open_file(self, name: str) -> IO[str]:
-        if name not in self._files:
-            path = self._directory / name
-            self._last_times[name] = (
-                self._last_times.get(name) or _read_last_timestamp(path) or _read_last_timestamp(path.with_suffix(".1.log"))
-            )
-            self._files[name] = path.open("a", encoding="utf-8")
-        return self._files[name]
+def _load_recorded_run(folder: Path) -> RecordedRun:
+    try:
+        identity = RunIdentity(**json.loads((folder / _IDENTITY_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # written by another version of swarmtrain
+        identity = RunIdentity(folder.name)
+    return RecordedRun(folder.parent.parent.name, identity)
 
 
 def _read_node_log(node: str, files: list[Path]) -> Iterator[LogLine]:
@@ -265,11 +230,6 @@ def _read_node_log(node: str, files: list[Path]) -> Iterator[LogLine]:
             line = parse_timestamped_log_line(node, text, previous_timestamp)
             previous_timestamp = line.time
             yield line
-
-
-def _read_event_lines(run: str) -> Iterator[str]:
-    for file in sorted(resolve_run_folder(run).glob("events*.jsonl"), key=_get_age_sort_key):
-        yield from _read_file_lines(file)
 
 
 def _drop_routine_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -292,14 +252,3 @@ def _get_age_sort_key(file: Path) -> tuple[bool, int]:
     """Return a sort key that puts older files first: rotated files by their number, then the file that is still written."""
     match = _ROTATED_PATTERN.search(file.name)
     return (match is None, int(match[1]) if match else 0)
-
-
-def _read_last_timestamp(log: Path) -> str:
-    """Return the timestamp of the log file's last line that starts with one; empty if there is no such line."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        tail = file.read().decode(errors="replace").splitlines()
-    times = [match[1] for line in tail if (match := _TIME_PATTERN.match(line))]
-    return times[-1] if times else ""

@@ -1,6 +1,6 @@
 """Folder of a local run, `~/.local/state/swarmtrain/RUN` (XDG_STATE_HOME is respected); its content is documented in remote.run_folder.
 
-When the run is removed, its events and logs are kept.
+Its events and logs are in the folder of its records (common.history_store), and are kept when the run is removed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from swarmtrain.cargo import Cargo, RunFile
@@ -18,10 +19,11 @@ from swarmtrain.config import Config
 from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import RunNotFound, StackError, StateDirectoryError
 from swarmtrain.launchers.base import ProgressReporter
-from swarmtrain.launchers.common.history_store import resolve_state_directory
+from swarmtrain.launchers.common.history_store import RecordedRun, resolve_state_directory
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import PROTOCOL_VERSION, RUN_KEY_NAME
 from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
+from swarmtrain.run_identity import RunIdentity
 from swarmtrain.run_key import create_run_key
 
 
@@ -49,14 +51,22 @@ def list_local_runs() -> list[str]:
 
 
 def select_dataclass_fields(record_type: type, field_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `field_values` that are fields of `record_type`: other versions of swarmtrain may write further fields."""
-    return {item.name: field_values[item.name] for item in fields(record_type) if item.name in field_values}
+    """Return those of `field_values` that are fields of `record_type`: other versions of swarmtrain may write further fields.
+
+    The field `identity` is converted to a RunIdentity.
+    """
+    values = {item.name: field_values[item.name] for item in fields(record_type) if item.name in field_values}
+    return values | ({"identity": RunIdentity(**values["identity"])} if "identity" in values else {})
 
 
 def build_version_error(run: str, next_step: str) -> StackError:
     """Return the error for a run whose record was written by another version of swarmtrain."""
     hint = f"remove the run with swarmtrain down {run}, then {next_step}"
     return StackError("its record was written by another version of swarmtrain", place=f"run {run}", hint=hint)
+
+
+UNKNOWN_IDENTITY = RunIdentity("unknown")
+"""Identity of a run that another version of swarmtrain has deployed."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class LocalRunRecord:
 
     protocol: int = 0
     """Version of the protocol of the run's processes."""
+    identity: RunIdentity = UNKNOWN_IDENTITY
     store_port: int = 0
     coordinator_port: int = 0
     cwd: str = ""
@@ -83,6 +94,22 @@ class LocalRunFolder(HostRunFolder):
     def __init__(self, run: str) -> None:
         super().__init__(resolve_state_directory() / run)
         self.run = run
+        self.identity: RunIdentity | None = None
+        """Identity of the run; None until it is read from the run's record, or set for a run that is being brought up."""
+
+    @property
+    def recorded_run(self) -> RecordedRun:
+        """The records of the run. Raises RunNotFound if the run does not exist."""
+        self.identity = self.identity or self.read_identity()
+        return RecordedRun(self.run, self.identity)
+
+    @property
+    def records_path(self) -> Path:
+        return self.recorded_run.folder
+
+    def read_identity(self) -> RunIdentity:
+        """Return the identity of the run. Raises RunNotFound if the run does not exist."""
+        return self.read_record().identity
 
     @contextlib.contextmanager
     def hold_lock(self, report_progress: ProgressReporter) -> Iterator[None]:
@@ -124,6 +151,8 @@ class LocalRunFolder(HostRunFolder):
         key_path = self.path / "secrets" / RUN_KEY_NAME
         key_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.path / "logs").mkdir(exist_ok=True)
+        self.identity = record.identity
+        self.recorded_run.create_folder()
         config, resolved, record_json = plan.config.to_json(), plan.config.to_node_config().to_json(), json.dumps(asdict(record), indent=1)
         write_files_atomically(
             {self.path / "secrets" / item.name: (item.content, SECRET_MODE) for item in plan.cargo.secrets}

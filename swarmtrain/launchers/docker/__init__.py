@@ -25,6 +25,7 @@ from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
+from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
@@ -36,6 +37,7 @@ from swarmtrain.protocol import CONFIG_PATH, LABEL_CODE, LABEL_CONTAINER, LABEL_
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
+from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 _MAX_NODES = 64
 _DEFAULT_STOP_GRACE_SECONDS = 10
@@ -110,15 +112,17 @@ class DockerLauncher:
         image = pull_image_if_missing(self._engine.client, plan.config.runner.docker_config.docker_container, report_progress)["Id"]
         desired = render_compose(plan)
         with LocalRunFolder(plan.run).hold_lock(report_progress):
-            is_first_deploy = not container_state.list_containers(self._engine, plan.run)
+            existing = container_state.list_containers(self._engine, plan.run)
+            is_first_deploy = not existing
+            identity = container_state.find_identity(existing) if existing else create_run_identity()
             try:
-                self._reconcile_containers(desired, image, report_progress)
+                self._reconcile_containers(desired, image, identity, report_progress)
             except BaseException:
                 if is_first_deploy:
                     self._remove_run(plan.run, lambda line: None)
                 raise
 
-    def _reconcile_containers(self, desired_stack: Stack, image: str, report_progress: ProgressReporter) -> None:
+    def _reconcile_containers(self, desired_stack: Stack, image: str, identity: RunIdentity, report_progress: ProgressReporter) -> None:
         existing = container_state.list_containers(self._engine, desired_stack.name)
         unchanged = _find_unchanged_containers(desired_stack, existing, image)
         stale = [container for name, container in existing.items() if name not in unchanged]
@@ -130,7 +134,7 @@ class DockerLauncher:
         self._ensure_network(desired_stack)
         for name in _sort_services_coordinator_first(desired_stack):
             if name not in unchanged:
-                container_id = self._create_container(desired_stack, name, image)
+                container_id = self._create_container(desired_stack, name, image, identity)
             elif not unchanged[name].is_alive and not unchanged[name].has_succeeded:
                 container_id = unchanged[name].id
             else:
@@ -138,12 +142,11 @@ class DockerLauncher:
             self._engine.post(f"/containers/{container_id}/start", {})
             report_progress(f"{name} started")
 
-    def _create_container(self, desired_stack: Stack, service_name: str, image: str) -> str:
+    def _create_container(self, desired_stack: Stack, service_name: str, image: str, identity: RunIdentity) -> str:
         """Create the container of `service_name` with its files, and return the container id."""
         container_name = desired_stack.document["services"][service_name]["container_name"]
-        container_id: str = self._engine.post_with_deferred_signals(
-            "/containers/create", container_specs.build_container_request_body(desired_stack, service_name, image), {"name": container_name}
-        )["Id"]
+        request_body = container_specs.build_container_request_body(desired_stack, service_name, image, identity)
+        container_id: str = self._engine.post_with_deferred_signals("/containers/create", request_body, {"name": container_name})["Id"]
         if files := container_specs.collect_container_files(desired_stack, service_name):
             self._engine.put_files(container_id, files)
         return container_id
@@ -169,6 +172,10 @@ class DockerLauncher:
         )
         return config.model_copy(update={"runner": runner}), cargo
 
+    def read_identity(self, run: str) -> RunIdentity:
+        """Return the identity in the labels of the run's containers. Raises RunNotFound if the run does not exist."""
+        return container_state.find_identity(self._list_existing_containers(run))
+
     def read_placement(self, run: str) -> Placement:
         """Return an empty placement: all nodes are on one machine."""
         return FRESH_PLACEMENT
@@ -185,18 +192,22 @@ class DockerLauncher:
         """Return the state of each container, nodes first. Raises RunNotFound if the run does not exist."""
         return [container.to_task_state() for container in self._list_existing_containers(run).values()]
 
-    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+    def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound if the run does not exist."""
-        coordinator = self._list_existing_containers(run).get(RENDEZVOUS_SERVICE)
-        lines = container_logs.read_log_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since) if coordinator else []
-        record_log_lines(run, lines)
+        existing = self._list_existing_containers(run)
+        coordinator = existing.get(RENDEZVOUS_SERVICE)
+        if coordinator is None:
+            return []
+        lines = container_logs.read_log_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, tail=tail, since=since)
+        if tail is None:
+            record_log_lines(RecordedRun(run, container_state.find_identity(existing)), lines)
         return [event for line in lines if (event := line.parse_event())]
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
-        self._list_existing_containers(run)
+        recorded_run = RecordedRun(run, self.read_identity(run))
         since = self._deployed_at.get(run, time.time())
-        return update_stream.watch_run(self._engine, run, lambda: container_state.list_containers(self._engine, run), since)
+        return update_stream.watch_run(self._engine, recorded_run, lambda: container_state.list_containers(self._engine, run), since)
 
     def stream_logs(
         self,
@@ -211,14 +222,12 @@ class DockerLauncher:
         """Yield the output of all nodes. Raises RunNotFound if the run does not exist."""
         from swarmtrain.launchers.docker.update_stream import stream_logs
 
-        selected = [
-            container
-            for name, container in self._list_existing_containers(run).items()
-            if name != RENDEZVOUS_SERVICE and node in (None, name)
-        ]
+        existing = self._list_existing_containers(run)
+        selected = [container for name, container in existing.items() if name != RENDEZVOUS_SERVICE and node in (None, name)]
         if follow:
+            recorded_run = RecordedRun(run, container_state.find_identity(existing))
             return stream_logs(
-                self._engine, run, lambda: container_state.list_containers(self._engine, run), since=since, tail=tail, node=node
+                self._engine, recorded_run, lambda: container_state.list_containers(self._engine, run), since=since, tail=tail, node=node
             )
         node_lines = [
             container_logs.read_log_lines(self._engine, container.api_path, container.node, tail=tail, since=since)
@@ -265,13 +274,16 @@ class DockerLauncher:
 
         Nodes are stopped before the coordinator, because ranks that save still need it.
         """
+        if not containers:
+            return
+        recorded_run = RecordedRun(run, self.read_identity(run))
         nodes = [container for container in containers if container.node != RENDEZVOUS_SERVICE]
         for group in (nodes, [container for container in containers if container.node == RENDEZVOUS_SERVICE]):
             alive = [container for container in group if container.is_alive]
             with ThreadPoolExecutor(max(1, len(alive))) as pool:
                 list(pool.map(self._stop_container, alive))
             for container in group:
-                record_log_lines(run, container_logs.read_log_lines(self._engine, container.api_path, container.node))
+                record_log_lines(recorded_run, container_logs.read_log_lines(self._engine, container.api_path, container.node))
 
     def _stop_container(self, container: Container) -> None:
         grace = _DEFAULT_STOP_GRACE_SECONDS

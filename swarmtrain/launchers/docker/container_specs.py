@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from swarmtrain.launchers.swarm.service_specs import build_mount, build_ulimit, normalize_capability, parse_duration_ns
+from swarmtrain.protocol import ENV_RUN_ID
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
+from swarmtrain.run_identity import RunIdentity
 
 RequestBody = dict[str, Any]
 
@@ -18,9 +20,13 @@ def build_network_request_body(stack: Stack) -> RequestBody:
     return {"Name": network["name"], "Driver": network["driver"], "Internal": network.get("internal", False), "Labels": network["labels"]}
 
 
-def build_container_request_body(stack: Stack, service_name: str, image: str) -> RequestBody:
-    """Return the request body of the container of `service_name`, with the image id `image`. Raises StackError."""
+def build_container_request_body(stack: Stack, service_name: str, image: str, identity: RunIdentity | None = None) -> RequestBody:
+    """Return the request body of the container of `service_name`, with the image id `image`. Raises StackError.
+
+    `identity`: identity of the run; None if the run has none, because `docker compose` started it.
+    """
     service, network_name = stack.document["services"][service_name], build_network_request_body(stack)["Name"]
+    environment = service["environment"] | ({ENV_RUN_ID: identity.id} if identity and ENV_RUN_ID in service["environment"] else {})
     host_config = {
         "Init": service["init"],
         "RestartPolicy": {"Name": service["restart"]},
@@ -37,8 +43,8 @@ def build_container_request_body(stack: Stack, service_name: str, image: str) ->
         "Image": image,
         "Entrypoint": service["entrypoint"],
         "Cmd": service["command"],
-        "Env": sorted(f"{key}={value}" for key, value in service["environment"].items()),
-        "Labels": service["labels"],
+        "Env": sorted(f"{key}={value}" for key, value in environment.items()),
+        "Labels": service["labels"] | (identity.labels if identity else {}),
         "User": service.get("user", ""),
         "StopTimeout": parse_duration_ns(service["stop_grace_period"]) // 10**9,
         "HostConfig": host_config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
+from swarmtrain.run_identity import RunIdentity
 
 FIRST_HOST = "docker0"
 """Host name shown for a run's first node; all nodes run on the engine's machine."""
@@ -28,6 +30,8 @@ class Container:
     labels: dict[str, str]
     state: dict[str, Any]
     """The container's state as the engine reports it."""
+    created: str
+    """Time of the container's creation, in Docker's format."""
 
     @property
     def api_path(self) -> str:
@@ -81,8 +85,17 @@ def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:
             raise
         labels = details["Config"]["Labels"]
         node = labels[LABEL_NODE]
-        containers[node] = Container(details["Id"], node, labels[LABEL_CONTAINER], details["Image"], labels, details["State"])
+        containers[node] = Container(
+            details["Id"], node, labels[LABEL_CONTAINER], details["Image"], labels, details["State"], details["Created"]
+        )
     return dict(sorted(containers.items(), key=lambda pair: (pair[0] == RENDEZVOUS_SERVICE, len(pair[0]), pair[0])))
+
+
+def find_identity(containers: Mapping[str, Container]) -> RunIdentity:
+    """Return the identity of the run of `containers`, of which there is at least one."""
+    labelled = [identity for container in containers.values() if (identity := RunIdentity.from_labels(container.labels))]
+    first = containers.get(RENDEZVOUS_SERVICE, next(iter(containers.values())))
+    return labelled[0] if labelled else RunIdentity.from_engine_object(first.id, first.created)
 
 
 def _list_labelled_containers(engine: DockerEngine, label: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
 from swarmtrain.launchers.common.container_logs import ContainerLogLine, LogReader, take_line_batch
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder
 from swarmtrain.launchers.docker.container_state import Container
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -23,13 +24,13 @@ _MAX_QUEUED_LINES = 50_000
 _FINAL_STATES = ("complete", "shutdown")
 
 
-def watch_run(engine: DockerEngine, run: str, list_containers: ListContainers, since: float) -> Iterator[RunUpdate]:
+def watch_run(engine: DockerEngine, recorded_run: RecordedRun, list_containers: ListContainers, since: float) -> Iterator[RunUpdate]:
     """Yield all events of the run, its output from `since` on, and its task states.
 
     Ends after the outcome and the last lines of output, or at the run's removal. Raises EngineError if the engine does not answer for
     120 s.
     """
-    with _ContainerStream(engine, run, list_containers, since) as stream:
+    with _ContainerStream(engine, recorded_run, list_containers, since) as stream:
         states: dict[str, TaskState] = {}
         outcome_at: float | None = None
         while True:
@@ -52,14 +53,20 @@ def watch_run(engine: DockerEngine, run: str, list_containers: ListContainers, s
 
 
 def stream_logs(
-    engine: DockerEngine, run: str, list_containers: ListContainers, *, since: float | None, tail: int | None, node: str | None
+    engine: DockerEngine,
+    recorded_run: RecordedRun,
+    list_containers: ListContainers,
+    *,
+    since: float | None,
+    tail: int | None,
+    node: str | None,
 ) -> Iterator[LogLine]:
     """Yield the output of all nodes, or of `node`, while any of them runs. Raises EngineError if the engine does not answer."""
 
     def list_node_containers() -> dict[str, Container]:
         return {name: container for name, container in list_containers().items() if name != RENDEZVOUS_SERVICE and node in (None, name)}
 
-    with _ContainerStream(engine, run, list_node_containers, since, tail) as stream:
+    with _ContainerStream(engine, recorded_run, list_node_containers, since, tail) as stream:
         while True:
             is_running = any(container.is_alive for container in stream.poll_containers().values())
             lines = stream.take_next_line_batch()
@@ -72,7 +79,7 @@ class _ContainerStream:
     """The log readers of a run's containers, whose lines are merged in time order."""
 
     def __init__(
-        self, engine: DockerEngine, run: str, list_containers: ListContainers, since: float | None, tail: int | None = None
+        self, engine: DockerEngine, recorded_run: RecordedRun, list_containers: ListContainers, since: float | None, tail: int | None = None
     ) -> None:
         self._engine, self._list_containers, self._since, self._tail = engine, list_containers, since, tail
         self._lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
@@ -81,7 +88,7 @@ class _ContainerStream:
         self._alive_ids: set[str] = set()
         self._polled_at = float("-inf")
         self._answered_at = time.monotonic()
-        self._recorder = LogRecorder(run)
+        self._recorder = LogRecorder(recorded_run)
 
     def __enter__(self) -> _ContainerStream:
         return self

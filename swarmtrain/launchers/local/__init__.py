@@ -29,6 +29,7 @@ from swarmtrain.plan import Plan
 from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, NodeLayout, build_coordinator_env, build_node_env
+from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 _MAX_NODES = 64
 _COORDINATOR_GRACE_SECONDS = 5.0
@@ -111,6 +112,11 @@ class LocalLauncher:
         """Return the config and cargo with which the run was deployed. Raises RunNotFound if the run does not exist."""
         return LocalRunFolder(run).load_deployment()
 
+    @translate_os_errors()
+    def read_identity(self, run: str) -> RunIdentity:
+        """Return the identity in the run's record. Raises RunNotFound if the run does not exist."""
+        return LocalRunFolder(run).read_identity()
+
     def read_placement(self, run: str) -> Placement:
         """Return an empty placement: all nodes are on this machine."""
         return FRESH_PLACEMENT
@@ -139,9 +145,9 @@ class LocalLauncher:
             states.append(TaskState(name, host, state.state, reason, state.exit_code))
         return states
 
-    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+    def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound."""
-        return file_tail.read_events(_open_existing_run_folder(run), since)
+        return file_tail.read_events(_open_existing_run_folder(run), since, tail)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
@@ -194,8 +200,9 @@ class LocalLauncher:
         with folder.hold_lock(report_progress):
             _stop_nodes(folder)
             folder.stop_processes([RENDEZVOUS_SERVICE], _COORDINATOR_GRACE_SECONDS)
+            records_path = folder.records_path
             folder.remove_run()
-        report_progress(f"{run} removed; its events and logs are in {folder.path}")
+        report_progress(f"{run} removed; its events and logs are in {records_path}")
 
 
 def _stop_nodes(run_folder: LocalRunFolder) -> None:
@@ -220,7 +227,8 @@ def _needs_start(run_folder: LocalRunFolder, process_name: str) -> bool:
 def _compare_processes_with_plan(run_folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
     """Return the run's record, the planned processes by name, and the names of those that already match the plan."""
     coordinator_running = run_folder.is_process_alive(RENDEZVOUS_SERVICE)
-    record = _build_run_record(plan, run_folder.read_compatible_record() if coordinator_running else None)
+    run_folder.identity = run_folder.read_identity() if run_folder.exists else create_run_identity()
+    record = _build_run_record(plan, run_folder.identity, run_folder.read_compatible_record() if coordinator_running else None)
     desired = {spec.name: spec for spec in _build_process_specs(run_folder, plan, record)}
     unchanged = {
         name
@@ -230,10 +238,11 @@ def _compare_processes_with_plan(run_folder: LocalRunFolder, plan: Plan) -> tupl
     return record, desired, unchanged
 
 
-def _build_run_record(plan: Plan, previous_record: LocalRunRecord | None) -> LocalRunRecord:
+def _build_run_record(plan: Plan, identity: RunIdentity, previous_record: LocalRunRecord | None) -> LocalRunRecord:
     store_port, coordinator_port = (previous_record.store_port, previous_record.coordinator_port) if previous_record else _find_free_ports()
     return LocalRunRecord(
         protocol=PROTOCOL_VERSION,
+        identity=identity,
         store_port=store_port,
         coordinator_port=coordinator_port,
         cwd=previous_record.cwd if previous_record else str(Path.cwd()),
@@ -262,7 +271,7 @@ def _build_process_specs(run_folder: LocalRunFolder, plan: Plan, record: LocalRu
     yield ProcessSpec(
         RENDEZVOUS_SERVICE,
         [*argv, "rendezvous"],
-        build_coordinator_env(plan, layout),
+        build_coordinator_env(plan, layout, record.identity.id),
         record.cwd,
         str(run_folder.events_path),
         error_log,

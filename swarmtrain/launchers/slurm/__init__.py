@@ -44,6 +44,7 @@ from swarmtrain.render.sbatch_script import (
     get_job_files_folder,
     render_sbatch_script,
 )
+from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 _MAX_NODES = 10_000
 _POLL_SECONDS = 0.1
@@ -128,7 +129,8 @@ class SlurmLauncher:
             is_active = previous is not None and is_job_active(previous, plan.run)
             if is_active and previous and _is_job_unchanged(folder, plan, previous):
                 return
-            record = _build_run_record(plan, folder, previous if is_active else None)
+            identity = previous.identity if previous else create_run_identity()
+            record = replace(_build_run_record(plan, folder, previous if is_active else None), identity=identity)
             if is_active and previous:
                 report_progress(f"job {previous.job}: its ranks save a checkpoint and exit")
                 _stop_job(previous, plan.run)
@@ -143,6 +145,7 @@ class SlurmLauncher:
         self, run_folder: SlurmRunFolder, plan: Plan, record: SlurmRunRecord, report_progress: ProgressReporter, *, resumes: bool
     ) -> None:
         script_path = run_folder.write_job_files(plan, record, render_sbatch_script(plan, _build_job_layout(run_folder, record)))
+        run_folder.write_record(record)  # the nodes of the job read it
         if not resumes or any(event.kind == EVENT_OUTCOME for event in file_tail.read_events(run_folder)):
             run_folder.rotate_events()
         for state_file in run_folder.path.glob("*.state"):
@@ -162,6 +165,11 @@ class SlurmLauncher:
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
         return SlurmRunFolder(run).load_deployment()
+
+    @translate_os_errors()
+    def read_identity(self, run: str) -> RunIdentity:
+        """Return the identity in the run's record. Raises RunNotFound."""
+        return SlurmRunFolder(run).read_identity()
 
     def read_placement(self, run: str) -> Placement:
         """Return an empty placement: Slurm places the nodes of each job."""
@@ -186,9 +194,9 @@ class SlurmLauncher:
         return [_build_task_state(folder, record, name, job_state, is_active) for name in folder.list_process_names()]
 
     @translate_os_errors()
-    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+    def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound."""
-        return file_tail.read_events(_open_existing_run_folder(run), since)
+        return file_tail.read_events(_open_existing_run_folder(run), since, tail)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run, across requeues, until the outcome, the end of the job, or the run's removal.
@@ -278,8 +286,9 @@ class SlurmLauncher:
         folder = _open_existing_run_folder(run)
         with folder.hold_lock(report_progress):
             _stop_job(folder.read_job_record(), run)
+            records_path = folder.records_path
             folder.remove_run()
-        report_progress(f"{run} removed; its events and logs are in {folder.path}")
+        report_progress(f"{run} removed; its events and logs are in {records_path}")
 
 
 def _build_job_layout(run_folder: SlurmRunFolder, record: SlurmRunRecord) -> JobLayout:

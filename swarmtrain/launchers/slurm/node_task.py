@@ -29,22 +29,30 @@ from typing import Any
 from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.errors import ProcessError
-from swarmtrain.launchers.common.history_store import EVENTS_FILE
 from swarmtrain.launchers.slurm.head_node import requeue_if_head_node_dies
-from swarmtrain.launchers.slurm.slurm_run_folder import JobAttempt, NodeState, read_node_state, read_outcome_exit_code, record_job_id
+from swarmtrain.launchers.slurm.slurm_run_folder import (
+    JobAttempt,
+    NodeState,
+    SlurmRunFolder,
+    read_node_state,
+    read_outcome_exit_code,
+    record_job_id,
+)
 from swarmtrain.process import run_command, start_process
-from swarmtrain.protocol import EXIT_PLANNED, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_RENDEZVOUS
+from swarmtrain.protocol import ENV_RUN_ID, EXIT_PLANNED, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_RENDEZVOUS
 from swarmtrain.remote.timestamped_log import open_timestamped_log
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE
 from swarmtrain.render.sbatch_script import TERMINATED_FILE
 
 _RESTART_DELAY_SECONDS = 1.0
 _SCONTROL_TIMEOUT_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_RECORD_TIMEOUT_SECONDS = 120.0  # a shared file system may show another node's new file only after its cache has expired
 # Slurm's SIGTERM reaches every process of a job at once, and the coordinator is needed until the ranks have saved.
 _IGNORE_SIGTERM_ARGV = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"']
 
 
-def main(run_folder: Path) -> int:
+def main(run_path: Path) -> int:
     """Run this node's supervisor (and on the first node the coordinator) until the run is over or a stop is requested.
 
     Return the exit code of the task, as documented in the module's docstring.
@@ -63,19 +71,24 @@ def main(run_folder: Path) -> int:
         "SWARMTRAIN_COORDINATOR_PORT": str(port + 1),
         "SWARMTRAIN_BIND": _choose_bind_address(head_address),
     }
+    run_folder = SlurmRunFolder(run_path.name, run_path)
+    if node_index == 0:
+        record_job_id(run_folder, environ["SWARMTRAIN_FILES"], attempt.job)
+    else:
+        _wait_for_record(run_folder)
+    environ[ENV_RUN_ID] = run_folder.recorded_run.identity.id
     host = environ.get("SLURMD_NODENAME", socket.gethostname())
     node = RestartingProcess(run_folder, f"node{node_index}", ROLE_NODE, host, attempt)
     coordinator = RestartingProcess(run_folder, RENDEZVOUS_SERVICE, ROLE_RENDEZVOUS, host, attempt) if node_index == 0 else None
 
     def handle_signal(signal_number: int, frame: FrameType | None) -> None:
         if signal_number == signal.SIGTERM and coordinator is not None:
-            (run_folder / TERMINATED_FILE).touch()
+            (run_path / TERMINATED_FILE).touch()
         node.stop()
 
     for signal_number in (signal.SIGURG, signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, handle_signal)
     if coordinator is not None:
-        record_job_id(run_folder, environ["SWARMTRAIN_FILES"], attempt.job)
         coordinator.start()
     node.start()
     if coordinator is None:
@@ -87,10 +100,10 @@ def main(run_folder: Path) -> int:
         return EXIT_PLANNED if node.exit_code else 0
     node.wait()
     if node.exit_code:
-        _wait_for_other_nodes(run_folder, len(host_names), attempt)
+        _wait_for_other_nodes(run_path, len(host_names), attempt)
         coordinator.stop()
     coordinator.wait()
-    return EXIT_PLANNED if node.exit_code else read_outcome_exit_code(run_folder / EVENTS_FILE, default=0)
+    return EXIT_PLANNED if node.exit_code else read_outcome_exit_code(run_folder.events_path, default=0)
 
 
 def resolve_head_node_address(name: str) -> str:
@@ -123,6 +136,14 @@ def _resolve_ip(host_name: str) -> str:
         return ""
 
 
+def _wait_for_record(run_folder: SlurmRunFolder) -> None:
+    """Wait until the first node has written the run's record. Raises RunNotFound if the record does not appear in time."""
+    deadline = time.monotonic() + _RECORD_TIMEOUT_SECONDS
+    while not run_folder.exists and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    run_folder.read_job_record()
+
+
 def _wait_for_other_nodes(run_folder: Path, node_count: int, attempt: JobAttempt) -> None:
     """Wait for the other nodes to exit, since ranks that save before they exit still need the coordinator.
 
@@ -130,7 +151,7 @@ def _wait_for_other_nodes(run_folder: Path, node_count: int, attempt: JobAttempt
     """
     deadline = time.monotonic() + float(os.environ["SWARMTRAIN_STOP_GRACE"])
     while time.monotonic() < deadline and any(_is_node_running(run_folder, f"node{index}", attempt) for index in range(node_count)):
-        time.sleep(0.1)
+        time.sleep(_POLL_SECONDS)
 
 
 def _is_node_running(run_folder: Path, name: str, attempt: JobAttempt) -> bool:
@@ -141,7 +162,7 @@ def _is_node_running(run_folder: Path, name: str, attempt: JobAttempt) -> bool:
 class RestartingProcess:
     """A process that is restarted if it fails, as with Swarm's `restart_policy: on-failure`. Exit code 0 is final."""
 
-    def __init__(self, run_folder: Path, name: str, role: str, host: str, attempt: JobAttempt) -> None:
+    def __init__(self, run_folder: SlurmRunFolder, name: str, role: str, host: str, attempt: JobAttempt) -> None:
         self.folder, self.name, self.role, self.host, self.attempt = run_folder, name, role, host, attempt
         self.stopping = False
         self.exit_code = 0
@@ -181,8 +202,8 @@ class RestartingProcess:
 
     def _run_once(self) -> int:
         argv = [*(_IGNORE_SIGTERM_ARGV if self.is_coordinator else []), sys.executable, "-m", ENTRYPOINT_MODULE, self.role]
-        events: Any = (self.folder / EVENTS_FILE).open("ab") if self.is_coordinator else contextlib.nullcontext()
-        with open_timestamped_log(self.folder / f"{self.name}.log") as log, events as events_out:
+        events: Any = self.folder.events_path.open("ab") if self.is_coordinator else contextlib.nullcontext()
+        with open_timestamped_log(self.folder.get_log_path(self.name)) as log, events as events_out:
             # die_with_parent refers to the thread, which lives as long as the child.
             child = self._child = start_process(argv, stdout=events_out or log, stderr=log, die_with_parent=True)
             if self.stopping:
@@ -195,7 +216,7 @@ class RestartingProcess:
     def _write_node_state(self, state: str, exit_code: int | None = None) -> None:
         node_state = NodeState(self.host, state, self.attempt, exit_code, self.restarts)
         with contextlib.suppress(OSError):
-            write_text_atomically(self.folder / f"{self.name}.state", json.dumps(asdict(node_state)))
+            write_text_atomically(self.folder.path / f"{self.name}.state", json.dumps(asdict(node_state)))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 slurm.json          record of the run: its job, its files; removed last
 files-DIGEST/       files with which a job was submitted: job.sh, deployed.json, config.json, code/, secrets/
 NODE.state          state of a node, from its process keeper    logs/       the ranks' own files
-events.jsonl        the coordinator's events                    NODE.log    a node's output, each line with its time
 slurm.out           output of Slurm and the batch script        lock        held by the process that changes the run
+
+Events and logs are in the folder of the run's records (launchers.common.history_store).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from swarmtrain.config import Config
 from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_state_directory
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, select_dataclass_fields
+from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, LocalRunFolder, select_dataclass_fields
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
+from swarmtrain.run_identity import RunIdentity, create_run_identity
 from swarmtrain.run_key import create_run_key
 
 _RECORD_FILE = "slurm.json"
@@ -70,6 +72,7 @@ class SlurmRunRecord:
     """The job's id; empty until Slurm has assigned one."""
     allocation: bool = False
     """Whether the job is an allocation of the user (salloc), and the run is only a step of this job."""
+    identity: RunIdentity = UNKNOWN_IDENTITY
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -103,9 +106,6 @@ class SlurmRunFolder(LocalRunFolder):
     def exists(self) -> bool:
         return (self.path / _RECORD_FILE).exists()
 
-    def get_log_path(self, name: str) -> Path:
-        return self.path / f"{name}.log"
-
     @property
     def key_path(self) -> Path:
         return self.path / RUN_KEY_NAME
@@ -125,6 +125,9 @@ class SlurmRunFolder(LocalRunFolder):
     def find_record(self) -> SlurmRunRecord | None:
         """Return the run's record; None if it does not exist."""
         return SlurmRunRecord.load(self.path / _RECORD_FILE)
+
+    def read_identity(self) -> RunIdentity:
+        return self.read_job_record().identity
 
     def read_job_record(self) -> SlurmRunRecord:
         """Return the run's record. Raises RunNotFound if it does not exist."""
@@ -151,6 +154,8 @@ class SlurmRunFolder(LocalRunFolder):
 
     def write_record(self, record: SlurmRunRecord) -> None:
         """Write the record, by which later processes find the run. Raises OSError if it cannot be written."""
+        self.identity = record.identity
+        self.recorded_run.create_folder()
         write_text_atomically(self.path / _RECORD_FILE, record.to_json())
 
     def load_deployment(self) -> tuple[Config, Cargo]:
@@ -186,17 +191,17 @@ def list_slurm_runs() -> list[str]:
         return []
 
 
-def record_job_id(run_folder: Path, files_folder: str, job_id: str) -> None:
+def record_job_id(job_folder: SlurmRunFolder, files_folder: str, job_id: str) -> None:
     """Record `job_id` as the run's job, with the other fields of the record in `files_folder`.
 
-    Needed if the user called sbatch: the run's record then lacks the job id.
+    Needed if the user called sbatch: then the run has no record, or one without this job's id. A run without a record gets a new identity.
     """
-    job_folder = SlurmRunFolder(run_folder.name, run_folder)
     record = job_folder.find_record()
     if (record is None or record.job != job_id) and (
-        submitted_record := SlurmRunRecord.load(run_folder / files_folder / _SUBMITTED_RECORD_FILE)
+        submitted_record := SlurmRunRecord.load(job_folder.path / files_folder / _SUBMITTED_RECORD_FILE)
     ) is not None:
-        job_folder.write_record(changed(submitted_record, job=job_id))
+        identity = record.identity if record else create_run_identity()
+        job_folder.write_record(changed(submitted_record, job=job_id, identity=identity))
 
 
 def read_node_state(run_folder: Path, name: str) -> NodeState | None:

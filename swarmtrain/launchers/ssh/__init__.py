@@ -27,7 +27,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
-from swarmtrain.launchers.common import history_store
+from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import build_version_error, translate_os_errors
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, update_stream
@@ -42,6 +42,7 @@ from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.remote_agent import PUBLIC_FILE_MODE, SECRET_FILE_MODE
 from swarmtrain.remote.run_folder import EVENTS_FILE, MARKER_FILE
 from swarmtrain.remote.timestamped_log import format_timestamp_prefix
+from swarmtrain.run_identity import RunIdentity, create_run_identity
 from swarmtrain.run_key import create_run_key
 
 _POLL_SECONDS = 0.5
@@ -194,7 +195,7 @@ class SshLauncher:
             ),
             to_stop,
         )
-        _download_history(host_group, run, removed_hosts)
+        _download_history(host_group, RecordedRun(run, record.identity), removed_hosts)
         for host, names in to_stop.items():
             if removed_names := [name for name in names if not desired.is_process_planned(host, name)]:
                 host_group.hosts[host].call_agent("delete_process_files", run=run, names=removed_names)
@@ -248,6 +249,11 @@ class SshLauncher:
         raise last_error or RunNotFound("has no hosts", place=f"run {run}")
 
     @translate_os_errors()
+    def read_identity(self, run: str) -> RunIdentity:
+        """Return the identity in the run's record on this machine. Raises RunNotFound."""
+        return self._index.read_record(run).identity
+
+    @translate_os_errors()
     def read_placement(self, run: str) -> Placement:
         """Return the hosts of the nodes, and of the coordinator, from the index on this machine. Raises RunNotFound."""
         record = self._index.read_record(run)
@@ -276,13 +282,12 @@ class SshLauncher:
                 states.append(update_stream.build_task_state(name, host, host_states[host]["states"].get(name)))
         return states
 
-    def read_events(self, run: str, since: float | None = None) -> list[Event]:
+    def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound, HostError."""
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
-            return [
-                event for event in update_stream.read_events(host_group.hosts[record.coordinator_host], run) if event.time >= (since or 0.0)
-            ]
+            events = update_stream.read_events(host_group.hosts[record.coordinator_host], run, tail)
+        return [event for event in events if event.time >= (since or 0.0)]
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
@@ -346,6 +351,7 @@ class SshLauncher:
         reachable.
         """
         record, host_group = self._index.read_record_and_hosts(run)
+        recorded_run = RecordedRun(run, record.identity)
         with host_group, _hold_run_lock(host_group, run, report_progress):
             failed = _stop_nodes(host_group, run, record)
             reached = [host for host in host_group.hosts if host not in failed]
@@ -355,13 +361,13 @@ class SshLauncher:
                 ),
                 reached,
             )
-            _download_history(host_group, run, reached)
+            _download_history(host_group, recorded_run, reached)
             host_group.run_on_hosts(lambda host: host.call_agent("remove_run", run=run), reached)
             if failed:
                 self._index.write_record(run, record.restrict_to_hosts(list(failed)))
                 raise _build_unreachable_hosts_error(failed, run, "down")
             self._index.remove_record(run)
-        report_progress(f"{run} removed; its events and logs are in {history_store.resolve_run_folder(run)}")
+        report_progress(f"{run} removed; its events and logs are in {recorded_run.folder}")
 
     def _find_run_record(self, run: str) -> SshRunRecord | None:
         with contextlib.suppress(RunNotFound):
@@ -456,6 +462,7 @@ def _compute_desired_state(plan: Plan, host_group: HostGroup, previous_record: S
         stop_grace=runner.stop_grace,
         code=tuple(item.name for item in plan.cargo.code),
         secrets=tuple(item.name for item in plan.cargo.secrets),
+        identity=_find_identity(previous_record, host_states),
     )
     host_contexts = {
         name: HostContext(
@@ -474,6 +481,17 @@ def _compute_desired_state(plan: Plan, host_group: HostGroup, previous_record: S
         if coordinator_stays and host_states[host]["specs"].get(spec.name) == asdict(spec) and host_states[host]["states"].get(spec.name)
     )
     return DesiredState(record, desired_specs, host_states, unchanged)
+
+
+def _find_identity(previous_record: SshRunRecord | None, host_states: dict[str, dict[str, Any]]) -> RunIdentity:
+    """Return the identity of the existing run, which another machine may have deployed, or a new one."""
+    if previous_record:
+        return previous_record.identity
+    for host_state in host_states.values():
+        with contextlib.suppress(TypeError, KeyError):  # another version of swarmtrain has deployed the run
+            if host_state["marker"] is not None:
+                return SshRunRecord.from_dict(host_state["marker"]).identity
+    return create_run_identity()
 
 
 def resolve_host_address(runner: RunnerConfig, host_name: str, host_info: dict[str, dict[str, Any]]) -> str:
@@ -563,20 +581,21 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _download_history(host_group: HostGroup, run: str, hosts: Sequence[str]) -> None:
+def _download_history(host_group: HostGroup, recorded_run: RecordedRun, hosts: Sequence[str]) -> None:
     """Append the events and logs on the hosts to the history on this machine, before these files are removed from the hosts."""
+    run = recorded_run.name
     histories = host_group.run_on_hosts(
         lambda host: (update_stream.read_log_lines(host, run), update_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
     )
-    history_store.resolve_run_folder(run).mkdir(parents=True, exist_ok=True)
+    recorded_run.create_folder()
     for lines, events in histories.values():
         for node in {line.node for line in lines}:
-            with (history_store.resolve_run_folder(run) / f"{node}.log").open("a", encoding="utf-8") as file:
+            with (recorded_run.folder / f"{node}.log").open("a", encoding="utf-8") as file:
                 file.writelines(
                     f"{format_timestamp_prefix(line.time)}{f'[rank {line.rank}] ' if line.rank is not None else ''}{line.text}\n"
                     for line in lines
                     if line.node == node
                 )
         if events:
-            with (history_store.resolve_run_folder(run) / EVENTS_FILE).open("a", encoding="utf-8") as file:
+            with (recorded_run.folder / EVENTS_FILE).open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in events)

@@ -73,7 +73,7 @@ def build_process_specs(plan: Plan, record: SshRunRecord, host_contexts: Mapping
         env = (
             build_node_env(plan, node, layout) | _build_gpu_env(node, uses_docker=uses_docker)
             if node
-            else build_coordinator_env(plan, layout) | (HIDDEN_GPUS_ENV if uses_docker else {})
+            else build_coordinator_env(plan, layout, record.identity.id) | (HIDDEN_GPUS_ENV if uses_docker else {})
         )
         argv = ["python3" if uses_docker else record.interpreters[host], "-u", "-m", ENTRYPOINT_MODULE, "node" if node else "rendezvous"]
         commands = wrap_command_in_container(plan, node, host_context, argv, env) if uses_docker else ProcessCommands(argv)

@@ -14,8 +14,9 @@ from typing import Any
 from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_run_folder, resolve_state_directory
-from swarmtrain.launchers.common.local_run_folder import select_dataclass_fields
+from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, select_dataclass_fields
 from swarmtrain.launchers.ssh.host_connections import ConnectionPool, HostGroup
+from swarmtrain.run_identity import RunIdentity
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class SshRunRecord:
     stop_grace: float
     code: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
+    identity: RunIdentity = UNKNOWN_IDENTITY
     terminating: bool = False
     """Whether the run was taken down on all hosts except those that could not be reached."""
 

@@ -36,9 +36,9 @@ def build_unreachable_task_state(node: str, host: str, error: HostError) -> Task
     return TaskState(node, host, "unreachable", error.message)
 
 
-def read_events(host: Host, run: str) -> list[Event]:
-    """Return the coordinator's events so far. Raises HostError."""
-    return [event for line in read_file_lines(host, run, EVENTS_FILE) if (event := Event.from_line(line))]
+def read_events(host: Host, run: str, tail: int | None = None) -> list[Event]:
+    """Return the coordinator's events so far; with `tail`, only the last ones. Raises HostError."""
+    return [event for line in read_file_lines(host, run, EVENTS_FILE, tail) if (event := Event.from_line(line))]
 
 
 def read_log_lines(host: Host, run: str, tail: int | None = None) -> list[LogLine]:
@@ -46,9 +46,9 @@ def read_log_lines(host: Host, run: str, tail: int | None = None) -> list[LogLin
     return _parse_log_lines(_read_files(host, run, None, tail), {})
 
 
-def read_file_lines(host: Host, run: str, file_name: str) -> list[str]:
-    """Return the lines of one file in the run's folder. Raises HostError."""
-    return [line for _, line in _read_files(host, run, [file_name], None)]
+def read_file_lines(host: Host, run: str, file_name: str, tail: int | None = None) -> list[str]:
+    """Return the lines of one file in the run's folder; with `tail`, only the last ones. Raises HostError."""
+    return [line for _, line in _read_files(host, run, [file_name], tail)]
 
 
 def _read_files(host: Host, run: str, file_names: list[str] | None, tail: int | None) -> list[tuple[str, str]]:

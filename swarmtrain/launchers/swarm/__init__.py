@@ -26,6 +26,7 @@ from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressRep
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv
+from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.swarm import cluster_state, code_placement, plan_checks, teardown
@@ -34,7 +35,7 @@ from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconc
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
 from swarmtrain.launchers.swarm.run_lock import RunLock
-from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
+from swarmtrain.launchers.swarm.service_specs import StackSpecs, add_labels, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.launchers.swarm.update_stream import LogScope, format_manager_name, watch_run
@@ -43,6 +44,7 @@ from swarmtrain.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import Stack, render_stack
+from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 
 class SwarmLauncher:
@@ -74,15 +76,15 @@ class SwarmLauncher:
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
         """Return the steps that `deploy_run` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
-        return self._plan_reconcile_steps(self._build_stack_specs(plan))
+        return self._plan_reconcile_steps(self._build_stack_specs(plan), create_run_identity())
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         desired = self._pin_images(render_stack(self._place_code(plan, report_progress)))
-        self._deployed_at[plan.run] = time.time()
+        new_identity, self._deployed_at[plan.run] = create_run_identity(), time.time()
         deploy_stack(
             self._engine,
             _build_resource_request(plan),
-            lambda: self._plan_reconcile_steps(desired),
+            lambda: self._plan_reconcile_steps(desired, new_identity),
             report_progress,
             self._timeouts,
             tolerance=_build_startup_tolerance(plan),
@@ -110,6 +112,9 @@ class SwarmLauncher:
         code_files.sort(key=lambda file: (file.name != runner.script_name, file.name))  # as in read_cargo
         return config, Cargo(tuple(code_files), tuple(secrets))
 
+    def read_identity(self, run: str) -> RunIdentity:
+        return cluster_state.find_identity(cluster_state.list_run_services(self._engine, run), run)
+
     def read_placement(self, run: str) -> Placement:
         services = cluster_state.list_run_services(self._engine, run)
         pinned = {service.get_short_name(run): service.pinned_machine for service in services}
@@ -131,12 +136,12 @@ class SwarmLauncher:
             *resource_accounting.add_resource_holders_to_states(self._engine, run, services, states),
         ]
 
-    def read_events(self, run: str, since: float | None = None) -> list[Event]:
-        return self._read_events(cluster_state.list_run_services(self._engine, run), run, since)
+    def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
+        return self._read_events(cluster_state.list_run_services(self._engine, run), run, since, tail)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        cluster_state.list_run_services(self._engine, run)
-        return watch_run(self._engine, run, LogScope(since=self._deployed_at.get(run, time.time())), self._timeouts)
+        recorded_run = RecordedRun(run, self.read_identity(run))
+        return watch_run(self._engine, recorded_run, LogScope(since=self._deployed_at.get(run, time.time())), self._timeouts)
 
     def stream_logs(
         self,
@@ -148,12 +153,12 @@ class SwarmLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        services = [
-            service for service in cluster_state.list_run_services(self._engine, run) if node in (None, service.get_short_name(run))
-        ]
-        lines = self._read_log_lines(services, run, tail, since)
+        services = cluster_state.list_run_services(self._engine, run)
+        recorded_run = RecordedRun(run, cluster_state.find_identity(services, run))
+        selected = [service for service in services if node in (None, service.get_short_name(run))]
+        lines = self._read_log_lines(selected, run, tail, since)
         if follow:
-            return self._follow_logs(run, LogScope(since, tail, lines, node), report_progress)
+            return self._follow_logs(recorded_run, LogScope(since, tail, lines, node), report_progress)
         return (line.to_log_line() for line in lines if line.parse_event() is None)
 
     def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
@@ -186,13 +191,16 @@ class SwarmLauncher:
             teardown.tear_down_stack(self._engine, run, report_progress, lock.check_lock_held)
         report_progress(f"{run} removed")
 
-    def _plan_reconcile_steps(self, desired: StackSpecs) -> list[ReconcileStep]:
+    def _plan_reconcile_steps(self, desired: StackSpecs, new_identity: RunIdentity) -> list[ReconcileStep]:
+        """Return the steps to `desired`. An existing run keeps its identity, or has none; any other gets `new_identity`."""
         existing = cluster_state.read_stack_state(self._engine, desired.stack)
         services = list(existing.services.values())
         if plan_checks.is_foreign_stack(services):
             finding = plan_checks.build_foreign_stack_finding(desired.stack)
             raise StackError(finding.message, place=finding.place, hint=finding.hint)
-        return reconcile(desired, existing, self._find_ended_run(services, desired.stack))
+        identity = cluster_state.find_labelled_identity(services) if services else new_identity
+        labelled = add_labels(desired, identity.labels) if identity else desired
+        return reconcile(labelled, existing, self._find_ended_run(services, desired.stack))
 
     def _build_stack_specs(self, plan: Plan) -> StackSpecs:
         """Return the specs of the stack of `plan`. In the specs of a code layer that is not built yet, the image has no digest."""
@@ -242,13 +250,16 @@ class SwarmLauncher:
             else EndedRun(failed=True, why="its coordinator exited without recording an outcome")
         )
 
-    def _read_events(self, services: list[cluster_state.Service], run: str, since: float | None = None) -> list[Event]:
+    def _read_events(
+        self, services: list[cluster_state.Service], run: str, since: float | None = None, tail: int | None = None
+    ) -> list[Event]:
         coordinator = cluster_state.find_coordinator(services, run)
         if coordinator is None:
             return []
         replaced_ids = cluster_state.find_replaced_task_ids(cluster_state.list_tasks(self._engine, run), coordinator.id)
-        lines = container_logs.read_log_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, since=since)
-        record_log_lines(run, lines)
+        lines = container_logs.read_log_lines(self._engine, coordinator.api_path, RENDEZVOUS_SERVICE, tail=tail, since=since)
+        if tail is None:  # recorded lines have no gap
+            record_log_lines(RecordedRun(run, cluster_state.find_identity(services, run)), lines)
         # The log of a run that was restarted after its outcome still contains that outcome.
         events_with_task = [(line.parse_event(), line.task) for line in lines]
         return [
@@ -264,10 +275,10 @@ class SwarmLauncher:
             lines_by_service = list(pool.map(lambda service: read_service(service.api_path, service.get_short_name(run)), services))
         return list(heapq.merge(*lines_by_service, key=lambda line: line.time))
 
-    def _follow_logs(self, run: str, scope: LogScope, report_progress: ProgressReporter | None) -> Iterator[LogLine]:
-        record_log_lines(run, scope.previous_lines)
+    def _follow_logs(self, recorded_run: RecordedRun, scope: LogScope, report_progress: ProgressReporter | None) -> Iterator[LogLine]:
+        record_log_lines(recorded_run, scope.previous_lines)
         yield from (line.to_log_line() for line in scope.previous_lines if line.parse_event() is None)
-        for update in watch_run(self._engine, run, scope, self._timeouts):
+        for update in watch_run(self._engine, recorded_run, scope, self._timeouts):
             if isinstance(update, LogLine):
                 yield update
             elif (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
+from swarmtrain.run_identity import RunIdentity
 
 # Labels on the lock of a run, on its entry in the GPU queue, and on both.
 LABEL_LOCK = "swarmtrain.lock.run"
@@ -36,6 +37,8 @@ class Service:
     spec: dict[str, Any]
     is_modified: bool = False
     """Whether the service has been updated since its creation."""
+    created: str = ""
+    """Time of the service's creation, in Docker's format."""
 
     @property
     def name(self) -> str:
@@ -151,7 +154,7 @@ def read_network_name(engine: DockerEngine, network_id_or_name: str) -> str:
 def list_services(engine: DockerEngine, stack: str) -> list[Service]:
     """Return the services of `stack`: nodes first, ordered by node number. Raises EngineError."""
     services = [
-        Service(item["ID"], item["Version"]["Index"], item["Spec"], "PreviousSpec" in item)
+        Service(item["ID"], item["Version"]["Index"], item["Spec"], "PreviousSpec" in item, item["CreatedAt"])
         for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")
     ]
     return sorted(services, key=lambda service: (not service.is_node, build_natural_sort_key(service.name)))
@@ -340,6 +343,17 @@ def _suggest_availability_fix(host: str, unavailable_reason: str) -> str:
 def build_natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Return a sort key in which numbers in a name are compared as numbers."""
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+
+
+def find_labelled_identity(services: Iterable[Service]) -> RunIdentity | None:
+    """Return the identity in the labels of `services`; None if plain `docker stack deploy` has created them all."""
+    return next((identity for service in services if (identity := RunIdentity.from_labels(service.spec.get("Labels") or {}))), None)
+
+
+def find_identity(services: list[Service], stack: str) -> RunIdentity:
+    """Return the identity of the run of `services`, of which there is at least one."""
+    coordinator = find_coordinator(services, stack) or services[0]
+    return find_labelled_identity(services) or RunIdentity.from_engine_object(coordinator.id, coordinator.created)
 
 
 def find_coordinator(services: list[Service], stack: str) -> Service | None:

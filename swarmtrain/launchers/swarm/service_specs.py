@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -45,6 +45,12 @@ class StackSpecs:
     secrets: Mapping[str, ApiSpec]
     services: Mapping[str, ApiSpec]
     external_networks: tuple[str, ...]
+
+
+def add_labels(specs: StackSpecs, labels: Mapping[str, str]) -> StackSpecs:
+    """Return `specs` in which each service also has `labels`."""
+    services = {name: {**spec, "Labels": {**spec["Labels"], **labels}} for name, spec in specs.services.items()}
+    return replace(specs, services=services)
 
 
 def build_stack_specs(stack: Stack, pinned_images: Mapping[str, PinnedImage]) -> StackSpecs:

@@ -12,7 +12,8 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import RunUpdate, TaskState
 from swarmtrain.launchers.common.container_logs import ContainerLogLine, LogReader, take_line_batch
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.common.log_recorder import LogRecorder
+from swarmtrain.launchers.common.history_store import RecordedRun
+from swarmtrain.launchers.common.log_recorder import LogRecorder, record_log_lines
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
@@ -48,13 +49,15 @@ class LogScope:
     """The only node to follow."""
 
 
-def watch_run(engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS) -> Iterator[RunUpdate]:
-    """Yield updates of `run` until its outcome or removal.
+def watch_run(
+    engine: DockerEngine, recorded_run: RecordedRun, scope: LogScope, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS
+) -> Iterator[RunUpdate]:
+    """Yield updates of `recorded_run` until its outcome or removal, and record its output.
 
     One update reports that the manager does not answer, another that it answers again; no events or lines are lost. Raises
     EngineError if the manager does not answer for `timeouts.manager_seconds`.
     """
-    stream = _SwarmStream(engine, run, scope, timeouts)
+    stream = _SwarmStream(engine, recorded_run, scope, timeouts)
     try:
         yield from stream.stream_updates()
     finally:
@@ -64,6 +67,10 @@ def watch_run(engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTi
 @contextlib.contextmanager
 def record_final_log_lines(engine: DockerEngine, run: str, services: list[Service]) -> Iterator[None]:
     """Record the services' output during the block in the state directory: Swarm deletes a task's log with the task."""
+    if not services:
+        yield
+        return
+    recorded_run = RecordedRun(run, cluster_state.find_identity(services, run))
     lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
     readers = [
         LogReader(engine, service.api_path, service.get_short_name(run), lines, since=None, tail=_FINAL_LINES if service.is_node else None)
@@ -74,10 +81,7 @@ def record_final_log_lines(engine: DockerEngine, run: str, services: list[Servic
     try:
         yield
     finally:
-        recorder = LogRecorder(run)
-        for line in sorted(_drain_queue(lines), key=lambda line: line.time):
-            recorder.append_line(line)
-        recorder.close()
+        record_log_lines(recorded_run, sorted(_drain_queue(lines), key=lambda line: line.time))
         for reader in readers:
             reader.close()
 
@@ -94,19 +98,19 @@ def format_manager_name(engine: DockerEngine) -> str:
 
 
 class _SwarmStream:
-    def __init__(self, engine: DockerEngine, run: str, scope: LogScope, timeouts: SwarmTimeouts) -> None:
-        self._engine, self._run, self._scope, self._timeouts = engine, run, scope, timeouts
+    def __init__(self, engine: DockerEngine, recorded_run: RecordedRun, scope: LogScope, timeouts: SwarmTimeouts) -> None:
+        self._engine, self._run, self._scope, self._timeouts = engine, recorded_run.name, scope, timeouts
         self._already_read: dict[str, list[ContainerLogLine]] = {}
         for line in scope.previous_lines:
             self._already_read.setdefault(line.node, []).append(line)
         self._lines: queue.Queue[ContainerLogLine] = queue.Queue(_MAX_QUEUED_LINES)
         self._readers: dict[str, LogReader] = {}
         self._states: dict[str, TaskState] = {}
-        self._recorder = LogRecorder(run)
+        self._recorder = LogRecorder(recorded_run)
         self._replaced_coordinators: frozenset[str] = frozenset()
         self._is_removed = False
         self._finished_since: float | None = None
-        self._poller = StatePoller(engine, run)
+        self._poller = StatePoller(engine, self._run)
         self._answered_at = time.monotonic()
         self._lost_reason = ""
 

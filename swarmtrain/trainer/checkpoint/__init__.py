@@ -113,6 +113,8 @@ class CheckpointManager:
             report_warning,
         )
         self.save_dir = runtime.config.trainer.save_dir
+        self.run_id = runtime.run_id
+        """Id of the run, for its checkpoints: that of the checkpoint from which it resumes. Empty if it is unknown."""
         self.latest_step: int | None = None
         """Step of the newest checkpoint that this world has loaded or started to write; None before that."""
         self._committed_step: int | None = None
@@ -137,6 +139,7 @@ class CheckpointManager:
         checkpoint = self.storage.find_newest_checkpoint(self.generation) if self.storage else None
         if checkpoint:
             self.latest_step = self._committed_step = checkpoint[1].step
+            self.run_id = checkpoint[1].run_id or self.run_id
         return checkpoint
 
     def save(self, progress: Progress) -> None:
@@ -311,6 +314,7 @@ class CheckpointManager:
             config=config.model_dump(mode="json"),
             versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
             validation_loss=progress.validation_loss,
+            run_id=self.run_id,
             state=self._state.collect_non_tensor_state(),
         )
         path = commit.commit_checkpoint(save_dir, staging_folder, manifest)

@@ -22,6 +22,8 @@ FORMAT_VERSION = 2
 BASE_KEY = "base"
 """Key in the manifest's `state` for the fingerprint of the base model: see Manifest.base_fingerprint."""
 _BLOCK_BYTES = 1 << 22
+_OPTIONAL_FIELDS = {"run_id"}
+"""Fields that checkpoints of earlier versions with the same format lack."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     validation_loss: float | None = None
     """Validation loss in nats after `step`; None if it was not evaluated."""
+    run_id: str = ""
+    """Id of the run (swarmtrain.run_identity); empty if it is unknown. A run that resumes this checkpoint keeps the id."""
     state: dict[str, Any] = field(default_factory=dict)
     """State without tensors: that of a custom script (see trainer/custom/state_tree.py), or the fingerprint of the base model."""
     format: int = FORMAT_VERSION
@@ -86,8 +90,9 @@ class Manifest:
                 place=place,
                 hint="resume with the version of swarmtrain that wrote it, or set trainer.save_dir to another folder",
             )
-        field_names = {item.name for item in fields(cls)}
-        if digest != _compute_json_digest(values) or set(values) != field_names:
+        missing = {item.name for item in fields(cls)} - set(values)
+        unknown = set(values) - {item.name for item in fields(cls)}
+        if digest != _compute_json_digest(values) or unknown or missing - _OPTIONAL_FIELDS:
             raise CheckpointError(f"its {MANIFEST_NAME} is corrupt: its digest does not match, or its keys are invalid", place=place)
         return cls(**values)
 

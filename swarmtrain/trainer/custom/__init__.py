@@ -202,6 +202,7 @@ class Run:
                 protocol.EVENT_RESUMED,
                 step=self.step,
                 path=str(loop.resumed_from[0]),
+                run_id=loop.run_id,
             )
 
     def steps(

@@ -109,6 +109,11 @@ class TrainingLoop:
         self.is_done = True
 
     @property
+    def run_id(self) -> str:
+        """Id of the run, for its checkpoints; empty if it is unknown."""
+        return self._checkpoint_manager.run_id
+
+    @property
     def stop_requested(self) -> bool:
         """Whether a stop was requested on any rank."""
         self._called_names.add("stop_requested")

@@ -64,11 +64,12 @@ class RunReporter:
         if self._event_sender:
             self._event_sender.close(_FLUSH_TIMEOUT_SECONDS)
 
-    def report_start(self, step: int, resumed_from: Path | None, generation: int, model: ParallelModel) -> None:
+    def report_start(self, step: int, resumed_from: Path | None, run_id: str, generation: int, model: ParallelModel) -> None:
         """Report that training of `model` starts after `step`, and open the sinks. Collective: all ranks must call it.
 
         `generation`: generation of the current world (rendezvous round). `resumed_from`: path of the checkpoint from which training
-        resumes; None if it starts from scratch. Raises TrainingError if a sink cannot be opened.
+        resumes; None if it starts from scratch. `run_id`: id of the run, for its checkpoints. Raises TrainingError if a sink cannot be
+        opened.
         """
         self._report_environment(generation, model)
         mesh = model.mesh
@@ -81,7 +82,7 @@ class RunReporter:
         )
         if resumed_from:
             LOG.info("resuming from step %d, from %s", step, resumed_from)
-            self._post_event(protocol.EVENT_RESUMED, step=step, path=str(resumed_from))
+            self._post_event(protocol.EVENT_RESUMED, step=step, path=str(resumed_from), run_id=run_id)
         config = self._runtime.config
         self._flops_per_token, self._replica_count = (
             flops.compute_flops_per_token(config.transformer_architecture, model.parameter_count),

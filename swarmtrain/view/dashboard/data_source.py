@@ -11,8 +11,8 @@ from itertools import islice
 from swarmtrain import protocol
 from swarmtrain.errors import EngineError, HostError, RunNotFound, StateDirectoryError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher, LogLine, TaskState
-from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.registry import find_run
+from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
+from swarmtrain.launchers.run_discovery import find_run_or_record
 from swarmtrain.plan import build_probe_run_name
 from swarmtrain.protocol import Event
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator
@@ -31,9 +31,9 @@ _UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
 class RunDataSource:
     """Provide the page data and output lines of one run; thread-safe. `launcher` is None for a run that is down."""
 
-    def __init__(self, run: str, launcher: Launcher | None) -> None:
-        self.run = run
-        self._launcher = launcher
+    def __init__(self, recorded_run: RecordedRun, launcher: Launcher | None) -> None:
+        self.run = recorded_run.name
+        self._recorded_run, self._launcher = recorded_run, launcher
         self._poll_lock = threading.Lock()
         self._lines_lock = threading.Lock()
         """Guards the output lines, which also arrive while no client polls."""
@@ -47,7 +47,8 @@ class RunDataSource:
         self._polled_at = self._answered_at = 0.0
         self._page_data: PageData = {}
         self._listener: threading.Thread | None = None
-        self._add_events(event for event in history_store.load_events(build_probe_run_name(run)) if event.kind == protocol.EVENT_LINK)
+        probe = find_recorded_run(build_probe_run_name(self.run))
+        self._add_events(event for event in (probe.load_events() if probe else ()) if event.kind == protocol.EVENT_LINK)
         self._recent_events.clear()
         self._newest_time = 0.0
 
@@ -121,11 +122,11 @@ class RunDataSource:
     def _load_stored_run(self) -> None:
         if self._page_data:
             return
-        events = history_store.merge_events(history_store.select_last_deployment_events(history_store.load_events(self.run)), ())
+        events = self._recorded_run.load_events()
         self._add_events(events)
         nodes = sorted({str(event.data.get("node")) for event in events if event.kind == protocol.EVENT_NODE_JOINED})
         self._tasks = [TaskState(node, "", "down") for node in nodes]
-        for line in history_store.load_log_lines(self.run):
+        for line in self._recorded_run.load_log_lines():
             self._append_output_line(line)
 
     def _add_events(self, events: Iterable[Event]) -> None:
@@ -166,10 +167,5 @@ class RunDataSource:
 
 def open_data_source(run: str | None) -> RunDataSource:
     """Return the data source of `run`; None means the only run. Raises RunNotFound if the run neither exists nor has stored data."""
-    try:
-        launcher, run_name = find_run(run)
-    except (RunNotFound, *_UNREACHABLE_ERRORS):
-        if run is None or not history_store.load_events(run):
-            raise
-        return RunDataSource(run, None)
-    return RunDataSource(run_name, launcher)
+    found = find_run_or_record(run)
+    return RunDataSource(found.recorded_run, found.launcher)

@@ -10,7 +10,7 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.protocol import Event
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator
-from swarmtrain.view.history import build_history
+from swarmtrain.view.history import build_history_entries
 from swarmtrain.view.status import RunStatus, build_status
 from swarmtrain.view.why import diagnose_failure
 from swarmtrain.view.worlds import list_worlds
@@ -36,7 +36,7 @@ def build_page_data(
     checkpoints = [{**event.data, "time": event.time} for event in timeline if event.kind == protocol.EVENT_CHECKPOINT]
     entries = [
         {"time": entry.time, "kind": entry.kind, "text": entry.text, "node": entry.data.get("node")}
-        for entry in build_history(run, timeline).entries[-_MAX_HISTORY_ENTRIES:]
+        for entry in build_history_entries(timeline)[-_MAX_HISTORY_ENTRIES:]
     ]
     page_data: PageData = {
         "run": run,

@@ -1,0 +1,106 @@
+"""Table of all runs that exist, of all users and launchers: owner, nodes, reserved GPUs, state, step and age."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from swarmtrain.errors import SwarmtrainError
+from swarmtrain.launchers.base import Launcher, TaskState
+from swarmtrain.launchers.run_discovery import discover_runs
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.view.formatting import format_duration, format_table
+from swarmtrain.view.status import build_status
+
+_LAST_EVENTS = 100
+"""Number of last lines of a coordinator's log from which the state and the step of its run are read."""
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run. `state` is a state of RunStatus, or `unreachable`; `gpus` are the reserved GPUs, which only a swarm knows."""
+
+    run: str
+    id: str
+    owner: str
+    location: str
+    running_nodes: int
+    nodes: int
+    gpus: int
+    state: str
+    step: int | None
+    steps: int | None
+    created: float
+    """Time at which the run was brought up, in seconds since the epoch; 0 if it is unknown."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """All runs, newest last, at `time` in seconds since the epoch."""
+
+    runs: tuple[RunRow, ...]
+    time: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as a JSON-compatible dict, for `--json`."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        repeated_names = {name for name, count in Counter(row.run for row in self.runs).items() if count > 1}
+        header = ["RUN", "ID", "OWNER", "NODES", "GPUS", "STATE", "STEP", "AGE", ""]
+        return format_table([header, *(self._format_row(row, shows_location=row.run in repeated_names) for row in self.runs)])
+
+    def _format_row(self, row: RunRow, *, shows_location: bool) -> list[str]:
+        nodes = f"{row.running_nodes}/{row.nodes}" if row.nodes else ""
+        step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else f"{row.step}"
+        age = format_duration(self.time - row.created) if row.created else ""
+        remark = "; ".join(filter(None, (f"on {row.location}" if shows_location else "", row.reason)))
+        return [row.run, row.id, row.owner, nodes, str(row.gpus or ""), row.state, step, age, remark]
+
+
+def load_run_table() -> RunTable:
+    """Return the table of the runs of all reachable launchers. A run that is removed meanwhile is left out."""
+    now = time.time()
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="runs") as pool:
+        rows = list(pool.map(lambda item: _load_row(item[0], item[1], now), discover_runs()[1]))
+    return RunTable(tuple(sorted((row for row in rows if row), key=lambda row: (row.created, row.run))), now)
+
+
+def _load_row(launcher: Launcher, run: str, now: float) -> RunRow | None:
+    try:
+        identity = launcher.read_identity(run)
+    except SwarmtrainError:
+        return None
+    try:
+        tasks = [task for task in launcher.list_tasks(run) if task.node != RENDEZVOUS_SERVICE]
+        status = build_status(run, launcher.read_events(run, tail=_LAST_EVENTS), tasks, now)
+    except SwarmtrainError as error:
+        return RunRow(
+            run, identity.id, identity.owner, launcher.location, 0, 0, 0, "unreachable", None, None, identity.created, error.message
+        )
+    return RunRow(
+        run,
+        identity.id,
+        identity.owner,
+        launcher.location,
+        running_nodes=sum(task.state == "running" for task in tasks),
+        nodes=len(tasks),
+        gpus=_count_gpus(tasks),
+        state=status.state,
+        step=status.progress.get("step"),
+        steps=status.progress.get("steps"),
+        created=identity.created,
+        reason=status.reason,
+    )
+
+
+def _count_gpus(tasks: Iterable[TaskState]) -> int:
+    """Return the number of GPUs that are assigned to `tasks`."""
+    amounts = [gpu.partition(" ") for task in tasks for gpu in task.gpus]  # the id of one GPU, or "2 NVIDIA-GPU"
+    return sum(int(amount) if kind and amount.isdigit() else 1 for amount, _, kind in amounts)

@@ -1,0 +1,151 @@
+"""The identity of runs: ids, owners, how commands find a run, and when they ask before they change somebody else's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from swarmtrain.errors import EXIT_USAGE, AmbiguousRun, ConfirmationRequired, RunNotFound
+from swarmtrain.launchers import run_discovery
+from swarmtrain.launchers.base import ProgressReporter, TaskState
+from swarmtrain.launchers.common.history_store import RecordedRun
+from swarmtrain.launchers.run_discovery import find_run, find_run_or_record
+from swarmtrain.operations import runs
+from swarmtrain.protocol import EVENT_PROGRESS, EVENT_WORLD_FORMED, Event
+from swarmtrain.run_identity import RunIdentity, create_run_identity, find_current_owner
+from swarmtrain.view.run_table import load_run_table
+
+ALICE, BOB = RunIdentity("aaaaaaaaaaaa", "alice", "login1", 60.0), RunIdentity("bbbbbbbbbbbb", "bob", "laptop", 120.0)
+NOBODY = RunIdentity("cccccccccccc")
+
+
+@dataclass
+class FakeLauncher:
+    """A launcher with the runs `identities`, by name."""
+
+    location: str
+    identities: dict[str, RunIdentity]
+    changes: list[str] = field(default_factory=list)
+
+    def list_runs(self) -> list[str]:
+        return sorted(self.identities)
+
+    def list_terminating_runs(self) -> list[str]:
+        return []
+
+    def read_identity(self, run: str) -> RunIdentity:
+        if run not in self.identities:
+            raise RunNotFound("unknown run", place=f"run {run}")
+        return self.identities[run]
+
+    def list_tasks(self, run: str) -> list[TaskState]:
+        return [TaskState("node0", "a", "running", gpus=("GPU-1", "GPU-2")), TaskState("node1", "b", "pending", gpus=("2 NVIDIA-GPU",))]
+
+    def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
+        return [Event(EVENT_WORLD_FORMED, {}, 100.0), Event(EVENT_PROGRESS, {"step": 7, "steps": 9}, 101.0)]
+
+    def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
+        self.changes.append(f"stop {run}")
+
+    def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
+        self.changes.append(f"down {run}")
+
+
+@pytest.fixture(autouse=True)
+def _act_as_alice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARMTRAIN_OWNER", "alice")
+
+
+def use_launchers(monkeypatch: pytest.MonkeyPatch, *launchers: FakeLauncher) -> None:
+    found = [(launcher, run) for launcher in launchers for run in launcher.list_runs()]
+    monkeypatch.setattr(run_discovery, "discover_runs", lambda: ({item.location: item for item in launchers}, found, []))
+    monkeypatch.setattr("swarmtrain.view.run_table.discover_runs", run_discovery.discover_runs)
+
+
+def test_labels_store_an_identity_completely() -> None:
+    assert RunIdentity.from_labels(ALICE.labels) == ALICE
+    assert RunIdentity.from_labels({"swarmtrain.run": "demo"}) is None
+    assert RunIdentity.from_labels({"swarmtrain.id": "x", "swarmtrain.created": "yesterday"}) == RunIdentity("x")
+
+
+def test_a_run_that_plain_docker_started_has_an_id_and_no_owner() -> None:
+    identity = RunIdentity.from_engine_object("k3yq0v9c1m2n4b5v6c7x8z9a0", "1970-01-01T00:02:00.123456789Z")
+    assert (identity, identity.is_own) == (RunIdentity("k3yq0v9c1m2n", created=120.0), True)
+
+
+def test_a_new_run_belongs_to_the_current_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = create_run_identity(), create_run_identity()
+    assert first.id != second.id
+    assert (first.owner, first.is_own) == ("alice", True)
+    monkeypatch.delenv("SWARMTRAIN_OWNER")
+    monkeypatch.setenv("LOGNAME", "carol")
+    assert find_current_owner() == "carol"
+    assert not first.is_own
+
+
+def test_without_a_name_only_runs_of_the_user_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = FakeLauncher("the swarm", {"mine": ALICE, "theirs": BOB})
+    use_launchers(monkeypatch, swarm)
+    assert find_run(None) == (swarm, "mine")
+    assert find_run("theirs") == find_run(BOB.id) == (swarm, "theirs")
+    use_launchers(monkeypatch, FakeLauncher("the swarm", {"theirs": BOB}))
+    with pytest.raises(RunNotFound, match=r"no run of yours exists; runs of others: theirs \(bob\)"):
+        find_run(None)
+    use_launchers(monkeypatch, FakeLauncher("the swarm", {"mine": ALICE, "plain": NOBODY, "theirs": BOB}))
+    with pytest.raises(AmbiguousRun, match=r"several runs exist: mine, plain$"):
+        find_run(None)
+
+
+def test_a_name_that_occurs_twice_is_listed_with_ids_and_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm, machine = FakeLauncher("the swarm", {"demo": BOB}), FakeLauncher("this machine", {"demo": ALICE})
+    use_launchers(monkeypatch, swarm, machine)
+    for find in (find_run, find_run_or_record):
+        with pytest.raises(AmbiguousRun) as error:
+            find("demo")  # type: ignore[operator]
+        for text in ("id bbbbbbbbbbbb, owner bob from laptop, deployed on 1970-01-01", "on the swarm", "id aaaaaaaaaaaa, owner alice"):
+            assert text in error.value.message
+    assert find_run(ALICE.id) == (machine, "demo")
+
+
+def test_a_recorded_run_is_found_by_its_id_although_another_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    past = RecordedRun("demo", BOB)
+    past.record_operation(Event(EVENT_PROGRESS, {"step": 1}, 1.0))
+    swarm = FakeLauncher("the swarm", {"demo": ALICE})
+    use_launchers(monkeypatch, swarm)
+    assert find_run_or_record("demo").recorded_run == RecordedRun("demo", ALICE)
+    found = find_run_or_record(BOB.id)
+    assert (found.recorded_run, found.launcher) == (past, None)
+
+
+@pytest.mark.parametrize(("name", "action"), [("stop", runs.stop_run), ("down", None)])
+def test_a_change_to_somebody_elses_run_needs_a_confirmation(
+    name: str, action: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swarm = FakeLauncher("the swarm", {"mine": ALICE, "plain": NOBODY, "theirs": BOB})
+    use_launchers(monkeypatch, swarm)
+
+    def change(run: str, *, assume_yes: bool) -> None:
+        if action:
+            runs.stop_run(swarm, run, assume_yes=assume_yes)  # type: ignore[arg-type]  # a fake
+        else:
+            runs.remove_named_run(run, assume_yes=assume_yes)
+
+    with pytest.raises(ConfirmationRequired, match="theirs, the run of bob from laptop, but there is no terminal") as error:
+        change("theirs", assume_yes=False)
+    assert (error.value.exit_code, error.value.hint, swarm.changes) == (EXIT_USAGE, "add --yes to confirm", [])
+    change("theirs", assume_yes=True)
+    change("mine", assume_yes=False)
+    change("plain", assume_yes=False)
+    assert swarm.changes == [f"{name} theirs", f"{name} mine", f"{name} plain"]
+
+
+def test_the_table_of_runs_has_those_of_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_launchers(monkeypatch, FakeLauncher("the swarm", {"demo": BOB}), FakeLauncher("this machine", {"demo": ALICE, "other": NOBODY}))
+    monkeypatch.setattr("time.time", lambda: 180.0)
+    assert [line.rstrip() for line in str(load_run_table()).splitlines()] == [
+        "RUN    ID            OWNER  NODES  GPUS  STATE     STEP  AGE",
+        "other  cccccccccccc         1/2    4     training  7/9",
+        "demo   aaaaaaaaaaaa  alice  1/2    4     training  7/9   2 min 00 s  on this machine",
+        "demo   bbbbbbbbbbbb  bob    1/2    4     training  7/9   1 min 00 s  on the swarm",
+    ]
