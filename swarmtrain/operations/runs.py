@@ -46,12 +46,17 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
     if not as_json:
         print_result(plan, as_json=False)
     is_up = plan.run in launcher.list_runs()
+    identity = launcher.read_identity(plan.run) if is_up else None
     changes, blocker = _compute_deploy_changes(launcher, plan) if is_up else ([], None)
     difference_lines = _describe_plan_differences(launcher, plan, changes) if changes or blocker else []
     if as_json:
-        print_json({**plan.to_dict(), "up": is_up, "differences": difference_lines, "changes": [str(change) for change in changes]})
-    elif is_up:
-        print_message(f"{plan.run} is up; a deploy would change {'this:' if changes or blocker else 'nothing'}")
+        owner = identity.owner if identity else None
+        print_json(
+            {**plan.to_dict(), "up": is_up, "owner": owner, "differences": difference_lines, "changes": [str(change) for change in changes]}
+        )
+    elif identity:
+        owner = "" if identity.is_own else f", the run of {identity.owner_text}"
+        print_message(f"{plan.run} is up{owner}; a deploy would change {'this:' if changes or blocker else 'nothing'}")
         for line in difference_lines:
             print_message(f"  {line}")
         for change in changes:

@@ -54,7 +54,10 @@ class RunTable:
     def __str__(self) -> str:
         repeated_names = {name for name, count in Counter(row.run for row in self.runs).items() if count > 1}
         header = ["RUN", "ID", "OWNER", "NODES", "GPUS", "STATE", "STEP", "AGE", ""]
-        return format_table([header, *(self._format_row(row, shows_location=row.run in repeated_names) for row in self.runs)])
+        rows = [header, *(self._format_row(row, shows_location=row.run in repeated_names) for row in self.runs)]
+        if not any(row.gpus for row in self.runs):
+            rows = [[cell for cell, title in zip(row, header, strict=True) if title != "GPUS"] for row in rows]
+        return format_table(rows)
 
     def _format_row(self, row: RunRow, *, shows_location: bool) -> list[str]:
         nodes = f"{row.running_nodes}/{row.nodes}" if row.nodes else ""

@@ -64,6 +64,7 @@ class RunStatus:
     def __str__(self) -> str:
         labeled_lines = [
             ("hint", self.hint),
+            ("owner", self.identity.owner_text if self.identity else ""),
             ("world", self._format_world()),
             ("step", format_progress(self.progress) if self.progress else ""),
         ]
@@ -86,8 +87,7 @@ class RunStatus:
             f" for {format_duration(self.seconds)}" if self.seconds is not None and self.state in ("starting", "training") else ""
         )
         total_time = f" after {format_duration(self.seconds)}" if self.seconds is not None and self.ended else ""
-        owner = f" ({self.identity.owner_text})" if self.identity and self.identity.owner else ""
-        return f"run {self.run}{owner}: {self.state}{running_time}{total_time}{f', {self.reason}' if self.reason else ''}"
+        return f"run {self.run}: {self.state}{running_time}{total_time}{f', {self.reason}' if self.reason else ''}"
 
     def _format_world(self) -> str:
         if not self.world:

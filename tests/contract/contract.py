@@ -7,6 +7,7 @@ most of them share one run; if one fails, the next ones continue with that run.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
 import re
@@ -294,7 +295,7 @@ class Contract:
         "`deploy` asks for confirmation before it restarts nodes; without a terminal, it is rejected unless `--yes` is passed", gate=False
     )
     def test_a_restart_is_asked_about(self, target_with_run: LaunchTarget) -> None:
-        assert "this would restart" in target_with_run.deploy("--name", RUN, "-o", "runner.env.MORE=yes, indeed", code=1)
+        assert "this would restart" in target_with_run.deploy("--name", RUN, "-o", "runner.env.MORE=yes, indeed", code=2)
 
     @feature("`status` shows the state of each node, the world and the step")
     def test_status(self, target_with_run: LaunchTarget) -> None:
@@ -303,6 +304,20 @@ class Contract:
         assert {task["node"]: task["state"] for task in status["tasks"]} == dict.fromkeys(("node0", "node1", "rendezvous"), "running")
         assert [task["host"] for task in status["tasks"]][:2] == ["node0", "node1"]
         assert "run life: training" in target_with_run("status", RUN)
+
+    @feature("`ps` lists the run with its owner, nodes and step; a change to somebody else's run must be confirmed")
+    def test_owner(self, target_with_run: LaunchTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+        (row,) = json.loads(target_with_run("ps", "--json"))["runs"]
+        assert (row["run"], row["owner"], row["running_nodes"], row["state"]) == (RUN, getpass.getuser(), 2, "training")
+        assert row["step"] > 0
+        with monkeypatch.context() as patch:
+            patch.setenv("SWARMTRAIN_OWNER", "somebody")
+            for command in ("stop", "down"):
+                assert f"run of {getpass.getuser()}" in target_with_run(command, RUN, code=2)
+                assert "no run of yours exists" in target_with_run(command, code=1)
+            deploy_error = target_with_run.deploy("--name", RUN, "-o", "runner.env.MORE=yes", "--detach", code=2)
+            assert f"the run of {getpass.getuser()}" in deploy_error
+        assert target_with_run.read_status()["state"] == "training"
 
     @feature("`logs` merges the output of all ranks into one stream, with node and rank on each line")
     def test_logs(self, target_with_run: LaunchTarget) -> None:
@@ -372,7 +387,7 @@ class Contract:
         """Scale the run. If `others_keep_running`, it must succeed without `--yes`, since no other node restarts."""
         argv, before = ["scale", RUN, "--nodes", str(nodes)], target_with_run.read_status()
         if not others_keep_running:
-            assert "this would restart" in target_with_run(*argv, code=1)
+            assert "this would restart" in target_with_run(*argv, code=2)
         joined = _count_joins(target_with_run, "node0")
         target_with_run(*argv, *([] if others_keep_running else ["--yes"]))
         assert [task["node"] for task in target_with_run.wait_for_training(nodes, len(before["worlds"]) + 1)["tasks"]] == [

@@ -34,7 +34,7 @@ def wait(seconds):
 # The number of restarts says how the run ends: 77 well, 78 badly, and otherwise not at all.
 verdict = {"77": '"status": "done", "reason": "all steps", "exit_code": 0', "78": '"status": "failed", "reason": "no luck", "exit_code": 9'}
 if sys.argv[1] == "rendezvous":
-    print('{"event": "coordinator", "time": 1.0, "run": "any"}', flush=True)
+    print('{"event": "coordinator", "time": 1.0, "run": "any", "run_id": "%s"}' % os.environ["SWARMTRAIN_RUN_ID"], flush=True)
     wait(2)
     if os.environ["SWARMTRAIN_MAX_RESTARTS"] in verdict:
         print('{"event": "outcome", "time": 2.0, %s}' % verdict[os.environ["SWARMTRAIN_MAX_RESTARTS"]], flush=True)

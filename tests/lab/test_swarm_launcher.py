@@ -24,12 +24,13 @@ from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.common.history_store import resolve_run_folder
+from swarmtrain.launchers.common.history_store import list_recorded_runs
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.operations.runs import remove_run
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack, write_stack
+from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.logs import LogFilter, print_logs
 from swarmtrain.view.run_state import show_history
 
@@ -37,7 +38,8 @@ from swarmtrain.view.run_state import show_history
 def snapshot_stack(engine: DockerEngine) -> dict[str, Any]:
     """Return the complete Spec of every object in the stack, and its networks, with names instead of ids.
 
-    Of a network, everything is kept that a stack file can set. Its id, creation time, VXLAN number and assigned subnet are left out.
+    Of a network, everything is kept that a stack file can set. Its id, creation time, VXLAN number and assigned subnet are left out,
+    and of a service the labels with the run's identity, which plain docker does not set.
     """
     kinds = {kind: engine.list_objects(f"/{kind}", label=f"{protocol.LABEL_STACK}={RUN}") for kind in ("services", "configs", "secrets")}
     networks = [item for item in engine.list_objects("/networks") if item["Name"].startswith(f"{RUN}_")]
@@ -48,6 +50,8 @@ def snapshot_stack(engine: DockerEngine) -> dict[str, Any]:
         del network["Options"]["com.docker.network.driver.overlay.vxlanid_list"]
         network["IPAM"]["Config"] = len(network["IPAM"]["Config"])
     specs = {kind: sorted((item["Spec"] for item in items), key=lambda spec: str(spec["Name"])) for kind, items in kinds.items()}
+    for spec in specs["services"]:
+        spec["Labels"] = {label: value for label, value in spec["Labels"].items() if label not in RunIdentity("").labels}
     text = json.dumps({**specs, "networks": networks}, sort_keys=True, indent=1)
     for number, name in names.items():
         text = text.replace(number, f"id of {name}")
@@ -176,9 +180,8 @@ def test_stopped_containers_exit_gracefully_and_come_back(lab: Lab, launcher: Sw
     board = list_task_ids(launcher._engine)["demo_rendezvous"]
     launcher.stop_run(RUN, print_line)
     # Swarm drops the logs together with the tasks; the last lines are kept in the run directory.
-    assert [(resolve_run_folder(RUN) / f"node{number}.log").read_text().splitlines()[-1].partition(" ")[2] for number in (0, 1)] == [
-        "[rank 0] saved"
-    ] * 2
+    folder = list_recorded_runs(RUN)[-1].folder
+    assert [(folder / f"node{number}.log").read_text().splitlines()[-1].partition(" ")[2] for number in (0, 1)] == ["[rank 0] saved"] * 2
     assert {str(step).partition(": ")[2] for step in launcher.plan_changes(plan_run())} == {"Replicas 0 → 1"}
     launcher.deploy_run(plan_run(), print_line)
     assert {task.state for task in launcher.list_tasks(RUN)} == {"running"}
@@ -195,9 +198,10 @@ def test_a_run_is_followed_to_its_outcome(launcher: SwarmLauncher, plan_run: Cal
     assert [line.text[:6] for line in lines if line.node == "node0"][:3] == ["step 0", "step 1", "step 2"]
     verdicts = [update for update in updates if isinstance(update, protocol.Event) and update.kind == protocol.EVENT_OUTCOME]
     assert [event.data["status"] for event in verdicts] == ["done"]
-    kept = (resolve_run_folder(RUN) / "node0.log").read_text()
+    folder = list_recorded_runs(RUN)[-1].folder
+    kept = (folder / "node0.log").read_text()
     assert "[rank 0] step 2 of node0\n" in kept
-    assert (resolve_run_folder(RUN) / "events.jsonl").read_text().count("outcome") == 1
+    assert (folder / "events.jsonl").read_text().count("outcome") == 1
     # A finished run is not restarted.
     before = list_task_ids(launcher._engine)
     launcher.deploy_run(plan_run(max_restarts=77), print_line)
