@@ -23,7 +23,7 @@ from swarmtrain.errors import EngineError, RunNotFound, StackError
 from swarmtrain.images.transfer_progress import pull_image_if_missing
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
-from swarmtrain.launchers.common import container_logs
+from swarmtrain.launchers.common import container_logs, engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
@@ -75,7 +75,8 @@ class DockerLauncher:
     def check_plan(self, plan: Plan) -> list[Finding]:
         """Return the problems of the engine: a missing GPU runtime, a missing image (a warning), more ranks than cores (a warning)."""
         engine_info, image = self._engine.get("/info"), plan.config.runner.docker_config.docker_container
-        findings = []
+        uses_mounts = bool(plan.config.runner.docker_config.docker_mounts)
+        findings = engine_variants.collect_findings(engine_info, self.location, uses_overlay=False, uses_mounts=uses_mounts)
         if plan.config.runner.swarm.gpu is not GpuMode.none and "nvidia" not in (engine_info.get("Runtimes") or {}):
             hint = "install the NVIDIA Container Toolkit there, or set -o runner.swarm.gpu=none"
             findings.append(Finding(self.location, "has no nvidia runtime, but the config requests GPUs", hint))

@@ -13,6 +13,7 @@ from swarmtrain.errors import EngineError, ImageError, StackError
 from swarmtrain.images import contents, pin_image
 from swarmtrain.inventory import Machine
 from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.common import engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.generic_resources import format_gpu_settings
@@ -146,6 +147,12 @@ def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
         *_check_ports(engine, plan),
         *_check_resources(plan, planned_machines),
         *_check_engine_versions(plan, planned_machines),
+        *engine_variants.collect_findings(
+            engine.get("/info"),
+            f"the engine at {engine.address}",
+            uses_overlay=_uses_overlay(plan),
+            uses_mounts=bool(plan.config.runner.docker_config.docker_mounts),
+        ),
     ]
 
 
