@@ -14,7 +14,6 @@ from swarmtrain.errors import (
     EXIT_JOB_FAILED,
     EXIT_OK,
     AmbiguousRun,
-    ConfirmationRequired,
     RunNotFound,
     StackError,
     SwarmtrainError,
@@ -24,9 +23,10 @@ from swarmtrain.launchers.common.history_store import build_operation_event, fin
 from swarmtrain.launchers.common.provenance import read_git_checkout
 from swarmtrain.launchers.registry import load_deployment
 from swarmtrain.launchers.run_discovery import find_recorded_run_of, find_run
+from swarmtrain.operations.confirmation import confirm_change
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import Event, RunOutcome
-from swarmtrain.view.console import ask_confirmation, print_message, show_finding, show_progress
+from swarmtrain.view.console import print_message, show_finding, show_progress
 from swarmtrain.view.deploy_diff import list_differences
 from swarmtrain.view.formatting import format_count, remove_control_characters
 from swarmtrain.view.output import print_json, print_result
@@ -141,35 +141,14 @@ def _show_and_check_plan(launcher: Launcher, plan: Plan) -> Plan:
 
 
 def _confirm_changes(launcher: Launcher, plan: Plan, changes: Sequence[Change], *, assume_yes: bool) -> None:
-    """Ask the user to confirm `changes` if they restart something, or if the run is somebody else's. Raises the errors of `_confirm`."""
+    """Ask the user to confirm `changes` if they restart something, or if the run is somebody else's. Raises the errors of confirm_change."""
     interrupted_count = sum(change.interrupts_run for change in changes)
     if interrupted_count:
         print_message(f"{plan.run} is running; this deploy changes:")
         for line in _describe_plan_differences(launcher, plan, changes):
             print_message(f"  {line}")
     action = f"restart {format_count(interrupted_count, 'service')} of" if interrupted_count else "change"
-    _confirm(launcher, plan.run, action, must_ask=interrupted_count > 0, assume_yes=assume_yes)
-
-
-def _confirm(launcher: Launcher, run: str, action: str, *, must_ask: bool = False, assume_yes: bool) -> None:
-    """Ask the user to confirm `action`, a verb phrase that the run's name follows, if the run is somebody else's, or if `must_ask`.
-
-    Raises ConfirmationRequired if there is no terminal, StackError if the user declines.
-    """
-    try:
-        identity = launcher.read_identity(run)
-    except RunNotFound:  # only parts of the run are left, which do not show whose they are
-        return
-    if assume_yes or (identity.is_own and not must_ask):
-        return
-    owner = "" if identity.is_own else f", the run of {identity.owner_text}"
-    confirmed = ask_confirmation(f"{action} {run}{owner}?")
-    if confirmed is None:
-        raise ConfirmationRequired(
-            f"this would {action} {run}{owner}, but there is no terminal to confirm it", place=f"run {run}", hint="add --yes to confirm"
-        )
-    if not confirmed:
-        raise StackError("was left unchanged: the change was not confirmed", place=f"run {run}")
+    confirm_change(launcher, plan.run, action, must_ask=interrupted_count > 0, assume_yes=assume_yes)
 
 
 def _describe_remaining_run(launcher: Launcher, run: str) -> str:
@@ -298,7 +277,7 @@ def stop_run(launcher: Launcher, run: str, *, assume_yes: bool) -> None:
 
     If the run is somebody else's, the user must confirm it, unless `assume_yes`.
     """
-    _confirm(launcher, run, "stop", assume_yes=assume_yes)
+    confirm_change(launcher, run, "stop", assume_yes=assume_yes)
     with show_progress(
         f"stopping {run} on {launcher.location}", interrupt_hint=f"swarmtrain stop {run} again waits for the remaining ranks"
     ) as report_progress:
@@ -321,7 +300,7 @@ def remove_named_run(name: str | None, *, assume_yes: bool) -> None:
             raise
         print_message(f"{name} is already removed")
         return
-    _confirm(launcher, run, "remove", assume_yes=assume_yes)
+    confirm_change(launcher, run, "remove", assume_yes=assume_yes)
     remove_run(launcher, run)
 
 
