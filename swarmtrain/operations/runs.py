@@ -141,7 +141,7 @@ def _show_and_check_plan(launcher: Launcher, plan: Plan) -> Plan:
 
 
 def _confirm_changes(launcher: Launcher, plan: Plan, changes: Sequence[Change], *, assume_yes: bool) -> None:
-    """Ask the user to confirm `changes` if they restart something, or if the run is somebody else's. Raises the errors of confirm_change."""
+    """Ask the user to confirm `changes` if they restart something, or if the run is somebody else's. Raises as confirm_change does."""
     interrupted_count = sum(change.interrupts_run for change in changes)
     if interrupted_count:
         print_message(f"{plan.run} is running; this deploy changes:")
