@@ -110,14 +110,27 @@ def measure_status_and_plan() -> Iterator[BenchmarkRow]:
     )
 
 
+def measure_run_table() -> Iterator[BenchmarkRow]:
+    """Measure the wall time, in seconds, of `ps` with 25 runs of four services."""
+    with run_lab(_NODE_COUNT) as lab:
+        engine = DockerEngine(lab.get_docker_host("node0"))
+        _provide_image(engine)
+        launcher, (config, cargo) = SwarmLauncher(engine.address), _build_small_run(_NODE_COUNT - 1)
+        names = [f"idle{number}" for number in range(_SERVICE_COUNT // _NODE_COUNT)]
+        for name in names:
+            launcher.deploy_run(build_plan(config, launcher.read_inventory(config.runner), cargo, run=name), print_progress)
+        env = {"DOCKER_HOST": engine.address, "XDG_STATE_HOME": str(BUILD / "state")}
+        times = Sample.from_values([measure_wall_seconds([*SWARMTRAIN_ARGV, "ps"], env) for _ in range(5)])
+    description = f"`swarmtrain ps` with {len(names)} runs, of {_SERVICE_COUNT} services together"
+    yield BenchmarkRow("ps-100", description, "s", times, limit=1)
+
+
 def measure_missing_machine() -> Iterator[BenchmarkRow]:
     """Measure the wall time, in seconds, of a deploy of four nodes with one machine powered off, against all four running."""
     with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
         _provide_image(engine)
-        overrides = [f"runner.nodes={_NODE_COUNT}", "runner.docker_config.docker_mounts=[]"]
-        config = load_config(ROOT / "examples/quickstart.yml", [*overrides, f"runner.docker_config.docker_container={_IMAGE}"])
-        cargo = Cargo((RunFile.from_content(config.runner.script.name, b"idle\n"),))
+        config, cargo = _build_small_run(_NODE_COUNT)
 
         def measure_deploys(count: int) -> list[float]:
             return [_measure_deploy(engine, config, cargo) for _ in range(count)]
@@ -130,6 +143,12 @@ def measure_missing_machine() -> Iterator[BenchmarkRow]:
     result, baseline = Sample.from_values(one_missing), Sample.from_values(all_running)
     description = "plan and deploy of a run on four machines, one of which is powered off, until the command returns"
     yield BenchmarkRow("missing-machine", description, "s", result, baseline, "the same with all four running", limit=baseline.median + 2)
+
+
+def _build_small_run(node_count: int) -> tuple[Config, Cargo]:
+    overrides = [f"runner.nodes={node_count}", "runner.docker_config.docker_mounts=[]"]
+    config = load_config(ROOT / "examples/quickstart.yml", [*overrides, f"runner.docker_config.docker_container={_IMAGE}"])
+    return config, Cargo((RunFile.from_content(config.runner.script.name, b"idle\n"),))
 
 
 def _measure_deploy(engine: DockerEngine, config: Config, cargo: Cargo) -> float:

@@ -37,6 +37,7 @@ BENCHMARKS = (
     Benchmark("services-100", "deployment and removal of 100 services", idle_services.measure_services),
     Benchmark("missing-machine", "deploy with one of four machines powered off", idle_services.measure_missing_machine),
     Benchmark("status-100", "status and plan of a run of 100 services", idle_services.measure_status_and_plan),
+    Benchmark("ps-100", "the table of 25 runs of four services", idle_services.measure_run_table),
     Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("heartbeat", "a signed heartbeat, against an unsigned one", heartbeats.measure_signed_heartbeats),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
