@@ -315,7 +315,7 @@ class Contract:
             for command in ("stop", "down"):
                 assert f"run of {getpass.getuser()}" in target_with_run(command, RUN, code=2)
                 assert "no run of yours exists" in target_with_run(command, code=1)
-            deploy_error = target_with_run.deploy("--name", RUN, "-o", "runner.env.MORE=yes", "--detach", code=2)
+            deploy_error = target_with_run.deploy("--name", RUN, "-o", "runner.env.MORE=yes, indeed", "--detach", code=2)
             assert f"the run of {getpass.getuser()}" in deploy_error
         assert target_with_run.read_status()["state"] == "training"
 
