@@ -73,6 +73,22 @@ class TaskState:
     """The GPUs reserved by the service: their ids, or the number of GPUs of each kind."""
 
 
+OVERVIEW_EVENTS = 100
+"""Number of last lines of a coordinator's log that an overview of its run contains."""
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """Overview of an existing run: its identity, the states of its tasks, and its last events."""
+
+    run: str
+    identity: RunIdentity
+    tasks: tuple[TaskState, ...]
+    last_events: tuple[Event, ...]
+    error: str = ""
+    """Reason why the tasks or events cannot be read, such as a host that does not answer; empty if they were read."""
+
+
 @dataclass(frozen=True)
 class NodeCommand:
     """Command on this machine that runs a program inside a node of a run, for example `docker exec`.
@@ -180,6 +196,10 @@ class Launcher(Protocol):
 
     def list_runs(self) -> list[str]:
         """Return the names of all existing runs, sorted."""
+        ...
+
+    def read_overviews(self) -> list[RunOverview]:
+        """Return an overview of each existing run."""
         ...
 
     def list_terminating_runs(self) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS, list_runner_types
 from swarmtrain.errors import AmbiguousRun, EngineError, HostError, RunNotFound, StateDirectoryError, SwarmtrainError
-from swarmtrain.launchers.base import Launcher
+from swarmtrain.launchers.base import Launcher, RunOverview
 from swarmtrain.launchers.common import engine_endpoint
 from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
 from swarmtrain.launchers.registry import create_launcher
@@ -106,6 +106,22 @@ def _read_identity_if_exists(launcher: Launcher, run: str) -> RunIdentity | None
         return launcher.read_identity(run)
     except RunNotFound:  # removed in the meantime
         return None
+
+
+def discover_overviews() -> tuple[list[tuple[str, RunOverview]], list[SwarmtrainError]]:
+    """Return an overview of each run, with the location of its launcher; and the errors of launchers that could not be queried.
+
+    The errors do not include those that only say that this machine has no Docker engine.
+    """
+    overviews: list[tuple[str, RunOverview]] = []
+    errors: list[SwarmtrainError] = []
+    for runner_type in list_runner_types():
+        try:
+            launcher = create_launcher(runner_type)
+            overviews += [(launcher.location, overview) for overview in launcher.read_overviews()]
+        except Exception as error:  # noqa: BLE001  # another package's launcher may raise anything
+            errors.append(_convert_listing_error(runner_type, error))
+    return overviews, [error for error in errors if not _is_engine_absence(error)]
 
 
 def discover_runs() -> tuple[dict[str, Launcher], list[tuple[Launcher, str]], list[SwarmtrainError]]:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swarmtrain.errors import SwarmtrainError
-from swarmtrain.launchers.base import Launcher, TaskState
-from swarmtrain.launchers.run_discovery import discover_runs
+from swarmtrain.launchers.base import RunOverview, TaskState
+from swarmtrain.launchers.run_discovery import discover_overviews
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.formatting import format_duration, format_table
 from swarmtrain.view.status import build_status
-
-_LAST_EVENTS = 100
-"""Number of last lines of a coordinator's log from which the state and the step of its run are read."""
-_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -68,38 +62,31 @@ class RunTable:
 
 
 def load_run_table() -> RunTable:
-    """Return the table of the runs of all reachable launchers. A run that is removed meanwhile is left out."""
+    """Return the table of the runs of all reachable launchers. Raises the error of a launcher that should be, if there are no runs."""
     now = time.time()
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="runs") as pool:
-        rows = list(pool.map(lambda item: _load_row(item[0], item[1], now), discover_runs()[1]))
-    return RunTable(tuple(sorted((row for row in rows if row), key=lambda row: (row.created, row.run))), now)
+    located_overviews, errors = discover_overviews()
+    if errors and not located_overviews:
+        raise errors[0]
+    rows = [_build_row(overview, location, now) for location, overview in located_overviews]
+    return RunTable(tuple(sorted(rows, key=lambda row: (row.created, row.run))), now)
 
 
-def _load_row(launcher: Launcher, run: str, now: float) -> RunRow | None:
-    try:
-        identity = launcher.read_identity(run)
-    except SwarmtrainError:
-        return None
-    try:
-        tasks = [task for task in launcher.list_tasks(run) if task.node != RENDEZVOUS_SERVICE]
-        status = build_status(run, launcher.read_events(run, tail=_LAST_EVENTS), tasks, now)
-    except SwarmtrainError as error:
-        return RunRow(
-            run, identity.id, identity.owner, launcher.location, 0, 0, 0, "unreachable", None, None, identity.created, error.message
-        )
+def _build_row(overview: RunOverview, location: str, now: float) -> RunRow:
+    nodes = [task for task in overview.tasks if task.node != RENDEZVOUS_SERVICE]
+    status = build_status(overview.run, overview.last_events, nodes, now)
     return RunRow(
-        run,
-        identity.id,
-        identity.owner,
-        launcher.location,
-        running_nodes=sum(task.state == "running" for task in tasks),
-        nodes=len(tasks),
-        gpus=_count_gpus(tasks),
-        state=status.state,
+        overview.run,
+        overview.identity.id,
+        overview.identity.owner,
+        location,
+        running_nodes=sum(task.state == "running" for task in nodes),
+        nodes=len(nodes),
+        gpus=_count_gpus(nodes),
+        state="unreachable" if overview.error else status.state,
         step=status.progress.get("step"),
         steps=status.progress.get("steps"),
-        created=identity.created,
-        reason=status.reason,
+        created=overview.identity.created,
+        reason=overview.error or status.reason,
     )
 
 

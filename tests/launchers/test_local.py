@@ -134,9 +134,10 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
     assert launcher.load_deployment("demo") == (plan.config, plan.cargo)
     assert launcher.list_runs() == ["demo"]
     assert list(launcher.stream_logs("demo", follow=False, since=time.time())) == []
+    recorded_run = RecordedRun("demo", launcher.read_identity("demo"))
     launcher.tear_down_run("demo", print)
     assert launcher.list_runs() == []
-    printed = [line for line in RecordedRun("demo", launcher.read_identity("demo")).load_log_lines() if line.time > begun]
+    printed = [line for line in recorded_run.load_log_lines() if line.time > begun]
     assert sorted(line.rank for line in printed if line.text == "start at 0 of world 2, hush" and line.rank is not None) == [0, 1]
     assert list_run_pids(tmp_path) == []
     assert not list((tmp_path / "home").rglob("TOKEN"))

@@ -10,6 +10,7 @@ from swarmtrain.errors import EXIT_USAGE, AmbiguousRun, ConfirmationRequired, Ru
 from swarmtrain.launchers import run_discovery
 from swarmtrain.launchers.base import ProgressReporter, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun
+from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.run_discovery import find_run, find_run_or_record
 from swarmtrain.operations import runs
 from swarmtrain.protocol import EVENT_PROGRESS, EVENT_WORLD_FORMED, Event
@@ -60,7 +61,8 @@ def _act_as_alice(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_launchers(monkeypatch: pytest.MonkeyPatch, *launchers: FakeLauncher) -> None:
     found = [(launcher, run) for launcher in launchers for run in launcher.list_runs()]
     monkeypatch.setattr(run_discovery, "discover_runs", lambda: ({item.location: item for item in launchers}, found, []))
-    monkeypatch.setattr("swarmtrain.view.run_table.discover_runs", run_discovery.discover_runs)
+    overviews = [(launcher.location, overview) for launcher in launchers for overview in read_overviews(launcher)]
+    monkeypatch.setattr("swarmtrain.view.run_table.discover_overviews", lambda: (overviews, []))
 
 
 def test_labels_store_an_identity_completely() -> None:

@@ -22,12 +22,13 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
 from swarmtrain.images.transfer_progress import pull_image_if_missing
 from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs, engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
+from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
 from swarmtrain.launchers.docker import container_specs, container_state, update_stream
 from swarmtrain.launchers.docker.container_state import Container
@@ -184,6 +185,10 @@ class DockerLauncher:
     def list_runs(self) -> list[str]:
         """Return the names of the runs on this engine, sorted."""
         return container_state.list_runs(self._engine)
+
+    def read_overviews(self) -> list[RunOverview]:
+        """Return an overview of each run."""
+        return read_overviews(self)
 
     def list_terminating_runs(self) -> list[str]:
         """Return an empty list: a run exists until its last container is removed."""

@@ -20,9 +20,10 @@ from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import RunNotFound
 from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord, list_local_runs, translate_os_errors
+from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan
@@ -125,6 +126,10 @@ class LocalLauncher:
     def list_runs(self) -> list[str]:
         """Return the names of the runs on this machine, sorted."""
         return list_local_runs()
+
+    def read_overviews(self) -> list[RunOverview]:
+        """Return an overview of each run."""
+        return read_overviews(self)
 
     def list_terminating_runs(self) -> list[str]:
         """Return an empty list: a local run is listed until its removal is complete."""

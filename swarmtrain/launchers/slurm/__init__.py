@@ -22,9 +22,10 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.config.user_files import SECRET_MODE
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.local_run_folder import translate_os_errors
+from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.launchers.slurm.slurm_run_folder import (
     SCRIPT_FILE,
@@ -179,6 +180,10 @@ class SlurmLauncher:
     def list_runs(self) -> list[str]:
         """Return the names of the user's runs under Slurm, sorted."""
         return list_slurm_runs()
+
+    def read_overviews(self) -> list[RunOverview]:
+        """Return an overview of each run."""
+        return read_overviews(self)
 
     def list_terminating_runs(self) -> list[str]:
         """Return an empty list: a run under Slurm is listed until its removal is complete."""

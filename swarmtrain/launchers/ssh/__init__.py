@@ -26,9 +26,10 @@ from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError
 from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import build_version_error, translate_os_errors
+from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, update_stream
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, list_hosts
@@ -263,6 +264,10 @@ class SshLauncher:
     def list_runs(self) -> list[str]:
         """Return the names of the runs that were deployed from this machine, sorted."""
         return self._index.list_runs()
+
+    def read_overviews(self) -> list[RunOverview]:
+        """Return an overview of each run."""
+        return read_overviews(self)
 
     @translate_os_errors()
     def list_terminating_runs(self) -> list[str]:

@@ -22,14 +22,14 @@ from swarmtrain.errors import StackError
 from swarmtrain.images import pin_image
 from swarmtrain.images.swarm_nodes import build_engine_address, get_engine_node_id
 from swarmtrain.inventory import Inventory
-from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
-from swarmtrain.launchers.swarm import cluster_state, code_placement, plan_checks, teardown
+from swarmtrain.launchers.swarm import cluster_state, code_placement, overviews, plan_checks, teardown
 from swarmtrain.launchers.swarm.convergence import StartupTolerance
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
@@ -123,6 +123,9 @@ class SwarmLauncher:
 
     def list_runs(self) -> list[str]:
         return cluster_state.list_runs(self._engine)
+
+    def read_overviews(self) -> list[RunOverview]:
+        return overviews.read_overviews(self._engine)
 
     def list_terminating_runs(self) -> list[str]:
         return cluster_state.list_terminating_runs(self._engine)

@@ -153,11 +153,21 @@ def read_network_name(engine: DockerEngine, network_id_or_name: str) -> str:
 
 def list_services(engine: DockerEngine, stack: str) -> list[Service]:
     """Return the services of `stack`: nodes first, ordered by node number. Raises EngineError."""
-    services = [
-        Service(item["ID"], item["Version"]["Index"], item["Spec"], "PreviousSpec" in item, item["CreatedAt"])
-        for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")
-    ]
+    services = [_parse_service(item) for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")]
     return sorted(services, key=lambda service: (not service.is_node, build_natural_sort_key(service.name)))
+
+
+def list_services_of_runs(engine: DockerEngine) -> list[tuple[str, Service]]:
+    """Return the services of all runs, each with the name of its run, ordered by run. Raises EngineError."""
+    items = engine.list_objects("/services", label=LABEL_RUN)
+    services = [(_get_stack_label(item), _parse_service(item)) for item in items if _get_stack_label(item)]
+    return sorted(services, key=lambda pair: (pair[0], not pair[1].is_node, build_natural_sort_key(pair[1].name)))
+
+
+def _parse_service(api_object: dict[str, Any]) -> Service:
+    return Service(
+        api_object["ID"], api_object["Version"]["Index"], api_object["Spec"], "PreviousSpec" in api_object, api_object["CreatedAt"]
+    )
 
 
 def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
@@ -222,6 +232,11 @@ def list_tasks(engine: DockerEngine, stack: str) -> list[Task]:
     """Return all tasks of `stack` in Swarm's task history, oldest first, including those of removed services. Raises EngineError."""
     tasks = [_parse_task(item) for item in engine.list_objects("/tasks", label=f"{LABEL_STACK}={stack}")]
     return sorted(tasks, key=lambda task: task.created_at)
+
+
+def list_tasks_of_runs(engine: DockerEngine) -> list[Task]:
+    """Return the tasks of all runs in Swarm's task history, oldest first. Raises EngineError."""
+    return sorted((_parse_task(item) for item in engine.list_objects("/tasks", label=LABEL_RUN)), key=lambda task: task.created_at)
 
 
 def _parse_task(api_object: dict[str, Any]) -> Task:
