@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +65,7 @@ def _list_skipped_paths(config: Config, working_folder: Path) -> frozenset[Path]
 
 def _expand_entry(entry: Path, working_folder: Path, skipped_paths: frozenset[Path]) -> Iterator[FolderEntry]:
     path = working_folder / entry
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112  # Path.is_dir raises an error for a path that is too long, or that may not be looked up
         yield from _list_folder_entry(entry, working_folder, skipped_paths)
     elif not glob.has_magic(str(entry)) or path.exists():
         yield get_shipped_name(entry), path
@@ -152,7 +154,7 @@ def _remove_repetitions(files: Sequence[CodeFile]) -> list[CodeFile]:
 def _check_size(files: Sequence[CodeFile]) -> None:
     bytes_by_folder: Counter[str] = Counter()
     for file in files:
-        bytes_by_folder[file.name.partition("/")[0]] += file.path.stat().st_size if file.path.is_file() else 0
+        bytes_by_folder[file.name.partition("/")[0]] += _get_file_size(file.path)
     total_bytes = sum(bytes_by_folder.values())
     if len(files) <= _MAX_FILES and total_bytes <= _MAX_BYTES:
         return
@@ -163,3 +165,12 @@ def _check_size(files: Sequence[CodeFile]) -> None:
         place=f"config {_CODE_KEY}",
         hint="list what the nodes do not need in .dockerignore, and mount data with runner.docker_config.docker_mounts",
     )
+
+
+def _get_file_size(path: Path) -> int:
+    """Return the size of the file at `path` in bytes; 0 if it cannot be read, which is an error when it is shipped."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0

@@ -129,6 +129,7 @@ def test_two_files_with_one_name_are_refused(folder: Path) -> None:
         ("[nothing]", r"config runner\.code: .*nothing: no such file"),
         ("['*.cpp']", r"\*\.cpp: the pattern matches no file in"),
         ("[runs]", "runs: has no files, or git or its .dockerignore ignores all of them"),
+        (f"[{'x' * 300}]", "file name too long"),
     ],
 )
 def test_an_entry_without_files_is_refused(code: str, message: str) -> None:
