@@ -106,7 +106,7 @@ ENGINE_BUGS = (
         (29, 0, 0),
         (29, 6, 2),
         "may not resolve the names of a node's services for hours after the node lost its link for seconds",
-        "update it to a version after 29.6.2; if a container cannot find the rendezvous, run docker service update --force SERVICE",
+        "update it to a version after 29.6.2; while deploy or logs -f follow the run, they replace a coordinator that a node cannot find",
         _uses_overlay,
     ),
     # moby#51672

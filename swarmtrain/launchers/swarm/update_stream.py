@@ -15,6 +15,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.log_recorder import LogRecorder
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.launchers.swarm.coordinator_repair import CoordinatorRepair
 from swarmtrain.launchers.swarm.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -107,6 +108,7 @@ class _SwarmStream:
         self._is_removed = False
         self._finished_since: float | None = None
         self._poller = StatePoller(engine, run)
+        self._repair = CoordinatorRepair(engine, run)
         self._answered_at = time.monotonic()
         self._lost_reason = ""
 
@@ -118,6 +120,8 @@ class _SwarmStream:
             yield from self._stream_task_states()
             batch = self._take_log_lines()
             for line in batch:
+                if repair_message := self._repair.handle_line(line):
+                    yield self._build_manager_status_event(repair_message)
                 update = self._convert_log_line_to_update(line)
                 if update is not None:
                     yield update
@@ -190,6 +194,7 @@ class _SwarmStream:
 
     def _process_snapshot(self, snapshot: SwarmSnapshot) -> list[TaskState]:
         self._is_removed = not snapshot.services
+        self._repair.observe_snapshot(snapshot)
         self._remember_replaced_coordinators(snapshot)
         self._start_new_log_readers(snapshot.services)
         self._update_finish_time(snapshot)
