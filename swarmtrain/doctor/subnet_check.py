@@ -47,16 +47,17 @@ def _find_next_subnets(results: ProbeResults) -> IPv4Network | None:
     """Return the range from which Swarm assigns the next subnets: that around the probe's. None if the run has no own overlay network."""
     if results.plan.config.runner.swarm.network is not None:
         return None
-    networks = [facts["networks"].get(facts["interface"]) for facts in results.nodes.values()]
+    networks = [facts.get("networks", {}).get(facts["interface"]) for facts in results.nodes.values()]
     probed = next((IPv4Network(network) for network in networks if network), None)
     return probed.supernet(new_prefix=min(probed.prefixlen, _NEIGHBORHOOD_PREFIX)) if probed else None
 
 
 def _describe_outside_addresses(results: ProbeResults) -> dict[str, str]:
     """Return the IPv4 addresses outside of the run that containers may have to reach, each by a text that says whose it is."""
+    # The probe of an image with an older version of swarmtrain reports no resolvers.
     addresses = {f"{address}, the address of {host}": address for host, address in results.machine_addresses.items()}
     for name, facts in results.nodes.items():
-        addresses |= {f"{address}, a DNS resolver of {results.describe_node(name)}": address for address in facts["resolvers"]}
+        addresses |= {f"{address}, a DNS resolver of {results.describe_node(name)}": address for address in facts.get("resolvers", ())}
     return {text: address for text, address in addresses.items() if _is_ipv4_address(address)}
 
 

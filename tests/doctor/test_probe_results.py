@@ -319,6 +319,13 @@ def read_suggested_subnet(results: ProbeResults) -> str:
     return (finding.hint or "").removeprefix("set runner.swarm.subnet: ").partition(";")[0]
 
 
+def test_a_probe_of_an_older_image_reports_no_networks() -> None:
+    results = build_healthy_probe()
+    new_facts = ("networks", "resolvers")
+    old_nodes = {name: {key: fact for key, fact in facts.items() if key not in new_facts} for name, facts in results.nodes.items()}
+    assert [finding for check in CHECKS.checks for finding in check.run_check(replace(results, nodes=old_nodes))] == []
+
+
 def test_a_network_that_is_not_the_runs_own_has_no_subnet_to_set() -> None:
     results = set_addresses({"gpu-1": "10.0.1.7"}, swarm={"network": "shared"})(build_healthy_probe())
     assert not list(next(check for check in CHECKS.checks if check.name == "subnet").run_check(results))
