@@ -24,12 +24,23 @@ from io import BufferedRWPair
 from typing import Any
 
 from swarmtrain import __version__
-from swarmtrain.errors import CoordinatorError, ProtocolMismatch
-from swarmtrain.protocol import PROTOCOL_VERSION, Event, EventResponse, RescueAssignment, RunOutcome, SupervisorResponse, SurvivorState
+from swarmtrain.errors import CoordinatorError, CoordinatorNameError, ProtocolMismatch
+from swarmtrain.protocol import (
+    PROTOCOL_VERSION,
+    UNRESOLVED_COORDINATOR_TEXT,
+    Event,
+    EventResponse,
+    RescueAssignment,
+    RunOutcome,
+    SupervisorResponse,
+    SurvivorState,
+)
 from swarmtrain.run_key import NEXT_NONCE_FIELD, REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, load_run_key, open_signed_message
 
 _RETRY_SECONDS = 0.5
 _OFFSET_SAMPLES = 5
+# Until a new coordinator's name resolves, seconds pass; its image may have to be pulled first.
+_UNRESOLVED_REPORT_SECONDS = 30.0
 
 
 class CoordinatorClient:
@@ -160,10 +171,11 @@ class CoordinatorClient:
     def wait_until_reachable(self, timeout: float) -> None:
         """Wait until the coordinator responds, for at most `timeout` seconds.
 
-        The host name is resolved again at each attempt, since DNS may lag by seconds. Raises CoordinatorError with the last error if the
-        coordinator does not respond in time.
+        The host name is resolved again at each attempt, since DNS may lag by seconds. If it does not resolve for 30 s, this is logged to
+        stderr, where a launcher that follows the run reads it. Raises CoordinatorError with the last error if the coordinator does not
+        respond in time.
         """
-        deadline = time.monotonic() + timeout
+        deadline, next_report_at = time.monotonic() + timeout, time.monotonic() + _UNRESOLVED_REPORT_SECONDS
         while True:
             try:
                 self._send_request("ping")
@@ -175,7 +187,17 @@ class CoordinatorClient:
                     raise CoordinatorError(
                         f"no response within {timeout:g} s: {error.message}", place=error.place, hint=error.hint
                     ) from None
+                if not isinstance(error, CoordinatorNameError):
+                    next_report_at = time.monotonic() + _UNRESOLVED_REPORT_SECONDS
+                elif time.monotonic() >= next_report_at:
+                    next_report_at = time.monotonic() + _UNRESOLVED_REPORT_SECONDS
+                    self._log_unresolved_name(error)
             time.sleep(_RETRY_SECONDS)
+
+    def _log_unresolved_name(self, error: CoordinatorNameError) -> None:
+        host = self.address.rpartition(":")[0]
+        sys.stderr.write(f"{UNRESOLVED_COORDINATOR_TEXT} {host} for {_UNRESOLVED_REPORT_SECONDS:g} s: {error.message}\n")
+        sys.stderr.flush()
 
     def _send_supervisor_request(self, op: str, **fields: Any) -> SupervisorResponse:
         response = self._send_request(op, **fields)
@@ -189,6 +211,8 @@ class CoordinatorClient:
                 address = connection.getpeername()[:2]
                 key = load_run_key() if self._key is None else self._key
                 response = self._send_signed_request(stream, key, request) if key else _send_unsigned_request(stream, request)
+        except socket.gaierror as error:
+            raise CoordinatorNameError(str(error), place=f"coordinator {self.address}") from None
         except (OSError, ValueError) as error:
             raise CoordinatorError(str(error), place=f"coordinator {self.address}") from None
         self._last_address = address

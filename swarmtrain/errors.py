@@ -192,6 +192,10 @@ class CoordinatorError(SwarmtrainError):
     """The coordinator cannot be reached in time, or its response is invalid."""
 
 
+class CoordinatorNameError(CoordinatorError):
+    """The host name of the coordinator does not resolve."""
+
+
 class ProtocolMismatch(CoordinatorError):
     """The coordinator and this process use different versions of the protocol."""
 

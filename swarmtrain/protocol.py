@@ -221,6 +221,10 @@ class SurvivorState:
     """Total number of file systems to which the ranks would save."""
 
 
+UNRESOLVED_COORDINATOR_TEXT = "swarmtrain: cannot resolve the name of the coordinator"
+"""Start of the log line of a node that cannot resolve the coordinator's name, which follows. An event could not reach the coordinator."""
+
+
 # Event kinds. The comment above each lists its fields.
 # run, run_id
 EVENT_COORDINATOR_STARTED = "coordinator"

@@ -103,7 +103,10 @@ SUITES = {
         "everything that needs neither torch nor a lab, and bad input to every command",
     ),
     "newer": Suite(
-        [f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER_ENGINE_TESTS],
+        [
+            *(f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER_ENGINE_TESTS),
+            "lab/test_overlay_subnet.py::test_doctor_names_a_resolver_and_machines_inside_the_subnet",
+        ],
         "tests of `lab` that depend on the Docker API, with a newer engine",
         "downloads a second engine and repeats tests of `lab`",
     ),

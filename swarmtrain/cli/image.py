@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from swarmtrain.cli.options import JsonOption
+from swarmtrain.cli.options import JsonOption, YesOption
 
 app = typer.Typer(no_args_is_help=True)
 registry = typer.Typer(no_args_is_help=True)
@@ -121,19 +121,26 @@ def start_registry(
     ] = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the registry on that node.")] = 5000,
     image: Annotated[str, typer.Option("--image", help="Registry image.")] = "registry:2.8.3",
+    user: Annotated[str, typer.Option("--user", help="User of the registry's login.")] = "swarmtrain",
+    password_file: Annotated[
+        Path | None,
+        typer.Option("--password-file", help="File with the password. Default: random, stored in the state directory.", show_default=False),
+    ] = None,
     *,
+    no_login: Annotated[bool, typer.Option("--no-login", help="Require no login: anyone who reaches the port can replace images.")] = False,
+    allow_deletes: Annotated[bool, typer.Option("--allow-deletes", help="Accept requests that delete images.")] = False,
+    yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Start a registry on one node; print its address (the prefix of image names) and the engine settings that it needs."""
-    from swarmtrain.images import swarm_registry as registries
-    from swarmtrain.launchers.common.docker_engine import DockerEngine
-    from swarmtrain.view.console import print_message, show_progress
+    """Start a registry on one node, with a login; print its address (the prefix of image names) and the engine settings that it needs."""
+    from swarmtrain.operations import registry as registries
+    from swarmtrain.view.console import print_message
     from swarmtrain.view.output import print_result
 
-    with show_progress(
-        "starting a registry", interrupt_hint="run swarmtrain image registry down to remove what is left"
-    ) as report_progress:
-        registry_status = registries.start_registry(DockerEngine(), node=node, port=port, image=image, report_progress=report_progress)
+    login_user = "" if no_login else user
+    registry_status = registries.start_registry(
+        node=node, port=port, image=image, user=login_user, password_file=password_file, allow_deletes=allow_deletes, assume_yes=yes
+    )
     if json:
         print_result(registry_status, as_json=True)
     else:

@@ -8,6 +8,7 @@ probe_results      the results of the probes
 node_checks        checks on the nodes
 gpu_checks         checks on the nodes' GPUs
 link_checks        checks on the network links between the nodes
+subnet_check       check of the overlay network's subnet
 report             the results of all checks
 """
 
@@ -23,6 +24,7 @@ from swarmtrain.doctor import (  # importing a module registers its checks
     link_checks,  # noqa: F401
     node_checks,  # noqa: F401
     probe_results,
+    subnet_check,  # noqa: F401
 )
 from swarmtrain.doctor.check_registry import CheckRegistry, EvidenceT
 from swarmtrain.doctor.probe import run_probe
@@ -110,7 +112,12 @@ def _examine_nodes(
     check_results = [*check_results, CheckResult("start", "the job's services can be started", tuple(refusals))]
     if results is None:
         return _build_report(plan, check_results)
-    results = replace(results, image=snapshot.image.reference if snapshot.image else "")
+    results = replace(
+        results,
+        image=snapshot.image.reference if snapshot.image else "",
+        machine_addresses={cluster_checks.get_host_name(node): cluster_checks.get_machine_address(node) for node in snapshot.nodes},
+        swarm_subnets=snapshot.swarm_subnets,
+    )
     return _build_report(plan, [*check_results, *_run_checks(probe_results.CHECKS, results)], results)
 
 

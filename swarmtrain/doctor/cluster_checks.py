@@ -36,6 +36,13 @@ def get_host_name(node: ApiObject) -> str:
     return str(node["Description"].get("Hostname") or node["ID"])
 
 
+def get_machine_address(node: ApiObject) -> str:
+    """Return the address that the machine of the swarm node `node` advertises to the others; empty if the swarm does not know it."""
+    # Old engines report the leader's own address as 0.0.0.0, so the address in ManagerStatus takes precedence.
+    manager_address = (node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]")
+    return str(manager_address or node["Status"].get("Addr", ""))
+
+
 @dataclass(frozen=True)
 class ClusterSnapshot:
     """Snapshot of the swarm: the unmodified responses of one manager, and the plan to check (None: only the cluster is checked)."""
@@ -48,6 +55,8 @@ class ClusterSnapshot:
     """The plan's image as resolved by its registry; None if unknown."""
     terminating_runs: tuple[str, ...] = field(default=())
     """Names of runs whose removal is incomplete."""
+    swarm_subnets: tuple[str, ...] = ()
+    """The subnets of the swarm's networks, in CIDR notation."""
 
     @property
     def platforms(self) -> tuple[tuple[str, str], ...]:
@@ -95,12 +104,13 @@ def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
     Raises EngineError if no manager responds.
     """
     with ThreadPoolExecutor() as pool:
-        listings = [pool.submit(engine.list_objects, path) for path in ("/nodes", "/services", "/tasks")]
+        listings = [pool.submit(engine.list_objects, path) for path in ("/nodes", "/services", "/tasks", "/networks")]
         image = pool.submit(_pin_planned_image, engine, plan)
         terminating_runs = pool.submit(cluster_state.list_terminating_runs, engine)
-        nodes, services, tasks = (tuple(listing.result()) for listing in listings)
+        nodes, services, tasks, networks = (tuple(listing.result()) for listing in listings)
         ordered = tuple(sorted(nodes, key=lambda node: (cluster_state.build_natural_sort_key(get_host_name(node)), node["ID"])))
-        return ClusterSnapshot(ordered, services, tasks, plan, image.result(), tuple(terminating_runs.result()))
+        subnets = tuple(subnet for subnets in cluster_state.map_swarm_subnets(networks).values() for subnet in subnets)
+        return ClusterSnapshot(ordered, services, tasks, plan, image.result(), tuple(terminating_runs.result()), subnets)
 
 
 def _pin_planned_image(engine: DockerEngine, plan: Plan | None) -> PinnedImage | None:
@@ -239,15 +249,13 @@ def _check_platforms(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 @CHECKS("addresses", "every node advertises an address that the others can reach")
 def _check_advertised_addresses(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for node in snapshot.nodes:
-        # Old engines report the leader's own address as 0.0.0.0, so the address in ManagerStatus takes precedence.
-        manager = (node.get("ManagerStatus") or {}).get("Addr", "").rpartition(":")[0].strip("[]")
-        address = manager or node["Status"].get("Addr", "")
+        address = get_machine_address(node)
         if not _is_unreachable_address(address):
             continue
         alone = len(snapshot.nodes) == 1
         hint = "docker swarm leave --force (this stops everything in the swarm), then docker swarm init --advertise-addr ITS_ADDRESS"
         if not alone:
-            leave = "docker swarm leave --force" if manager else "docker swarm leave"
+            leave = "docker swarm leave --force" if node in snapshot.managers else "docker swarm leave"
             hint = f"on it: {leave}, then docker swarm join --advertise-addr ITS_ADDRESS --token TOKEN MANAGER:2377"
         why = "nodes reach each other's containers through this address, but on each node it refers to a different machine or to none"
         yield Finding(

@@ -29,9 +29,12 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
     probe = replace(
         plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve_gpus else _drop_gpu_reservation(plan.config)
     )
+    is_up = plan.run in launcher.list_runs()
+    if is_up:
+        probe = replace(probe, config=_drop_subnet(probe.config))
     if not reserve_gpus:
         report_progress("the GPUs are reserved by a run: the probe checks the nodes without reserving GPUs")
-    if plan.run in launcher.list_runs():
+    if is_up:
         report_progress(f"{plan.run} is up: it keeps running, and shares its nodes with the probe for a few seconds")
     report_progress(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
     try:
@@ -45,6 +48,12 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
 def _drop_gpu_reservation(config: Config) -> Config:
     """Return a copy of `config` for a run that sees the GPUs but reserves none."""
     swarm = config.runner.swarm.model_copy(update={"gpu": GpuMode.visible})
+    return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
+
+
+def _drop_subnet(config: Config) -> Config:
+    """Return a copy of `config` for a probe that runs at the same time as the run, whose network has the configured subnet."""
+    swarm = config.runner.swarm.model_copy(update={"subnet": None})
     return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
 
 

@@ -26,6 +26,10 @@ class ProbeResults:
     """The final state of each node's service, as reported by the launcher."""
     image: str = ""
     """The job's image with the digest from its registry at the start of the probe."""
+    machine_addresses: Mapping[str, str] = field(default_factory=dict)
+    """The address that each machine of the swarm advertises, by host name."""
+    swarm_subnets: tuple[str, ...] = ()
+    """The subnets of the swarm's networks, in CIDR notation."""
 
     @property
     def working_links(self) -> list[NodeFacts]:

@@ -1,10 +1,12 @@
 """A registry inside the swarm, for users without one: a service on one node that stores its images in a volume there.
 
-It serves plain HTTP, since it has no certificate: every engine must list it as an insecure registry.
+It serves plain HTTP, since it has no certificate: every engine must list it as an insecure registry, and anyone who can read the traffic
+between the machines can read its password.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Mapping
@@ -14,6 +16,14 @@ from typing import Any
 from swarmtrain.errors import EngineError, ImageError
 from swarmtrain.images.image_client import ProgressReporter
 from swarmtrain.images.pinning import pin_image
+from swarmtrain.images.registry_access import (
+    DELETES_LABEL,
+    HTPASSWD_LABEL,
+    SALT_LABEL,
+    USER_LABEL,
+    RegistryAccess,
+    build_secret_mount,
+)
 from swarmtrain.images.swarm_nodes import ManagerEngine, get_engine_node_id, get_host_name
 from swarmtrain.images.swarm_nodes import get_node_address as address_of
 
@@ -44,6 +54,9 @@ class RegistryStatus:
     """Why the queried engine cannot use the registry; empty if it can."""
     insecure_registries: tuple[str, ...]
     """The complete list of `insecure-registries` that the daemon.json of the queried engine should have."""
+    user: str
+    """The user of its login; empty if it has none."""
+    allows_deletes: bool
 
     @property
     def daemon_json_line(self) -> str:
@@ -59,6 +72,8 @@ class RegistryStatus:
             "state": self.state,
             "reason": self.reason,
             "trust": self.trust_problem,
+            "user": self.user,
+            "allows_deletes": self.allows_deletes,
         }
 
     def __str__(self) -> str:
@@ -66,6 +81,9 @@ class RegistryStatus:
             f"{self.address} on {self.host}, {self.image}, {self.state}" + (f": {self.reason}" if self.reason else ""),
             f"this engine cannot use the registry yet: {self.trust_problem}" if self.trust_problem else "this engine can use the registry",
             f"every engine needs this in its /etc/docker/daemon.json: {self.daemon_json_line}",
+            f"it requires the login of user {self.user}"
+            if self.user
+            else "it requires no login: anyone who reaches it can replace images, which the next deploy then runs on every node",
         ]
         return "\n".join(lines)
 
@@ -76,32 +94,54 @@ def start_registry(
     node: str | None = None,
     port: int = DEFAULT_PORT,
     image: str = DEFAULT_IMAGE,
+    access: RegistryAccess,
     report_progress: ProgressReporter,
 ) -> RegistryStatus:
-    """Start the registry on `node` (default: the engine's own node) and wait until it runs. If the registry already runs, it is kept.
+    """Start the registry on `node` (default: the engine's own node) and wait until it runs.
 
-    Returns its status. Raises ImageError if it runs with other settings or cannot run, EngineError if the engine rejects a request.
+    If it already runs, it is kept, except that its container is replaced if `access` differs (`list_access_changes`). Returns its status.
+    Raises ImageError if it runs on another node or port or with another image, or cannot run, EngineError if the engine rejects a request.
     """
     manager_node = _find_node(engine, node)
     desired_spec = _build_service_spec(manager_node["ID"], port, image)
-    if existing_service := _find_service(engine):
-        if (existing_service["Spec"]["Labels"], _get_placement_constraints(existing_service["Spec"])) != (
-            desired_spec["Labels"],
-            _get_placement_constraints(desired_spec),
-        ):
-            raise ImageError("the registry is already running with a different node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
+    existing_service = _find_service(engine)
+    if existing_service:
+        _check_place_unchanged(existing_service["Spec"], desired_spec)
+    is_kept = existing_service is not None and not list_access_changes(engine, access)
+    if is_kept:
         report_progress("it is already running")
     else:
+        _add_access(engine, desired_spec, access, existing_service)
+        if existing_service:
+            _remove_service(engine, existing_service, report_progress)
         desired_spec["TaskTemplate"]["ContainerSpec"]["Image"] = _pin_image_or_warn(engine, image, report_progress)
         report_progress(f"starting {image} on {get_host_name(manager_node)}, port {port}")
         engine.post("/services/create", desired_spec, image=image)
     try:
         _wait_until_registry_running(engine, get_host_name(manager_node), port, report_progress)
     except BaseException:
-        if not existing_service:
+        if not is_kept:
             engine.delete(f"/services/{SERVICE_NAME}")
         raise
+    _remove_unused_secrets(engine, _get_secret_name(_get_service(engine)["Spec"]))
     return get_registry_status(engine)
+
+
+def list_access_changes(engine: ManagerEngine, access: RegistryAccess) -> list[str]:
+    """Return how `access` differs from that of the running registry; empty if it does not, or none runs. Raises EngineError."""
+    service = _find_service(engine)
+    return access.describe_changes(service["Spec"]["Labels"], _get_secret_name(service["Spec"])) if service else []
+
+
+def find_login_user(engine: ManagerEngine) -> str:
+    """Return the user of the running registry's login; empty if it has none, or none runs. Raises EngineError."""
+    service = _find_service(engine)
+    return str(service["Spec"]["Labels"].get(USER_LABEL, "")) if service else ""
+
+
+def get_registry_address(engine: ManagerEngine, *, node: str | None, port: int) -> str:
+    """Return the address that a registry on `node` has, with which names of its images begin. Raises ImageError for an unknown node."""
+    return f"{address_of(_find_node(engine, node))}:{port}"
 
 
 def remove_registry(engine: ManagerEngine, *, remove_images: bool, report_progress: ProgressReporter) -> None:
@@ -119,13 +159,10 @@ def remove_registry(engine: ManagerEngine, *, remove_images: bool, report_progre
             place=_LOCATION,
             hint=f"run swarmtrain image registry down, then docker volume rm {SERVICE_NAME} on {node_host}",
         )
-    engine.delete(f"/services/{SERVICE_NAME}")
-    report_progress("waiting for its container to stop")
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
-    while [task for task in engine.list_objects("/tasks") if task.get("ServiceID") == service["ID"]] and time.monotonic() < deadline:
-        time.sleep(0.2)
+    _remove_service(engine, service, report_progress)
+    _remove_unused_secrets(engine, "")
     if remove_images:
-        _remove_volume(engine, deadline)
+        _remove_volume(engine, time.monotonic() + _TIMEOUT_SECONDS)
 
 
 def get_registry_status(engine: ManagerEngine) -> RegistryStatus:
@@ -145,6 +182,8 @@ def get_registry_status(engine: ManagerEngine) -> RegistryStatus:
         reason=str(newest_status.get("Err", "")),
         trust_problem=_find_trust_problem(engine, address) if newest_status["State"] == "running" else "it does not run",
         insecure_registries=tuple(sorted({*insecure_names, address})),
+        user=labels.get(USER_LABEL, ""),
+        allows_deletes=labels.get(DELETES_LABEL, "true") == "true",
     )
 
 
@@ -155,7 +194,7 @@ def _build_service_spec(node_id: str, port: int, image: str) -> dict[str, Any]:
         "Name": SERVICE_NAME,
         "Labels": {"swarmtrain.registry.port": str(port), "swarmtrain.registry.image": image},
         "TaskTemplate": {
-            "ContainerSpec": {"Image": image, "Env": ["REGISTRY_STORAGE_DELETE_ENABLED=true"], "Mounts": [mount]},
+            "ContainerSpec": {"Image": image, "Mounts": [mount]},
             "Resources": {"Limits": {"MemoryBytes": _MEMORY_LIMIT_BYTES}},
             "RestartPolicy": {"Condition": "any", "Delay": 5 * _NANOSECONDS},
             "Placement": {"Constraints": [f"node.id=={node_id}"]},
@@ -164,6 +203,61 @@ def _build_service_spec(node_id: str, port: int, image: str) -> dict[str, Any]:
         "UpdateConfig": {"Parallelism": 1, "Order": "stop-first"},
         "EndpointSpec": {"Mode": "dnsrr", "Ports": [published]},
     }
+
+
+def _check_place_unchanged(spec: Mapping[str, Any], desired_spec: Mapping[str, Any]) -> None:
+    labels = {name: spec["Labels"].get(name) for name in desired_spec["Labels"]}
+    if (labels, _get_placement_constraints(spec)) != (desired_spec["Labels"], _get_placement_constraints(desired_spec)):
+        raise ImageError("the registry is already running with a different node, port or image", place=_LOCATION, hint=_RECREATE_HINT)
+
+
+def _add_access(
+    engine: ManagerEngine, desired_spec: dict[str, Any], access: RegistryAccess, existing_service: Mapping[str, Any] | None
+) -> None:
+    """Add the settings of `access` to a spec, and create the secret with its login; without a new password, refer to the existing one."""
+    labels, container = desired_spec["Labels"], desired_spec["TaskTemplate"]["ContainerSpec"]
+    old_spec = existing_service["Spec"] if existing_service else {"Labels": {}}
+    labels[DELETES_LABEL] = str(access.allow_deletes).lower()
+    container["Env"] = access.environment
+    if not access.user:
+        return
+    labels[USER_LABEL] = access.user
+    if access.password:
+        htpasswd = access.build_htpasswd(old_spec["Labels"])
+        labels[SALT_LABEL] = htpasswd.salt
+        container["Secrets"] = [_create_htpasswd_secret(engine, f"{SERVICE_NAME}-htpasswd-{htpasswd.digest}", htpasswd.content)]
+    else:
+        labels[SALT_LABEL] = old_spec["Labels"][SALT_LABEL]
+        container["Secrets"] = old_spec["TaskTemplate"]["ContainerSpec"]["Secrets"]
+
+
+def _create_htpasswd_secret(engine: ManagerEngine, name: str, content: bytes) -> dict[str, object]:
+    """Create the secret, unless it exists, and return the entry in a service's spec that mounts it."""
+    existing_ids = {item["Spec"]["Name"]: item["ID"] for item in engine.list_objects("/secrets", label=HTPASSWD_LABEL)}
+    if name not in existing_ids:
+        spec = {"Name": name, "Labels": {HTPASSWD_LABEL: ""}, "Data": base64.b64encode(content).decode()}
+        existing_ids[name] = engine.post("/secrets/create", spec)["ID"]
+    return build_secret_mount(existing_ids[name], name)
+
+
+def _get_secret_name(spec: Mapping[str, Any]) -> str:
+    """Return the name of the secret with the registry's login; empty if it has none."""
+    return next((str(item["SecretName"]) for item in spec["TaskTemplate"]["ContainerSpec"].get("Secrets") or []), "")
+
+
+def _remove_unused_secrets(engine: ManagerEngine, used_name: str) -> None:
+    for item in engine.list_objects("/secrets", label=HTPASSWD_LABEL):
+        if item["Spec"]["Name"] != used_name:
+            engine.delete(f"/secrets/{item['ID']}")
+
+
+def _remove_service(engine: ManagerEngine, service: Mapping[str, Any], report_progress: ProgressReporter) -> None:
+    """Remove the registry's service, and wait until its container has stopped."""
+    engine.delete(f"/services/{SERVICE_NAME}")
+    report_progress("waiting for its container to stop")
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while [task for task in engine.list_objects("/tasks") if task.get("ServiceID") == service["ID"]] and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def _pin_image_or_warn(engine: ManagerEngine, image: str, report_progress: ProgressReporter) -> str:
@@ -210,6 +304,8 @@ def _find_trust_problem(engine: ManagerEngine, registry_address: str) -> str:
     try:
         engine.inspect_distribution(f"{registry_address}/none:none")
     except EngineError as error:
+        if any(words in error.message.lower() for words in ("unauthorized", "no basic auth credentials")):
+            return f"log in with: docker login {registry_address}"
         if any(words in error.message.lower() for words in ("unknown", "not found", "denied")):
             return ""
         if "HTTP response to HTTPS client" in error.message:

@@ -17,6 +17,7 @@ import yaml
 
 from swarmtrain import __version__
 from swarmtrain.cargo import RunFile
+from swarmtrain.config.schema.fields.overlay_subnet import draw_large_subnet
 from swarmtrain.config.schema.runner import DockerConfig, GpuMode
 from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
 from swarmtrain.errors import StackError
@@ -56,9 +57,6 @@ NETWORK_NAME = "training"
 MAX_CONFIG_BYTES = 1000 * 1024
 _MAX_SECRET_BYTES = 500 * 1024
 _MAX_NAME_LENGTH = 64
-# An overlay is a /24 by default, and each node uses two of its addresses: a task's and a load balancer's.
-_MAX_NODES_IN_SLASH_24 = 100
-_LARGE_SUBNET = "10.128.0.0/16"
 _IPV4_PATTERN = re.compile(r"[0-9.]+")
 _RESTART_DELAY = "2s"
 _SECRETS_FOLDER = PurePosixPath("/run/secrets")
@@ -360,8 +358,8 @@ def _build_network(plan: Plan) -> dict[str, Any]:
         network["internal"] = True
     if options:
         network["driver_opts"] = options
-    if plan.max_nodes > _MAX_NODES_IN_SLASH_24:
-        network["ipam"] = {"config": [{"subnet": _LARGE_SUBNET}]}
+    if subnet := swarm.subnet or draw_large_subnet(plan.run, plan.max_nodes):
+        network["ipam"] = {"config": [{"subnet": subnet}]}
     return network
 
 

@@ -14,7 +14,7 @@ from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.formatting import format_count
 
 # Config settings of a network that Swarm cannot change in place.
-_NETWORK_KEYS = ("runner.swarm.mtu", "runner.swarm.encrypted", "runner.swarm.internal")
+_NETWORK_KEYS = ("runner.swarm.mtu", "runner.swarm.subnet", "runner.swarm.encrypted", "runner.swarm.internal")
 _MAX_VALUE_LENGTH = 60
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 import swarmtrain.doctor  # noqa: F401  # registers all checks
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
+from swarmtrain.config.schema.fields.overlay_subnet import LARGE_SUBNET_RANGE
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import CHECKS, ProbeResults
 from swarmtrain.doctor.report import CheckResult, DoctorReport
@@ -54,6 +55,8 @@ def build_node_facts(**changes: Any) -> dict[str, Any]:
         "address": "10.0.1.4",
         "interface": "eth0",
         "interfaces": {"eth0": 1450, "eth1": 1500},
+        "networks": {"eth0": "10.0.1.0/24", "eth1": "172.18.0.0/16"},
+        "resolvers": ["192.168.1.1"],
         "slots": 2,
         "cores": 8,
         "memory": 64 * GIB,
@@ -95,6 +98,8 @@ def build_healthy_probe() -> ProbeResults:
         {name: build_collective_result() for name in NODES},
         "",
         dict.fromkeys(NODES, "running"),
+        machine_addresses={f"gpu-{index}": f"192.168.1.1{index}" for index in range(3)},
+        swarm_subnets=("10.0.0.0/24", "10.0.1.0/24"),
     )
 
 
@@ -135,6 +140,11 @@ def drop_node(results: ProbeResults) -> ProbeResults:
 
 def set_pulling(results: ProbeResults) -> ProbeResults:
     return replace(drop_node(results), service_states={**results.service_states, "node1": "preparing"}, image="job:1@sha256:abc")
+
+
+def set_addresses(addresses: Mapping[str, str], **runner: Any) -> Callable[[ProbeResults], ProbeResults]:
+    """Change the plan, and the addresses of these machines."""
+    return lambda results: replace(change_plan(**runner)(results), machine_addresses={**results.machine_addresses, **addresses})
 
 
 GPU = {"uuid": "GPU-1", "name": "H100", "driver": "570.1"}
@@ -195,6 +205,20 @@ CASES = [
     ProbeCase("names", change_node(names={"node0": 4.2, "node2": None}), "slow DNS: node0 after 4.2 s", fatal=False),
     ProbeCase("interface", change_node(interface=""), "no interface has the address 10.0.1.4"),
     ProbeCase("interface", change_node(interfaces={"eth0": 1400}), "the MTUs differ: node0 1450, node1 1400, node2 1450", fatal=False),
+    ProbeCase(
+        "subnet",
+        change_node(resolvers=["10.0.0.2"]),
+        "network 10.0.0.0/16: contains 10.0.0.2, a DNS resolver of node1 on gpu-1; Swarm assigns the subnets of the next runs from",
+        fatal=False,
+        hint="set runner.swarm.subnet: 10.",
+    ),
+    ProbeCase(
+        "subnet",
+        set_addresses({"gpu-1": "10.20.0.7", "gpu-2": "fd00::7"}, swarm={"subnet": "10.20.0.0/24"}),
+        "network 10.20.0.0/24: contains 10.20.0.7, the address of gpu-1",
+        fatal=False,
+        hint="set runner.swarm.subnet: 10.",
+    ),
     ProbeCase("links", change_link(error="timed out", largest_packet=0), "link node1 on gpu-1 to node2 on gpu-2: timed out"),
     ProbeCase(
         "packets", change_link(error="the data transfer stalled: timed out", largest_packet=1280), "packets over 1280 bytes are lost"
@@ -280,6 +304,31 @@ def test_settings_are_printed_as_they_are_to_be_written() -> None:
         "node-generic-resources": ["NVIDIA-GPU=GPU-1", "NVIDIA-GPU=GPU-2"],
     }
     assert toolkit.endswith('swarm-resource = "DOCKER_RESOURCE_NVIDIA-GPU"')
+
+
+def test_the_suggested_subnet_is_free() -> None:
+    results = set_addresses({"gpu-1": "10.20.0.7"}, swarm={"subnet": "10.20.0.0/20"})(build_healthy_probe())
+    subnets = [str(subnet) for subnet in LARGE_SUBNET_RANGE.subnets(new_prefix=20)]
+    suggestions = {read_suggested_subnet(replace(results, swarm_subnets=tuple(taken))) for taken in ([], subnets[:-1], subnets)}
+    assert len(suggestions) == 3
+    assert suggestions >= {subnets[-1], "SUBNET"}
+
+
+def read_suggested_subnet(results: ProbeResults) -> str:
+    [finding] = next(check for check in CHECKS.checks if check.name == "subnet").run_check(results)
+    return (finding.hint or "").removeprefix("set runner.swarm.subnet: ").partition(";")[0]
+
+
+def test_a_probe_of_an_older_image_reports_no_networks() -> None:
+    results = build_healthy_probe()
+    new_facts = ("networks", "resolvers")
+    old_nodes = {name: {key: fact for key, fact in facts.items() if key not in new_facts} for name, facts in results.nodes.items()}
+    assert [finding for check in CHECKS.checks for finding in check.run_check(replace(results, nodes=old_nodes))] == []
+
+
+def test_a_network_that_is_not_the_runs_own_has_no_subnet_to_set() -> None:
+    results = set_addresses({"gpu-1": "10.0.1.7"}, swarm={"network": "shared"})(build_healthy_probe())
+    assert not list(next(check for check in CHECKS.checks if check.name == "subnet").run_check(results))
 
 
 def test_there_is_a_case_for_every_check() -> None:

@@ -24,6 +24,7 @@ from swarmtrain.entrypoint.network_interface import (
     find_route_to_host,
 )
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
+from swarmtrain.entrypoint.probe.container_network import read_connected_networks, read_machine_resolvers
 from swarmtrain.entrypoint.supervisor import fork_server, node_supervisor
 from swarmtrain.entrypoint.supervisor.elastic_agent import DeathReporter, compute_shutdown_timeout, make_node_identity_unique
 from swarmtrain.entrypoint.supervisor.rank_process import resolve_exit_code
@@ -226,6 +227,24 @@ def test_the_coordinator_answers_nonsense_with_an_error_and_survives(small_run: 
     coordinator._send_request("post", kind="finished", data={"step": 1}, time=0.0)
     assert coordinator.report_node_exit("node0", 0).outcome == RunOutcome("done", "the last step, 1, is done", 0)
     assert small_run.coordinator.wait(20) == 0
+
+
+def test_the_networks_and_resolvers_of_a_container_are_read_from_its_files(tmp_path: Path) -> None:
+    """The files of a container on an overlay network, on Docker 26 and on Docker 20.10."""
+    header = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+    rows = "eth1 00000000 010012AC 0003 0 0 0 00000000 0 0 0\neth0 0004630A 00000000 0001 0 0 0 00FFFFFF 0 0 0\n"
+    (tmp_path / "route").write_text(header + rows + "eth1 000012AC 00000000 0001 0 0 0 0000FFFF 0 0 0\n")
+    assert read_connected_networks(tmp_path / "route") == {"eth0": "10.99.4.0/24", "eth1": "172.18.0.0/16"}
+    for comment, resolvers in {
+        "# ExtServers: [10.0.0.2 192.168.1.1]\n": ["10.0.0.2", "192.168.1.1"],
+        "# ExtServers: [host(127.0.0.53) 10.0.0.2]\n": ["10.0.0.2"],
+        "# NO EXTERNAL NAMESERVERS DEFINED\n": [],
+        "": [],
+    }.items():
+        (tmp_path / "resolv.conf").write_text(
+            f"nameserver 127.0.0.11\noptions ndots:0\n\n# Based on host file: '/etc/resolv.conf'\n{comment}"
+        )
+        assert read_machine_resolvers(tmp_path / "resolv.conf") == resolvers
 
 
 def test_an_interface_is_found_by_its_name_its_subnet_or_an_address() -> None:

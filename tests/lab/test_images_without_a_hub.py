@@ -1,12 +1,9 @@
-"""Code in image layers of its own, a registry in the swarm, and images on every node without a registry."""
+"""Code in image layers of its own, and images on every node without a registry."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,20 +12,14 @@ from swarm_helpers import RUN, run_docker
 
 from swarmtrain import images
 from swarmtrain.errors import ImageError
-from swarmtrain.images import swarm_nodes, swarm_registry
+from swarmtrain.images import swarm_nodes
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.plan import Plan
 from swarmtrain.render.mounts import WORKSPACE
 
-pytestmark = pytest.mark.test_all_only("builds images and starts registries")
-
-REGISTRY_CONFIG = """
-version: "0.1"
-storage: {filesystem: {rootdirectory: /var/lib/registry}}
-http: {addr: ":5000"}
-"""
+pytestmark = pytest.mark.test_all_only("builds images")
 
 
 @pytest.fixture
@@ -79,66 +70,6 @@ def test_what_cannot_be_added_is_named(engine: DockerEngine, stub_image: str, tm
     (tmp_path / "empty").mkdir()
     with pytest.raises(ImageError, match=why):
         images.add_code_layer(engine.client, [tmp_path / name], stub_image, "other:1", working_folder=tmp_path, report_progress=print_line)
-
-
-@pytest.fixture(scope="module")
-def registry_image(lab: Lab, engine: DockerEngine, base_image: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An image of a registry, on the manager only: Docker Hub is not reachable."""
-    folder = tmp_path_factory.mktemp("registry")
-    shutil.copy(shutil.which("docker-registry") or "/usr/bin/docker-registry", folder / "registry")
-    (folder / "config.yml").write_text(REGISTRY_CONFIG)
-    (folder / "Dockerfile").write_text(f'FROM {base_image}\nCOPY * /srv/\nENTRYPOINT ["/srv/registry", "serve", "/srv/config.yml"]\n')
-    for _ in engine.client.build(path=str(folder), tag="registry-by-hand:1", rm=True, decode=True):
-        pass
-    return "registry-by-hand:1"
-
-
-@pytest.fixture
-def no_registry(engine: DockerEngine) -> Iterator[None]:
-    """Remove the registry, if a test leaves one."""
-    yield
-    with contextlib.suppress(ImageError):  # there is none
-        swarm_registry.remove_registry(engine, remove_images=True, report_progress=print_line)
-
-
-@pytest.mark.usefixtures("no_registry")
-def test_a_registry_in_the_swarm_keeps_its_images(engine: DockerEngine, registry_image: str) -> None:
-    standing = swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
-    address = swarm_nodes.get_node_address(engine.get(f"/nodes/{swarm_nodes.get_engine_node_id(engine)}"))
-    assert (standing.address, standing.host, standing.state) == (f"{address}:5055", "node0", "running")
-    # The lab's engines trust the lab's own registry, but are not configured for this one.
-    assert standing.trust_problem == "it is not listed in the engine's insecure-registries"
-    assert standing.daemon_json_line == f'"insecure-registries": ["{address}:5055", "{REGISTRY_ADDRESS}"]'
-    assert swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line) == standing
-    with pytest.raises(ImageError, match="the registry is already running"):
-        swarm_registry.start_registry(engine, port=5056, image=registry_image, report_progress=print_line)
-    with pytest.raises(ImageError, match="unknown node; available nodes: node0, node1, node2"):
-        swarm_registry.start_registry(engine, node="node9", report_progress=print_line)
-    swarm_registry.remove_registry(engine, remove_images=False, report_progress=print_line)
-    assert engine.get(f"/volumes/{swarm_registry.SERVICE_NAME}")["Name"] == swarm_registry.SERVICE_NAME
-    swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
-    swarm_registry.remove_registry(engine, remove_images=True, report_progress=print_line)
-    assert swarm_registry.SERVICE_NAME not in [volume["Name"] for volume in engine.get("/volumes")["Volumes"] or []]
-    with pytest.raises(ImageError, match="no registry in this swarm"):
-        swarm_registry.get_registry_status(engine)
-
-
-@pytest.mark.usefixtures("no_registry")
-def test_a_registry_that_cannot_start_prints_why_and_is_removed(engine: DockerEngine, lab: Lab, registry_image: str) -> None:
-    listen = "import socket, sys; there = socket.create_server(('', 5055)); print(flush=True); sys.stdin.read()"
-    argv = [*lab.build_enter_command("node0", start_folder=Path.cwd()), "python3", "-c", listen]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as listener:
-        assert listener.stdout is not None
-        assert listener.stdout.readline() == "\n"
-        with pytest.raises(ImageError, match="another process uses port 5055 of node0") as caught:
-            swarm_registry.start_registry(engine, port=5055, image=registry_image, report_progress=print_line)
-        listener.communicate()
-    assert caught.value.hint == "swarmtrain image registry up --port 5056"
-    with pytest.raises(ImageError, match=r"does not start on node1: No such image") as caught:
-        swarm_registry.start_registry(engine, node="node1", image=registry_image, report_progress=print_line)
-    assert "--image" in str(caught.value.hint)
-    with pytest.raises(ImageError, match="no registry in this swarm"):
-        swarm_registry.remove_registry(engine, remove_images=False, report_progress=print_line)
 
 
 def test_a_run_on_an_image_that_no_registry_has(

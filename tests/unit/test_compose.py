@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from dataclasses import replace
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
+from swarmtrain.config.schema.fields.overlay_subnet import LARGE_SUBNET_RANGE, count_required_addresses
 from swarmtrain.errors import PlanError, StackError
 from swarmtrain.inventory import Inventory, Machine, build_offline_inventory
 from swarmtrain.plan import Plan, build_plan
@@ -178,7 +180,23 @@ def test_networks() -> None:
     jumbo = build_demo_stack("runner.swarm.mtu=9000", "runner.swarm.encrypted=true").document["networks"]["training"]
     assert jumbo["driver_opts"] == {"com.docker.network.driver.mtu": "9000", "encrypted": "true"}
     assert build_demo_stack("runner.swarm.network=mine").document["networks"] == {"training": {"external": True, "name": "mine"}}
-    assert build_demo_stack("runner.max_nodes=150").document["networks"]["training"]["ipam"] == {"config": [{"subnet": "10.128.0.0/16"}]}
+    subnet = build_demo_stack("runner.swarm.subnet=10.20.0.0/24").document["networks"]["training"]
+    assert subnet["ipam"] == {"config": [{"subnet": "10.20.0.0/24"}]}
+
+
+def test_a_run_of_many_nodes_has_a_large_subnet_that_depends_on_its_name_alone() -> None:
+    def read_subnet(run: str, max_nodes: int) -> IPv4Network:
+        config = parse_config(f"runner: {{nodes: 1, max_nodes: {max_nodes}}}\ntopology: {{global_batch_size: 1, micro_batch_size: 1}}")
+        stack = render_stack(build_plan(config, Inventory("the swarm", (Machine("a"),)), Cargo((CODE,)), run=run))
+        return IPv4Network(stack.document["networks"]["training"]["ipam"]["config"][0]["subnet"])
+
+    subnets = {run: read_subnet(run, 150) for run in ("demo", "other", "third")}
+    assert len(set(subnets.values())) == 3
+    assert read_subnet("demo", 101) == read_subnet("demo", 1600) == subnets["demo"]
+    sizes = [(101, subnets["demo"]), (1601, read_subnet("demo", 1601)), (10_000, read_subnet("demo", 10_000))]
+    for max_nodes, subnet in sizes:
+        assert subnet.subnet_of(LARGE_SUBNET_RANGE)
+        assert subnet.num_addresses >= count_required_addresses(max_nodes)
 
 
 def test_an_internal_network() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from swarmtrain import coordinator_client
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError
+from swarmtrain.protocol import UNRESOLVED_COORDINATOR_TEXT
 
 
 class _Handler(socketserver.StreamRequestHandler):
@@ -64,6 +66,24 @@ def test_a_name_that_resolves_has_priority_over_the_last_address(port: int, reso
     resolver.names["rendezvous"] = "127.0.0.2"  # a restarted coordinator has a new address; here, nobody listens on it
     with pytest.raises(CoordinatorError, match="refused"):
         client.wait_until_reachable(0.1)
+
+
+def test_a_name_that_does_not_resolve_is_logged_for_the_launcher(
+    port: int, resolver: _Resolver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(coordinator_client, "_UNRESOLVED_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator_client, "_RETRY_SECONDS", 0.05)
+    client = CoordinatorClient(f"rendezvous:{port}")
+    resolver.names["rendezvous"] = "127.0.0.2"
+    with pytest.raises(CoordinatorError, match="refused"):
+        client.wait_until_reachable(0.5)
+    assert capsys.readouterr().err == ""  # a coordinator that is starting has a name
+    resolver.names.clear()
+    with pytest.raises(CoordinatorError, match="Name or service not known"):
+        client.wait_until_reachable(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"{UNRESOLVED_COORDINATOR_TEXT} rendezvous for 0.2 s: ") for line in lines)
 
 
 def test_a_name_that_has_never_resolved_is_an_error(port: int, resolver: _Resolver) -> None:

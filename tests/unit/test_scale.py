@@ -13,6 +13,7 @@ from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import PlanError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
+from swarmtrain.launchers.swarm.plan_checks import _check_subnet_size
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 
 TENSOR = "topology: {global_batch_size: 24, micro_batch_size: 2, model_parallel_size: 2}\nrunner: {nodes: 2, min_nodes: 2, max_nodes: 4}"
@@ -55,6 +56,23 @@ def test_a_size_that_does_not_fit_is_refused_with_the_reason(place: Any, nodes: 
     with pytest.raises(PlanError, match=match) as raised:
         plan_scaled_run(place, "demo", ScaleRequest(nodes))
     assert raised.value.hint
+
+
+class SmallSubnetLauncher(StubLauncher):
+    """A launcher with eight machines, and a run of up to four nodes whose subnet has 16 addresses."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Machine(host, id=host) for host in "abcdefgh"))
+
+    def load_deployment(self, run: str) -> tuple[Config, Cargo]:
+        return parse_config("runner: {nodes: 2, min_nodes: 1, max_nodes: 4, swarm: {subnet: 10.20.0.0/28}}"), Cargo(())
+
+
+def test_a_subnet_that_is_too_small_for_the_new_size_is_a_finding() -> None:
+    launcher: Any = SmallSubnetLauncher()
+    assert _check_subnet_size(plan_scaled_run(launcher, "demo", ScaleRequest(5))) == []
+    [finding] = _check_subnet_size(plan_scaled_run(launcher, "demo", ScaleRequest(6)))
+    assert finding.message.startswith("10.20.0.0/28 has 16 addresses, but a run of up to 6 nodes needs 17, at least a /27: ")
 
 
 SWARM = "runner: {nodes: 2, min_nodes: 1, max_nodes: 4, hosts: %s}"

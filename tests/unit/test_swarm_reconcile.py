@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from ipaddress import IPv4Network
 from typing import Any
 
 import pytest
@@ -75,6 +77,27 @@ def test_a_first_deploy_makes_everything_what_services_need_first() -> None:
 
 def test_what_is_equal_already_needs_no_step() -> None:
     assert reconcile(build_desired_specs(), build_stored_state(build_desired_specs())) == []
+
+
+def test_a_subnet_that_another_network_has_is_refused_before_anything_is_created() -> None:
+    desired = build_desired_specs(swarm={"subnet": "10.20.0.0/24"})
+    existing = replace(build_empty_state(), swarm_subnets={"ingress": ("10.0.0.0/24",), "other_training": ("10.20.0.0/16",)})
+    with pytest.raises(StackError, match=r"subnet 10\.20\.0\.0/24 overlaps with 10\.20\.0\.0/16, .* network other_training") as raised:
+        reconcile(desired, existing)
+    assert raised.value.place == "network run_training"
+    assert raised.value.hint is not None
+    suggested = IPv4Network(raised.value.hint.removeprefix("set runner.swarm.subnet: "))
+    assert suggested.prefixlen == 24
+    assert not suggested.overlaps(IPv4Network("10.20.0.0/16"))
+    assert reconcile(desired, replace(existing, swarm_subnets={"other_training": ("10.21.0.0/16",)}))
+
+
+def test_a_run_keeps_its_own_subnet() -> None:
+    desired = build_desired_specs(swarm={"subnet": "10.20.0.0/24"})
+    existing = replace(build_stored_state(desired), swarm_subnets={"run_training": ("10.20.0.0/24",)})
+    assert reconcile(desired, existing) == []
+    with pytest.raises(StackError, match=r"Subnet \['10\.20\.0\.0/24'\], expected \['10\.21\.0\.0/24'\]"):
+        reconcile(build_desired_specs(swarm={"subnet": "10.21.0.0/24"}), existing)
 
 
 def test_scaling_up_only_adds() -> None:

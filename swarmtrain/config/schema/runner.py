@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
-from swarmtrain.config.schema.fields import host_entry, validators
+from swarmtrain.config.schema.fields import host_entry, overlay_subnet, validators
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.fields.validators import HOST_NETWORK
 from swarmtrain.config.schema.runner_types import (
@@ -88,6 +88,7 @@ ContainerUser = Annotated[
 ImageReference = Annotated[str, AfterValidator(validators.check_image_reference)]
 NetworkName = Annotated[str, AfterValidator(validators.check_network_name)]
 NetworkInterface = Annotated[str, AfterValidator(validators.check_network_interface)]
+OverlaySubnet = Annotated[str, AfterValidator(overlay_subnet.check_overlay_subnet)]
 NodeLabels = Annotated[dict[str, str], AfterValidator(validators.check_node_labels)]
 HostText = Annotated[str, AfterValidator(host_entry.check_host_entry)]
 HostTexts = Annotated[tuple[HostText, ...], BeforeValidator(host_entry.expand_host_ranges)]
@@ -262,6 +263,11 @@ class SwarmConfig(Section):
     mtu: int | None = Field(
         None, ge=576, le=65535, description="MTU of the network below the overlay, in bytes; 9000 for jumbo frames. null: 1500."
     )
+    subnet: OverlaySubnet | None = Field(
+        None,
+        description="Subnet of the stack's network, such as 10.20.0.0/24: one that contains no address the containers must reach. null: "
+        "assigned by Swarm; for more than 100 nodes, a part of 10.16.0.0/12, chosen by the run's name.",
+    )
     encrypted: bool = Field(False, description="Encrypt traffic between nodes. Costs most of the throughput.")
     internal: bool = Field(False, description="Make the stack's network internal: ranks reach each other and nothing else.")
     rdma: bool = Field(
@@ -282,10 +288,10 @@ class SwarmConfig(Section):
 
     @model_validator(mode="after")
     def _check_network_options(self) -> SwarmConfig:
-        if self.network and (self.mtu or self.encrypted or self.internal):
+        if self.network and (self.mtu or self.subnet or self.encrypted or self.internal):
             raise build_field_error(
                 "network",
-                "mtu, encrypted and internal apply only to a network created by the stack; an existing network keeps its own settings",
+                "mtu, subnet, encrypted and internal apply only to a network created by the stack; an existing network keeps its settings",
             )
         return self
 
@@ -459,6 +465,12 @@ class RunnerConfig(Section):
             raise build_field_error(
                 "min_nodes" if low > nodes else "max_nodes", f"min_nodes <= nodes <= max_nodes is violated: {low} <= {nodes} <= {high}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_subnet_size(self) -> RunnerConfig:
+        if self.swarm.subnet and (problem := overlay_subnet.describe_size_problem(self.swarm.subnet, self.node_range[2])):
+            raise build_field_error("swarm.subnet", problem)
         return self
 
     @model_validator(mode="after")

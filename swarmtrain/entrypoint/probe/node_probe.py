@@ -27,6 +27,7 @@ from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.assigned_gpus import read_assigned_gpus
 from swarmtrain.entrypoint.network_interface import Route, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
+from swarmtrain.entrypoint.probe.container_network import read_connected_networks, read_machine_resolvers
 from swarmtrain.entrypoint.probe.link_probe import LinkProber, schedule_node_pairs
 from swarmtrain.errors import EXIT_OK, CoordinatorError
 from swarmtrain.process import start_process
@@ -128,6 +129,8 @@ def _collect_node_facts(env: NodeEnv, route: Route) -> dict[str, Any]:
         "address": route.address,
         "interface": route.interface,
         "is_configured": route.is_configured,
+        "networks": read_connected_networks(),
+        "resolvers": read_machine_resolvers(),
         "interfaces": {name: read_interface_mtu(name) for _, name in socket.if_nameindex() if name != "lo"},
         "slots": env.slots,
         "cores": compute_threads_per_rank(1),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarmtrain.errors import EngineError, RunNotFound
@@ -114,6 +114,8 @@ class StackState:
     network_ids: Mapping[str, str]
     local_networks: frozenset[str] = frozenset()
     """Networks that exist only on this engine, not in the swarm."""
+    swarm_subnets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The subnets of all networks of the swarm, by the network's name."""
 
     @property
     def is_empty(self) -> bool:
@@ -133,7 +135,17 @@ def read_stack_state(engine: DockerEngine, stack: str) -> StackState:
         secrets={item["Spec"]["Name"]: item["ID"] for item in engine.list_objects("/secrets", label=label)},
         network_ids={item["Id"]: item["Name"] for item in networks} | _resolve_unlisted_networks(engine, services, networks),
         local_networks=frozenset(item["Name"] for item in networks if item.get("Scope") == "local"),
+        swarm_subnets=map_swarm_subnets(networks),
     )
+
+
+def map_swarm_subnets(networks: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the IPv4 subnets of those of `networks`, as the engine lists them, that are networks of the swarm, by their names."""
+    return {
+        item["Name"]: tuple(pool["Subnet"] for pool in (item.get("IPAM") or {}).get("Config") or [] if "." in pool.get("Subnet", ""))
+        for item in networks
+        if item.get("Scope") == "swarm"
+    }
 
 
 def _resolve_unlisted_networks(engine: DockerEngine, services: list[Service], networks: list[dict[str, Any]]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmtrain.config.schema.fields.overlay_subnet import describe_size_problem
 from swarmtrain.config.schema.fields.validators import HOST_NETWORK
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import EngineError, ImageError, StackError
@@ -106,7 +107,7 @@ ENGINE_BUGS = (
         (29, 0, 0),
         (29, 6, 2),
         "may not resolve the names of a node's services for hours after the node lost its link for seconds",
-        "update it to a version after 29.6.2; if a container cannot find the rendezvous, run docker service update --force SERVICE",
+        "update it to a version after 29.6.2; while deploy or logs -f follow the run, they replace a coordinator that a node cannot find",
         _uses_overlay,
     ),
     # moby#51672
@@ -145,6 +146,7 @@ def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
         *_check_image(engine, plan),
         *_check_managers(machines),
         *_check_ports(engine, plan),
+        *_check_subnet_size(plan),
         *_check_resources(plan, planned_machines),
         *_check_engine_versions(plan, planned_machines),
         *engine_variants.collect_findings(
@@ -226,6 +228,15 @@ def _check_ports(engine: DockerEngine, plan: Plan) -> list[Finding]:
                 Finding("config runner.master_port", f"run {run} listens on {port} and the ports after it, which this run needs too", hint)
             )
     return findings
+
+
+def _check_subnet_size(plan: Plan) -> list[Finding]:
+    """Return a finding if scaling has widened max_nodes so far that the configured subnet has too few addresses."""
+    subnet = plan.config.runner.swarm.subnet
+    problem = describe_size_problem(subnet, plan.max_nodes) if subnet else ""
+    return (
+        [Finding("config runner.swarm.subnet", problem, "set a larger subnet, and deploy again after swarmtrain down")] if problem else []
+    )
 
 
 def _check_resources(plan: Plan, planned_machines: list[Machine]) -> list[Finding]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from ipaddress import IPv4Network
 from typing import Any, NoReturn
 
+from swarmtrain.config.schema.fields.overlay_subnet import suggest_subnet
 from swarmtrain.errors import StackError
 from swarmtrain.launchers.swarm.cluster_state import Service, StackState
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
@@ -213,9 +215,10 @@ def _format_spec_value(value: Any) -> str:
 
 
 def check_networks(desired: StackSpecs, existing: StackState) -> None:
-    """Check that existing networks match the desired ones, and that external ones exist, since Swarm cannot change a network in place.
+    """Check that existing networks match the desired ones, that external ones exist, and that the subnets of new ones are free.
 
-    Raises StackError if not.
+    Swarm cannot change a network in place, and leaves the tasks of a network whose subnet is taken pending without an error. Raises
+    StackError if a check fails.
     """
     for name, spec in desired.networks.items():
         network = existing.networks.get(name)
@@ -225,6 +228,8 @@ def check_networks(desired: StackSpecs, existing: StackState) -> None:
                 place=f"network {name}",
                 hint=f"swarmtrain down {desired.stack}, then deploy again: training resumes from its newest checkpoint",
             )
+        if network is None:
+            _check_subnets_free(desired.stack, name, spec, existing)
     for name in desired.external_networks:
         if name not in existing.network_ids.values():
             _raise_network_error(name, "does not exist in this swarm", f"docker network create --driver overlay {name}")
@@ -232,6 +237,19 @@ def check_networks(desired: StackSpecs, existing: StackState) -> None:
             _raise_network_error(
                 name, "is local to this engine, but services need a swarm network", "docker network create --driver overlay NAME"
             )
+
+
+def _check_subnets_free(run: str, name: str, spec: ApiSpec, existing: StackState) -> None:
+    for subnet in map(IPv4Network, _list_subnets(spec.get("IPAM") or {})):
+        for other_name, other_subnets in existing.swarm_subnets.items():
+            if overlapping := [other for other in other_subnets if other_name != name and subnet.overlaps(IPv4Network(other))]:
+                taken = [taken_subnet for subnets in existing.swarm_subnets.values() for taken_subnet in subnets]
+                free_subnet = suggest_subnet(run, subnet.prefixlen, taken) or "a free one"
+                raise StackError(
+                    f"its subnet {subnet} overlaps with {overlapping[0]}, the subnet of the network {other_name}",
+                    place=f"network {name}",
+                    hint=f"set runner.swarm.subnet: {free_subnet}",
+                )
 
 
 def _raise_network_error(name: str, reason: str, hint: str) -> NoReturn:

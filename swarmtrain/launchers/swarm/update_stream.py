@@ -16,6 +16,7 @@ from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder, record_log_lines
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.launchers.swarm.coordinator_repair import CoordinatorRepair
 from swarmtrain.launchers.swarm.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -111,6 +112,7 @@ class _SwarmStream:
         self._is_removed = False
         self._finished_since: float | None = None
         self._poller = StatePoller(engine, self._run)
+        self._repair = CoordinatorRepair(engine, self._run)
         self._answered_at = time.monotonic()
         self._lost_reason = ""
 
@@ -122,6 +124,8 @@ class _SwarmStream:
             yield from self._stream_task_states()
             batch = self._take_log_lines()
             for line in batch:
+                if repair_message := self._repair.handle_line(line):
+                    yield self._build_manager_status_event(repair_message)
                 update = self._convert_log_line_to_update(line)
                 if update is not None:
                     yield update
@@ -194,6 +198,7 @@ class _SwarmStream:
 
     def _process_snapshot(self, snapshot: SwarmSnapshot) -> list[TaskState]:
         self._is_removed = not snapshot.services
+        self._repair.observe_snapshot(snapshot)
         self._remember_replaced_coordinators(snapshot)
         self._start_new_log_readers(snapshot.services)
         self._update_finish_time(snapshot)

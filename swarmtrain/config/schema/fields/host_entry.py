@@ -15,7 +15,7 @@ MAX_SLOTS = 1024
 _MAX_RANGE_SIZE = 10_000
 _GPU_PATTERN = r"(?:\d+(?::\d+)?|(?:GPU|MIG)-[A-Za-z0-9-]{1,80})"
 _SLOTS_PATTERN = rf"slots=(?:(?P<slots>\d{{1,6}})|(?P<gpus>{_GPU_PATTERN}(?:,{_GPU_PATTERN})*,?))"
-_NAME_PATTERN = r"[A-Za-z0-9_.-]+"
+_NAME_PATTERN = r"[_.-]*[A-Za-z0-9][A-Za-z0-9_.-]*"  # at least one letter or digit: not . or ..
 _ENTRY = re.compile(rf"(?P<name>{_NAME_PATTERN})(?:\s+{_SLOTS_PATTERN})?(?:\s+address=(?P<address>{_NAME_PATTERN}))?")
 _RANGE = re.compile(r"(?P<before>[^\s\[\]]*)\[(?P<ranges>[^\]]*)\](?P<after>.*)")
 
