@@ -24,6 +24,10 @@ misread a message.
 ENV_PREFIX = "SWARMTRAIN_"
 ENV_KEY_FILE = f"{ENV_PREFIX}KEY_FILE"
 """Variable with the path of the run's key; empty if only the run's own processes can reach its ports."""
+ENV_GPUS = f"{ENV_PREFIX}GPUS"
+"""Variable that is set on a node whose run uses GPUs: the number of GPUs that the plan assumes, followed by + if there may be more."""
+ENV_SIMULATED_GPUS = f"{ENV_PREFIX}SIMULATED_GPUS"
+"""Variable that a lab sets on the nodes whose engines declare GPUs that do not exist: the number of these GPUs."""
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 

@@ -250,6 +250,20 @@ CASES = [
     ProbeCase("devices", reserve_gpus(["GPU-1"], ["GPU-1"], gpus=[]), "has 1 GPU, but its containers see none"),
     ProbeCase("devices", reserve_gpus(["GPU-1"]), "Swarm assigned it 1 GPU, but the container sees 2", fatal=False),
     ProbeCase(
+        "unused",
+        change_node(machine_gpus=["GPU-1", "GPU-2"]),
+        "node1 on gpu-1: has 2 GPUs, but the run uses none (gpu: none)",
+        fatal=False,
+        hint="-o runner.swarm.gpu=visible",
+    ),
+    ProbeCase(
+        "unused",
+        promise_gpus(gpus=[GPU] * 8),
+        "node1 on gpu-1: has 8 GPUs, but 2 ranks",
+        fatal=False,
+        hint="-o runner.default_gpu_count=8, or 'gpu-1 slots=8' in runner.hosts",
+    ),
+    ProbeCase(
         "driver", promise_gpus(gpus=[{**GPU, "driver": "550.9"}] * 2), "drivers differ: node0 570.1, node1 550.9, node2 570.1", fatal=False
     ),
     ProbeCase("driver", set_old_driver, "node1 on gpu-1: driver 535.9 is too old for CUDA 13.0, which torch is built for"),

@@ -25,6 +25,7 @@ from typing import Any
 
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.assigned_gpus import read_assigned_gpus
+from swarmtrain.entrypoint.gpu_count import list_machine_gpus
 from swarmtrain.entrypoint.network_interface import Route, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.probe.link_probe import LinkProber, schedule_node_pairs
@@ -38,6 +39,7 @@ _PEERS_TIMEOUT_SECONDS = 60.0
 _PARTNER_TIMEOUT_SECONDS = _PEERS_TIMEOUT_SECONDS + 10.0
 _HEARTBEAT_SECONDS = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 90.0
+_NVIDIA_SMI_TIMEOUT_SECONDS = 20.0  # without the persistence daemon, it initializes each GPU
 _MAX_ENTRIES = 1000
 _RESOURCE_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "stack": resource.RLIMIT_STACK}
 
@@ -138,7 +140,7 @@ def _collect_node_facts(env: NodeEnv, route: Route) -> dict[str, Any]:
         "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "gpus": _list_container_gpus(),
         "assigned_gpus": list(read_assigned_gpus(os.environ)),
-        "machine_gpus": list_machine_gpus(Path("/proc/driver/nvidia")),
+        "machine_gpus": list_machine_gpus(),
     }
 
 
@@ -157,22 +159,13 @@ def _measure_disk_space(path: str) -> tuple[int, int]:
     return usage.free, usage.total
 
 
-def list_machine_gpus(driver_folder: Path) -> list[str]:
-    """Return the UUIDs of the machine's GPUs from the driver's folder, which is visible in a container unless its runtime hides it."""
-    uuids = []
-    for path in sorted(driver_folder.glob("gpus/*/information")):
-        with contextlib.suppress(OSError):
-            uuids += [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("GPU UUID")]
-    return uuids
-
-
 def _list_container_gpus() -> list[dict[str, str]]:
     """Return UUID, name and driver version of each GPU visible in this container; empty if nvidia-smi is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     argv = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
     try:
-        completed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
+        completed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_TIMEOUT_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in completed.stdout.splitlines()]
