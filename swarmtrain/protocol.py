@@ -255,6 +255,8 @@ EVENT_LINK = "link"
 EVENT_COLLECTIVE = "collective"
 # as posted: node, and the fields of swarmtrain.entrypoint.resource_usage; as printed: nodes: {node: …}, all nodes every few seconds
 EVENT_USAGE = "usage"
+# node, message, hint, is_hardware: whether the GPU is faulty, so that its node is quarantined; see swarmtrain.entrypoint.gpu_health
+EVENT_GPU_FAULT = "gpu_fault"
 # node, seconds (duration, unless the node is needed earlier), reason
 EVENT_NODE_QUARANTINED = "quarantined"
 # node, reason: the node may train again

@@ -66,6 +66,17 @@ def list_probed_gpus(results: ProbeResults, node: PlannedNode) -> list[str] | No
     return facts["machine_gpus"] or [gpu["uuid"] for gpu in facts["gpus"]]
 
 
+@CHECKS("gpu-health", "no GPU reports a fault")
+def _check_gpu_health(results: ProbeResults) -> Iterator[Finding]:
+    faults = [(node.name, fault) for node in results.plan.nodes for fault in results.nodes.get(node.name, {}).get("gpu_faults", ())]
+    faulty_nodes = {name for name, fault in faults if fault["is_hardware"]}
+    can_quarantine = len(results.plan.nodes) - len(faulty_nodes) >= results.plan.min_nodes
+    for name, fault in faults:
+        is_hardware = bool(fault["is_hardware"])
+        why = "a run quarantines a node whose GPU is faulty" if is_hardware else "the GPU works, but may be slower, or fail soon"
+        yield Finding(results.describe_node(name), fault["message"], fault["hint"], fatal=is_hardware and not can_quarantine, why=why)
+
+
 @CHECKS("driver", "GPU drivers support torch's CUDA version, and are the same on all nodes")
 def _check_drivers(results: ProbeResults) -> Iterator[Finding]:
     drivers = {name: facts["gpus"][0]["driver"] for name, facts in results.nodes.items() if facts["gpus"]}

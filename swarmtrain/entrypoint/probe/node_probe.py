@@ -26,6 +26,9 @@ from typing import Any
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.assigned_gpus import read_assigned_gpus
 from swarmtrain.entrypoint.gpu_count import list_machine_gpus
+from swarmtrain.entrypoint.gpu_health import find_present_faults
+from swarmtrain.entrypoint.gpu_query import GpuQuery
+from swarmtrain.entrypoint.kernel_log import KernelLog
 from swarmtrain.entrypoint.network_interface import Route, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.probe.link_probe import LinkProber, schedule_node_pairs
@@ -141,6 +144,7 @@ def _collect_node_facts(env: NodeEnv, route: Route) -> dict[str, Any]:
         "gpus": _list_container_gpus(),
         "assigned_gpus": list(read_assigned_gpus(os.environ)),
         "machine_gpus": list_machine_gpus(),
+        "gpu_faults": _find_gpu_faults(),
     }
 
 
@@ -157,6 +161,13 @@ def _measure_disk_space(path: str) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return usage.free, usage.total
+
+
+def _find_gpu_faults() -> list[dict[str, Any]]:
+    faults = find_present_faults(
+        GpuQuery(_NVIDIA_SMI_TIMEOUT_SECONDS).read_sample(), KernelLog(os.environ, from_start=True).read_new_lines()
+    )
+    return [{"message": str(fault), "hint": fault.hint, "is_hardware": fault.is_hardware} for fault in faults]
 
 
 def _list_container_gpus() -> list[dict[str, str]]:
