@@ -29,7 +29,13 @@ class Machine:
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
     """Amounts of generic resources by kind, for example NVIDIA-GPU: 8."""
+    gpu_count: int | None = None
+    """Number of GPUs when the machine was last probed; None if that is unknown."""
     engine: str = ""
+
+    def count_gpus(self, kind: str) -> int:
+        """Return the number of known GPUs: those declared as generic resources of `kind`, or those of the last probe."""
+        return self.resources.get(kind, 0) or self.gpu_count or 0
 
 
 @dataclass(frozen=True)

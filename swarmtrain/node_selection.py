@@ -18,6 +18,8 @@ from swarmtrain.errors import PlanError
 from swarmtrain.inventory import Inventory, Machine, is_node_id
 from swarmtrain.placement import Placement, assign_nodes
 
+_SLOT_PER_PROBED_GPU = "one slot per GPU, as last probed"
+
 
 @dataclass(frozen=True)
 class PlannedNode:
@@ -38,6 +40,8 @@ class PlannedNode:
     """Why the node cannot start now, for example `down`; empty if it can."""
     missing_hint: str = ""
     """What makes the node's machine available, preferably a command."""
+    has_slot_per_gpu: bool = False
+    """Whether the slots are the number of GPUs that the machine had when it was last probed, which may have changed since."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,14 @@ def select_nodes(
     selected = available + needed
     assigned = assign_nodes(selected, [candidate.names for candidate in selected], node_count, placement)
     return tuple(_plan_node(config, name, candidate, placement) for name, candidate in assigned)
+
+
+def list_usable_machines(config: Config, inventory: Inventory) -> list[Machine]:
+    """Return the machines of the inventory on which the config lets nodes run, whether they are available or not."""
+    if config.runner.hosts:
+        names = {host.name for host in config.runner.host_entries}
+        return [machine for machine in inventory.machines if names & {machine.host, machine.id}]
+    return [machine for machine in inventory.machines if _has_required_labels(config, machine)]
 
 
 def _list_configured_hosts(config: Config, inventory: Inventory, node_count: int) -> list[_Candidate]:
@@ -127,11 +139,13 @@ def _find_machine(inventory: Inventory, candidates: Sequence[Machine], name: str
 
 def _list_eligible_machines(config: Config, inventory: Inventory, node_count: int) -> list[_Candidate]:
     """Return the machines of the inventory that have the labels which the config requires."""
-    eligible = [machine for machine in inventory.machines if _has_required_labels(config, machine)]
+    usable = list_usable_machines(config, inventory)
+    eligible = _select_machines_with_gpus(config, usable)
     available = [machine for machine in eligible if not machine.unavailable_reason]
     host_counts = Counter(machine.host for machine in available)
     names_of_missing = Counter(machine.host for machine in eligible if machine.host not in host_counts)
-    description = f"{format_count(len(available), 'ready node')}{' with the labels' if _get_required_labels(config) else ''}, by name"
+    required = " with the labels" * bool(_get_required_labels(config)) + " with GPUs" * (len(eligible) < len(usable))
+    description = f"{format_count(len(available), 'ready node')}{required}, by name"
     are_interchangeable = len(host_counts) == 1 < len(available)  # as in an inventory with more machines than any plan needs
     candidates = []
     number = 0
@@ -147,6 +161,21 @@ def _list_eligible_machines(config: Config, inventory: Inventory, node_count: in
         names = (machine.id, machine.host) if is_unique else (machine.id,)
         candidates.append(_Candidate(machine, cause, constraint, names))
     return candidates
+
+
+def _select_machines_with_gpus(config: Config, machines: Sequence[Machine]) -> list[Machine]:
+    """Return the machines that have the GPUs which the run uses, and those that may have some; all machines if none is known to.
+
+    GPUs are reserved only on machines that declare them. Machines that have not been probed may have GPUs, and come last.
+    """
+    kind, mode = config.runner.swarm.generic_resource, config.runner.swarm.gpu
+    if mode is GpuMode.none or not config.runner.capabilities.has_managers:
+        return [*machines]
+    if mode is GpuMode.reserve:
+        return [machine for machine in machines if machine.resources.get(kind)] or [*machines]
+    with_gpus = [machine for machine in machines if machine.count_gpus(kind)]
+    unprobed = [machine for machine in machines if machine not in with_gpus and machine.gpu_count is None]
+    return [*with_gpus, *unprobed] or [*machines]
 
 
 def _get_required_labels(config: Config) -> Mapping[str, str]:
@@ -179,6 +208,7 @@ def _plan_node(config: Config, name: str, candidate: _Candidate, placement: Plac
         rank_interface,
         machine.unavailable_reason,
         machine.unavailable_hint,
+        has_slot_per_gpu=slots_reason == _SLOT_PER_PROBED_GPU,
     )
 
 
@@ -201,6 +231,8 @@ def _build_shortage_error(
     has_own_hints = len({machine.unavailable_hint for machine in missing}) > 1
     reasons = [] if has_own_hints else [f"{machine.host} is {machine.unavailable_reason}" for machine in missing]
     reasons += [f"{machine.host} lacks the labels" for machine in inventory.machines if not _has_required_labels(config, machine)]
+    usable = [] if config.runner.hosts else list_usable_machines(config, inventory)
+    reasons += [f"{machine.host} has no GPUs" for machine in usable if machine not in _select_machines_with_gpus(config, usable)]
     needed = f"at least {required} of " if required < node_count else ""
     usable_count = len(candidates) - len(missing)
     reasons_text = f" ({'; '.join(reasons)})" if reasons else ""
@@ -230,9 +262,19 @@ def _resolve_slot_count(config: Config, configured_slots: int | None, machine: M
         return runner.slurm.requested_gpus_per_node, "one slot per GPU allocated by Slurm"
     if runner.swarm.gpu_ids:
         return len(runner.swarm.gpu_ids), "one slot per entry of gpu_ids"
-    gpu_count = machine.resources.get(runner.swarm.generic_resource, 0)
-    if gpu_count and (runner.swarm.gpu is not GpuMode.none or runner.capabilities.sees_all_gpus):
-        return gpu_count, f"one slot per {runner.swarm.generic_resource}"
+    return _count_slots_of_machine(config, machine)
+
+
+def _count_slots_of_machine(config: Config, machine: Machine) -> tuple[int, str]:
+    """Return one slot for each GPU that the machine is known to have, if the run uses GPUs, and the reason."""
+    runner = config.runner
+    kind = runner.swarm.generic_resource
+    if runner.swarm.gpu is GpuMode.none and not runner.capabilities.sees_all_gpus:
+        return 1, "one slot"
+    if declared_count := machine.resources.get(kind):
+        return declared_count, f"one slot per {kind}"
+    if machine.gpu_count and runner.swarm.gpu is not GpuMode.reserve:
+        return machine.gpu_count, _SLOT_PER_PROBED_GPU
     return 1, "one slot"
 
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config, pipeline_layout
+from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import PlanError
+from swarmtrain.gpu_resolution import resolve_gpu_mode
 from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.node_selection import PlannedNode, format_count, select_nodes
+from swarmtrain.node_selection import PlannedNode, format_count, list_usable_machines, select_nodes
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
@@ -54,6 +56,11 @@ class Plan:
     def trains_built_in_model(self) -> bool:
         """Whether the ranks run the built-in trainer, for which the config's topology and batch sizes are."""
         return self.config.runner.module is None and self.cargo.calls_built_in_trainer
+
+    @property
+    def gpu_mode(self) -> GpuMode:
+        """GPUs of the nodes' containers: as the config sets it, else as `build_plan` has resolved it."""
+        return self.config.runner.swarm.gpu or GpuMode.none
 
     @property
     def role(self) -> str:
@@ -110,6 +117,7 @@ class Plan:
             "launcher": self.config.runner.runner_type,
             "min_nodes": self.min_nodes,
             "max_nodes": self.max_nodes,
+            "gpu": str(self.gpu_mode),
             "world_size": self.world_size,
             "micro_batches": list(self.config.topology.assign_micro_batches(self.world_size)) if self.trains_built_in_model else [],
             "nodes": [{"name": node.name, "host": node.host, "slots": node.slots, "cause": node.cause} for node in self.nodes],
@@ -164,6 +172,7 @@ def build_plan(
     """
     check_run_name(run)
     requested_count = node_count or config.runner.node_range[1]
+    config, gpu_note = _resolve_gpus(config, inventory, requested_count)
     plan = Plan(
         run=run,
         config=config,
@@ -171,11 +180,23 @@ def build_plan(
         nodes=(),
         origin=inventory.origin,
         coordinator_machine=_choose_coordinator_machine(config, inventory, placement),
+        notes=(gpu_note,) if gpu_note else (),
         requested_node_count=requested_count,
     )
     plan = _set_nodes(plan, select_nodes(config, inventory, requested_count, placement, min_nodes=min_nodes))
     _check_world_size(plan)
     return plan
+
+
+def _resolve_gpus(config: Config, inventory: Inventory, node_count: int) -> tuple[Config, str]:
+    """Return `config` with runner.swarm.gpu set, and a note on it; the note is empty if the config sets it, or if it has no effect.
+
+    The config that the nodes receive contains the mode: scaling a run does not change it.
+    """
+    mode, reason = resolve_gpu_mode(config, list_usable_machines(config, inventory), node_count)
+    swarm = config.runner.swarm.model_copy(update={"gpu": mode})
+    runner = config.runner.model_copy(update={"swarm": swarm})
+    return config.model_copy(update={"runner": runner}), f"gpu: {mode} ({reason})" if reason else ""
 
 
 def _set_nodes(plan: Plan, nodes: Sequence[PlannedNode]) -> Plan:

@@ -26,6 +26,10 @@ ENV_KEY_FILE = f"{ENV_PREFIX}KEY_FILE"
 """Variable with the path of the run's key; empty if only the run's own processes can reach its ports."""
 ENV_RUN_ID = f"{ENV_PREFIX}RUN_ID"
 """Variable with the id of the run, for its coordinator and its ranks; empty if it is unknown."""
+ENV_GPUS = f"{ENV_PREFIX}GPUS"
+"""Variable that is set on a node whose run uses GPUs: the number of GPUs that the plan assumes, followed by + if there may be more."""
+ENV_SIMULATED_GPUS = f"{ENV_PREFIX}SIMULATED_GPUS"
+"""Variable that a lab sets on the nodes whose engines declare GPUs that do not exist: the number of these GPUs."""
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 
@@ -264,6 +268,8 @@ EVENT_LINK = "link"
 EVENT_COLLECTIVE = "collective"
 # as posted: node, and the fields of swarmtrain.entrypoint.resource_usage; as printed: nodes: {node: …}, all nodes every few seconds
 EVENT_USAGE = "usage"
+# node, message, hint, is_hardware: whether the GPU is faulty, so that its node is quarantined; see swarmtrain.entrypoint.gpu_health
+EVENT_GPU_FAULT = "gpu_fault"
 # node, seconds (duration, unless the node is needed earlier), reason
 EVENT_NODE_QUARANTINED = "quarantined"
 # node, reason: the node may train again

@@ -20,7 +20,7 @@ from dataclasses import replace
 from swarmtrain.doctor import (  # importing a module registers its checks
     capacity_checks,
     cluster_checks,
-    gpu_checks,  # noqa: F401
+    gpu_checks,
     link_checks,  # noqa: F401
     node_checks,  # noqa: F401
     probe_results,
@@ -29,9 +29,10 @@ from swarmtrain.doctor import (  # importing a module registers its checks
 from swarmtrain.doctor.check_registry import CheckRegistry, EvidenceT
 from swarmtrain.doctor.probe import run_probe
 from swarmtrain.doctor.report import CheckResult, DoctorReport
-from swarmtrain.errors import NodesRefused, PlanError, StackError
+from swarmtrain.errors import EngineError, NodesRefused, PlanError, StackError
 from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm.probed_gpus import record_gpus
 from swarmtrain.plan import Plan
 
 _PLAN_EXPECTATION = "the plan can be deployed"
@@ -118,7 +119,19 @@ def _examine_nodes(
         machine_addresses={cluster_checks.get_host_name(node): cluster_checks.get_machine_address(node) for node in snapshot.nodes},
         swarm_subnets=snapshot.swarm_subnets,
     )
+    _record_gpus(snapshot, results, report_progress)
     return _build_report(plan, [*check_results, *_run_checks(probe_results.CHECKS, results)], results)
+
+
+def _record_gpus(snapshot: cluster_checks.ClusterSnapshot, results: probe_results.ProbeResults, report_progress: ProgressReporter) -> None:
+    """Store the GPUs of the probed machines in the swarm, for later plans. If that fails, report it."""
+    gpus_by_node_id = {
+        node["ID"]: gpus for node, planned in snapshot.planned_nodes if (gpus := gpu_checks.list_probed_gpus(results, planned)) is not None
+    }
+    try:
+        record_gpus(DockerEngine(), gpus_by_node_id)
+    except EngineError as error:
+        report_progress(f"the GPUs that the probe has found are not stored for later plans: {error}")
 
 
 def _build_report(plan: Plan, check_results: list[CheckResult], results: probe_results.ProbeResults | None = None) -> DoctorReport:

@@ -53,7 +53,9 @@ def _check_cores(snapshot: ClusterSnapshot) -> Iterator[Finding]:
                 why="the engine rejects a container whose CPU limit exceeds the machine's cores",
                 host=get_host_name(node),
             )
-        runs_on_cores = runner.swarm.gpu is GpuMode.none or not count_resources(_get_generic_resources(node), runner.swarm.generic_resource)
+        runs_on_cores = snapshot.plan.gpu_mode is GpuMode.none or not count_resources(
+            _get_generic_resources(node), runner.swarm.generic_resource
+        )
         if cores and runs_on_cores and planned.slots > cores:
             hint = f"-o runner.default_gpu_count={cores}, or '{get_host_name(node)} slots={cores}' in runner.hosts"
             why = "ranks that share a core are slower than fewer ranks with one core each"
@@ -64,7 +66,7 @@ def _check_cores(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 @CHECKS("resources", "no other run has reserved the GPUs that the plan needs")
 def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
-    if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
+    if snapshot.plan is None or snapshot.plan.gpu_mode is not GpuMode.reserve:
         return
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource
     supplies_by_node = compute_resource_supplies(
@@ -88,7 +90,7 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 def needs_to_wait_for_gpus(snapshot: ClusterSnapshot) -> bool:
     """Return whether a run of the plan must wait for GPUs that another run, or a running deployment of the same run, has reserved."""
-    if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
+    if snapshot.plan is None or snapshot.plan.gpu_mode is not GpuMode.reserve:
         return False
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource
     supplies_by_node = compute_resource_supplies(snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind)

@@ -1,4 +1,4 @@
-"""Checks that the ranks of each node see the GPUs reserved for them; a finding names the engine settings that fix it."""
+"""Checks that the ranks of each node see their GPUs, and use all of them; a finding names the engine or config settings that fix it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from swarmtrain.doctor.cluster_checks import ClusterSnapshot, get_host_name
 from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.swarm.generic_resources import count_resources, format_gpu_settings, list_resource_ids
+from swarmtrain.node_selection import PlannedNode, format_count
 
 # Minimum driver by CUDA's major version: since CUDA 11, the minimum driver is the same for all minor versions.
 # NVIDIA, "CUDA Compatibility".
@@ -19,7 +20,7 @@ _RUNTIME_FIX = "nvidia-ctk runtime configure --runtime=docker --set-as-default; 
 
 @CLUSTER("counts", "GPUs that Swarm assigns are declared by their UUIDs")
 def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
-    if snapshot.plan is None or snapshot.plan.config.runner.swarm.gpu is not GpuMode.reserve:
+    if snapshot.plan is None or snapshot.plan.gpu_mode is not GpuMode.reserve:
         return
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource
     for node, planned in snapshot.planned_nodes:
@@ -33,11 +34,47 @@ def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 
 @CHECKS("devices", "the ranks on each node see the GPUs that are reserved for them")
 def _check_visible_gpus(results: ProbeResults) -> Iterator[Finding]:
-    if results.plan.config.runner.swarm.gpu is GpuMode.none:
+    if results.plan.gpu_mode is GpuMode.none:
         return
     for node in results.plan.nodes:
         if facts := results.nodes.get(node.name):
             yield from _check_visible_gpus_of_node(results, node.name, node.slots, facts)
+
+
+@CHECKS("unused", "every GPU of the nodes is used by a rank, or can be reserved by other runs")
+def _check_unused_gpus(results: ProbeResults) -> Iterator[Finding]:
+    if results.plan.gpu_mode is GpuMode.reserve:
+        return
+    for node in results.plan.nodes:
+        used_count = 0 if results.plan.gpu_mode is GpuMode.none else node.slots
+        if (count := len(list_probed_gpus(results, node) or ())) <= used_count:
+            continue
+        if used_count:
+            message = f"has {_format_gpu_count(count)}, but {format_count(used_count, 'rank')}"
+            hint = f"-o runner.default_gpu_count={count}, or '{node.host} slots={count}' in runner.hosts"
+        else:
+            message = f"has {_format_gpu_count(count)}, but the run uses none (gpu: none)"
+            hint = "-o runner.swarm.gpu=visible; without runner.swarm.gpu, the next plan uses the GPUs that this probe has found"
+        yield Finding(results.describe_node(node.name), message, hint, fatal=False, why="GPUs without a rank are idle")
+
+
+def list_probed_gpus(results: ProbeResults, node: PlannedNode) -> list[str] | None:
+    """Return the UUIDs of all GPUs of the node's machine; None if the probe has not found out, because it saw a selection of them."""
+    facts = results.nodes.get(node.name)
+    if facts is None or node.gpus or results.plan.gpu_mode is GpuMode.reserve:
+        return None
+    return facts["machine_gpus"] or [gpu["uuid"] for gpu in facts["gpus"]]
+
+
+@CHECKS("gpu-health", "no GPU reports a fault")
+def _check_gpu_health(results: ProbeResults) -> Iterator[Finding]:
+    faults = [(node.name, fault) for node in results.plan.nodes for fault in results.nodes.get(node.name, {}).get("gpu_faults", ())]
+    faulty_nodes = {name for name, fault in faults if fault["is_hardware"]}
+    can_quarantine = len(results.plan.nodes) - len(faulty_nodes) >= results.plan.min_nodes
+    for name, fault in faults:
+        is_hardware = bool(fault["is_hardware"])
+        why = "a run quarantines a node whose GPU is faulty" if is_hardware else "the GPU works, but may be slower, or fail soon"
+        yield Finding(results.describe_node(name), fault["message"], fault["hint"], fatal=is_hardware and not can_quarantine, why=why)
 
 
 @CHECKS("driver", "GPU drivers support torch's CUDA version, and are the same on all nodes")
@@ -59,9 +96,9 @@ def _check_drivers(results: ProbeResults) -> Iterator[Finding]:
 
 
 def _check_visible_gpus_of_node(results: ProbeResults, node_name: str, slots: int, facts: NodeFacts) -> Iterator[Finding]:
-    swarm = results.plan.config.runner.swarm
+    resource_kind = results.plan.config.runner.swarm.generic_resource
     visible_gpus, machine_gpus = [gpu["uuid"] for gpu in facts["gpus"]], facts["machine_gpus"]
-    assigned_gpus, fix = facts["assigned_gpus"], format_gpu_settings(swarm.generic_resource, machine_gpus or visible_gpus)
+    assigned_gpus, fix = facts["assigned_gpus"], format_gpu_settings(resource_kind, machine_gpus or visible_gpus)
     unknown_gpus = [
         gpu
         for gpu in assigned_gpus
@@ -78,7 +115,7 @@ def _check_visible_gpus_of_node(results: ProbeResults, node_name: str, slots: in
         )
     elif machine_gpus and not visible_gpus:
         message = f"has {_format_gpu_count(len(machine_gpus))}, but its containers see none"
-        hint = fix if swarm.gpu is GpuMode.reserve else _RUNTIME_FIX
+        hint = fix if results.plan.gpu_mode is GpuMode.reserve else _RUNTIME_FIX
         yield Finding(
             results.describe_node(node_name),
             message,

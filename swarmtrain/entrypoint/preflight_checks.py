@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from swarmtrain.entrypoint.gpu_count import find_unused_gpu_warnings
 from swarmtrain.entrypoint.network_interface import find_route_by_interface
 from swarmtrain.entrypoint.resource_usage import Cgroup, count_usable_cores
 from swarmtrain.protocol import NodeEnv
@@ -63,6 +64,10 @@ def _check_config_file(path: str) -> list[str]:
 
 def find_node_warnings(env: NodeEnv) -> list[str]:
     """Return warnings about this node: problems that do not prevent a start but are likely to slow down or fail the run."""
+    return [*_check_shared_memory(env), *find_unused_gpu_warnings(os.environ)]
+
+
+def _check_shared_memory(env: NodeEnv) -> list[str]:
     try:
         shm = os.statvfs(_SHM_PATH)
     except OSError:

@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from swarmtrain.coordinator_client import CoordinatorClient
-from swarmtrain.errors import CoordinatorError, ProcessError
-from swarmtrain.process import run_command
-from swarmtrain.protocol import EVENT_USAGE, Event
+from swarmtrain.entrypoint.gpu_health import THROTTLE_MASK, GpuHealthMonitor
+from swarmtrain.entrypoint.gpu_query import GpuQuery, GpuSample
+from swarmtrain.entrypoint.kernel_log import KernelLog
+from swarmtrain.errors import CoordinatorError
+from swarmtrain.protocol import EVENT_GPU_FAULT, EVENT_USAGE, Event
 
 _REPORT_INTERVAL_SECONDS = 10.0
-_NVIDIA_SMI = "nvidia-smi"
-_GPU_QUERY_FIELDS = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
-_BASIC_FIELD_COUNT = 3
-"""Number of nvidia-smi query fields, at the start of the list, that every driver supports."""
-_THROTTLE_MASK = 0xE8
-"""Bit mask of the throttle reasons for heat and insufficient power.
-
-Excludes 0x4, the software power cap, which full load reaches normally.
-"""
-_NVIDIA_SMI_TIMEOUT_SECONDS = 5.0
+_NO_GPUS = GpuSample()
 _MIB = 2**20
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -98,8 +90,8 @@ class UsageMeter:
         self._cgroup = cgroup
         self._previous_sample = time.monotonic(), self._read_cpu_seconds(), *read_network_bytes()
 
-    def read_usage(self) -> dict[str, Any]:
-        """Return the resource usage, with rates as averages since the last call.
+    def read_usage(self, gpu_sample: GpuSample = _NO_GPUS) -> dict[str, Any]:
+        """Return the resource usage, with rates as averages since the last call, and with that of the GPUs in `gpu_sample`.
 
         The keys are cpu and cpus (in cores), memory and memory_limit (in bytes), received and sent (in bytes/s), and gpus on a node
         with GPUs.
@@ -116,7 +108,7 @@ class UsageMeter:
             "received": round(max(0, received) / seconds),
             "sent": round(max(0, sent) / seconds),
         }
-        gpus = read_gpu_usage()
+        gpus = parse_gpu_usage(gpu_sample)
         return {**usage, "gpus": gpus} if gpus else usage
 
     def _read_cpu_seconds(self) -> float:
@@ -125,19 +117,37 @@ class UsageMeter:
 
 
 class UsageReporter(threading.Thread):
-    """Posts the usage of `node` to the coordinator every `interval` seconds. Reports during a coordinator outage are dropped."""
+    """Posts the usage of `node` to the coordinator every `interval` seconds, and the faults of its GPUs.
+
+    Reports during a coordinator outage are dropped. Faults are posted each time: the coordinator writes each only once, but forgets them
+    if it is restarted.
+    """
 
     def __init__(self, coordinator: CoordinatorClient, node: str, interval: float = _REPORT_INTERVAL_SECONDS) -> None:
         super().__init__(name="usage", daemon=True)
         self._coordinator, self._node, self._interval = coordinator, node, interval
+        self._meter, self._gpu_query = UsageMeter(find_container_cgroup()), GpuQuery()
+        self._health_monitor, self._kernel_log = GpuHealthMonitor(), KernelLog(os.environ)
+        self._fault_events: list[Event] = []
 
     def run(self) -> None:
         """Measure and post the usage until the process ends."""
-        meter = UsageMeter(find_container_cgroup())
+        self._find_faults(self._gpu_query.read_sample())
         while True:
             time.sleep(self._interval)
+            sample = self._gpu_query.read_sample()
+            self._find_faults(sample)
             with contextlib.suppress(CoordinatorError):
-                self._coordinator.post_event(Event(EVENT_USAGE, {"node": self._node, **meter.read_usage()}))
+                for event in self._fault_events:
+                    self._coordinator.post_event(event)
+                self._coordinator.post_event(Event(EVENT_USAGE, {"node": self._node, **self._meter.read_usage(sample)}))
+
+    def _find_faults(self, sample: GpuSample) -> None:
+        faults = self._health_monitor.find_new_faults(sample, self._kernel_log.read_new_lines())
+        self._fault_events += [
+            Event(EVENT_GPU_FAULT, {"node": self._node, "message": str(fault), "hint": fault.hint, "is_hardware": fault.is_hardware})
+            for fault in faults
+        ]
 
 
 def find_container_cgroup() -> Cgroup | None:
@@ -145,47 +155,35 @@ def find_container_cgroup() -> Cgroup | None:
     return Cgroup() if 1 in (os.getpid(), os.getppid()) or _is_in_container() else None
 
 
-def read_gpu_usage() -> list[dict[str, Any]]:
-    """Return the usage and health of each GPU; empty if nvidia-smi is not available.
+def parse_gpu_usage(sample: GpuSample) -> list[dict[str, Any]]:
+    """Return the usage of each GPU in `sample`.
 
     The keys are utilization in percent, memory and memory_total in bytes, and, if the driver reports them, temperature in °C, power in W,
     and throttled: whether clocks are reduced because of heat or insufficient power.
     """
-    if shutil.which(_NVIDIA_SMI) is None:
-        return []
-    gpus = []
-    for line in _query_nvidia_smi(_GPU_QUERY_FIELDS) or _query_nvidia_smi(_GPU_QUERY_FIELDS[:_BASIC_FIELD_COUNT]):
-        utilization, memory, total, *health_fields = (cell.strip() for cell in line.split(","))
-        with contextlib.suppress(ValueError):  # [N/A], as for a GPU partitioned by MIG
-            gpus.append(
+    usage = []
+    for gpu in sample.gpus:
+        with contextlib.suppress(ValueError, KeyError):  # [N/A], as for a GPU partitioned by MIG
+            usage.append(
                 {
-                    "utilization": int(utilization),
-                    "memory": int(memory) * _MIB,
-                    "memory_total": int(total) * _MIB,
-                    **_parse_gpu_health(*health_fields),
+                    "utilization": int(gpu["utilization.gpu"]),
+                    "memory": int(gpu["memory.used"]) * _MIB,
+                    "memory_total": int(gpu["memory.total"]) * _MIB,
+                    **_parse_temperature_and_power(gpu),
                 }
             )
-    return gpus
+    return usage
 
 
-def _query_nvidia_smi(query_fields: Sequence[str]) -> list[str]:
-    try:
-        return run_command(
-            [_NVIDIA_SMI, f"--query-gpu={','.join(query_fields)}", "--format=csv,noheader,nounits"], timeout=_NVIDIA_SMI_TIMEOUT_SECONDS
-        ).splitlines()
-    except ProcessError:
-        return []
-
-
-def _parse_gpu_health(temperature: str = "", power: str = "", throttle_reasons: str = "") -> dict[str, Any]:
-    health: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):
-        health["temperature"] = int(temperature)
-    with contextlib.suppress(ValueError):
-        health["power"] = round(float(power))
-    with contextlib.suppress(ValueError):
-        health["throttled"] = bool(int(throttle_reasons, 16) & _THROTTLE_MASK)
-    return health
+def _parse_temperature_and_power(gpu: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, KeyError):
+        values["temperature"] = int(gpu["temperature.gpu"])
+    with contextlib.suppress(ValueError, KeyError):
+        values["power"] = round(float(gpu["power.draw"]))
+    with contextlib.suppress(ValueError, KeyError):
+        values["throttled"] = bool(int(gpu["clocks_event_reasons.active"], 16) & THROTTLE_MASK)
+    return values
 
 
 def read_network_bytes() -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmtrain.cargo import Cargo, read_cargo
@@ -101,6 +101,8 @@ def plan_run_offline(config: Config, run: str, *, working_folder: Path, use_plac
         hint = "list the host names in runner.hosts, or use placeholders: swarmtrain generate --offline"
         raise EngineError(error.message, place=error.place, hint=hint) from None
     placement = _find_placement(resolved.config, run, is_offline=use_placeholders)
+    if runner.hosts and placement is not None and runner.capabilities.hosts is HostSource.cluster:
+        inventory = _add_known_gpus(inventory, read_inventory(resolved.config))
     note = f"placement: fresh, since {run} cannot be looked up; if it is deployed, its nodes may change their hosts"
     return add_notes(resolved.build_plan(inventory, run, placement or FRESH_PLACEMENT), "" if placement else note)
 
@@ -132,6 +134,14 @@ def read_inventory(config: Config, launcher: Launcher | None = None) -> Inventor
 
 def _read_offline_inventory(config: Config) -> Inventory:
     return build_offline_inventory(config.runner.host_entries) if config.runner.hosts else read_inventory(config)
+
+
+def _add_known_gpus(inventory: Inventory, known: Inventory) -> Inventory:
+    """Return `inventory` with the GPUs that its machines have in `known`, so that a generated file has the slots of a deployed run."""
+    known_machines = {name: machine for machine in known.machines for name in (machine.host, machine.id)}
+    pairs = [(machine, known_machines.get(machine.host, machine)) for machine in inventory.machines]
+    machines = tuple(replace(machine, resources=other.resources, gpu_count=other.gpu_count) for machine, other in pairs)
+    return replace(inventory, machines=machines)
 
 
 def _read_placement(config: Config, run: str) -> Placement:

@@ -73,10 +73,10 @@ def _select_gpus(plan: Plan, node: PlannedNode) -> Any:
     It selects the GPUs that the config lists for the node; if there are none, as many GPUs as slots if GPUs are reserved or several nodes
     use the machine; else all GPUs.
     """
-    if plan.config.runner.swarm.gpu is GpuMode.none:
+    if plan.gpu_mode is GpuMode.none:
         return ""
     device_ids = list(node.gpus)
-    if not device_ids and (plan.max_nodes > 1 or plan.config.runner.swarm.gpu is GpuMode.reserve):
+    if not device_ids and (plan.max_nodes > 1 or plan.gpu_mode is GpuMode.reserve):
         first_device = sum(earlier_node.slots for earlier_node in plan.nodes[: plan.nodes.index(node)])
         device_ids = [str(number) for number in range(first_device, first_device + node.slots)]
     return [{"driver": "nvidia", "device_ids": device_ids}] if device_ids else "all"

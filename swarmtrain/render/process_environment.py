@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import CoordinatorEnv, NodeEnv, ProbeEnv
+from swarmtrain.protocol import ENV_GPUS, CoordinatorEnv, NodeEnv, ProbeEnv
 
 ENTRYPOINT_MODULE = "swarmtrain.entrypoint"
 VISIBLE_DEVICES_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
@@ -70,8 +71,14 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
         **runner.env,
         **secret_file_variables,
         **node_variables.to_env(),
+        **_build_gpu_count_env(plan, node),
         **probe_variables,
     }
+
+
+def _build_gpu_count_env(plan: Plan, node: PlannedNode) -> dict[str, str]:
+    """Return the variable with the number of GPUs that the plan assumes on `node`; empty for a run that uses none."""
+    return {} if plan.gpu_mode is GpuMode.none else {ENV_GPUS: f"{node.slots}{'' if node.has_slot_per_gpu else '+'}"}
 
 
 def _build_flight_recorder_env(plan: Plan, layout: NodeLayout) -> dict[str, str]:

@@ -320,7 +320,7 @@ def _build_deploy_section(
 
 def _format_visible_devices(plan: Plan, node: PlannedNode) -> str:
     """Return the value of NVIDIA_VISIBLE_DEVICES, which selects the GPUs that NVIDIA's container runtime shows in the container."""
-    if plan.config.runner.swarm.gpu is GpuMode.none:
+    if plan.gpu_mode is GpuMode.none:
         return HIDDEN_GPUS_ENV[VISIBLE_DEVICES_VARIABLE]
     # An NVIDIA Container Toolkit that is configured for Swarm's assignments prefers them to `all`; without it, the supervisor selects GPUs.
     return ",".join(node.gpus) or "all"
@@ -336,7 +336,7 @@ def _build_resources(plan: Plan, node: PlannedNode) -> dict[str, Any]:
         limits["memory"] = str(docker.memory)
     if limits:
         resources["limits"] = limits
-    if swarm.gpu is GpuMode.reserve:
+    if plan.gpu_mode is GpuMode.reserve:
         resources["reservations"] = {
             "generic_resources": [{"discrete_resource_spec": {"kind": swarm.generic_resource, "value": node.slots}}]
         }

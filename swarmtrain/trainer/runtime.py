@@ -31,7 +31,7 @@ from swarmtrain.config.schema.trainer import DeterminismMode
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
-from swarmtrain.protocol import ENV_RUN_ID
+from swarmtrain.protocol import ENV_GPUS, ENV_RUN_ID
 from swarmtrain.trainer import collectives, log_setup, out_of_memory
 from swarmtrain.trainer.model import float8
 
@@ -231,6 +231,7 @@ def _create_store(runtime: Runtime) -> dist.Store:
 
 def _select_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
+        _check_no_gpus_expected()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -244,6 +245,22 @@ def _select_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _check_no_gpus_expected() -> None:
+    """Raise TrainingError with torch's reason if the run uses GPUs, since it would train on CPUs instead."""
+    if ENV_GPUS not in os.environ:
+        return
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "torch finds no CUDA device"
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
+        reason = str(error).strip().splitlines()[0]
+    raise TrainingError(
+        f"the run uses GPUs, but torch cannot use CUDA: {reason}",
+        place=f"node {distributed_env.get_node_name(os.environ)}",
+        hint="run swarmtrain doctor CONFIG to see the GPUs and drivers of the nodes, or set runner.swarm.gpu: none to train on CPUs",
+    )
 
 
 def _configure_determinism(device: torch.device, mode: DeterminismMode) -> None:

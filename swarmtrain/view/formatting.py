@@ -18,6 +18,7 @@ _ESCAPE_SEQUENCE_PATTERN = re.compile(
 )
 # C0 and C1 controls except tab and line feed, and the marks that reverse the direction of text.
 _CONTROL_PATTERN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_LONG_SECONDS = 12 * 3600.0
 _GIB = 2**30
 
 
@@ -56,6 +57,12 @@ def format_age(now: float, past_time: float) -> str:
 def format_time(seconds: float) -> str:
     """Return `seconds` since the epoch as text in this machine's time zone: 2026-11-21 22:34:16."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def format_end_time(end: float, now: float) -> str:
+    """Return the time `end`, in seconds since the epoch, as text: 22:34, with the date if it is more than 12 h after `now`."""
+    text = format_time(end)[:16]
+    return text if end - now > _LONG_SECONDS else text[11:]
 
 
 def format_memory_usage(used_bytes: float, limit_bytes: float) -> str:

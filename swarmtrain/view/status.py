@@ -11,11 +11,21 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
-from swarmtrain.view.formatting import format_age, format_count, format_duration, format_memory_usage, format_table, format_time
-from swarmtrain.view.worlds import NodeRestarts, QuarantinedNode, WorldInfo, count_restarts, find_quarantined_nodes, list_worlds
+from swarmtrain.view.formatting import format_age, format_count, format_duration, format_end_time, format_memory_usage, format_table
+from swarmtrain.view.worlds import (
+    NodeGpuFault,
+    NodeRestarts,
+    QuarantinedNode,
+    WorldInfo,
+    count_restarts,
+    find_gpu_faults,
+    find_quarantined_nodes,
+    list_worlds,
+)
 
 _STALE_SECONDS = 120.0
 """Age in seconds after which a node's resource usage is outdated."""
+_MAX_GPU_FAULTS = 5
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class RunStatus:
     """Rank restarts that each node caused, by node name."""
     quarantined: dict[str, QuarantinedNode] = field(default_factory=dict)
     """Nodes that are quarantined because they failed repeatedly, by node name."""
+    gpu_faults: tuple[NodeGpuFault, ...] = ()
+    """Faults of GPUs that the nodes have reported."""
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Resource usage by node name, with the keys of UsageMeter.read_usage; empty if outdated, or if the run has its outcome."""
     tasks: tuple[TaskState, ...] = ()
@@ -73,6 +85,7 @@ class RunStatus:
             ("checkpoint", self._format_checkpoint()),
             ("slowest", self._format_straggler()),
             ("failures", f"{self.failures} so far" * (self.failures > 0)),
+            *(("GPU", f"{fault}, {format_age(self.time, fault.time)}") for fault in self.gpu_faults[-_MAX_GPU_FAULTS:]),
             *(
                 ("quarantined", f"{task.node}: {suggest_quarantine_remedy(self.run, task.host)}")
                 for task in self.tasks
@@ -127,7 +140,7 @@ class RunStatus:
             quarantine = self.quarantined.get(task.node)
             remark = (
                 task.reason
-                or (f"quarantined until {format_time(quarantine.until)[11:16]}: {quarantine.reason}" if quarantine else "")
+                or (f"quarantined until {format_end_time(quarantine.until, self.time)}: {quarantine.reason}" if quarantine else "")
                 or (f"{restarts.reason}, {format_age(self.time, restarts.time)}" if restarts else "")
             )
             remark = "; ".join(filter(None, (remark, f"has {', '.join(task.gpus)}" if task.gpus else "")))
@@ -162,6 +175,7 @@ def build_status(
         failures=sum(event.kind == protocol.EVENT_FAILURE for event in events),
         restarts=count_restarts(events),
         quarantined=find_quarantined_nodes(events),
+        gpu_faults=tuple(find_gpu_faults(events)),
         usage=usage.get("nodes", {}) if is_usage_fresh else {},
         tasks=tuple(tasks),
         identity=identity,

@@ -85,6 +85,7 @@ _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     protocol.EVENT_FAILURE: format_failure,
     protocol.EVENT_NOTE: lambda data: f"{data.get('node', 'trainer')}: {data.get('message')}",
+    protocol.EVENT_GPU_FAULT: lambda data: f"{data.get('node')}: {data.get('message')}",
     protocol.EVENT_NODE_QUARANTINED: lambda data: (
         f"{data.get('node')} is quarantined for {format_duration(data.get('seconds', 0))}: {data.get('reason')}"
     ),

@@ -10,10 +10,10 @@ from typing import Any
 from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.protocol import Event, is_collateral_failure
-from swarmtrain.view.formatting import format_duration, format_time
+from swarmtrain.view.formatting import format_duration, format_end_time, format_time
 from swarmtrain.view.known_failures import FailureEvidence, FailureSignature, get_signal_name, identify_failure
 from swarmtrain.view.status import format_progress, suggest_quarantine_remedy
-from swarmtrain.view.worlds import find_quarantined_nodes, format_failure, list_worlds
+from swarmtrain.view.worlds import find_gpu_faults, find_quarantined_nodes, format_failure, list_worlds
 
 LINES_BEFORE_SECONDS = 60.0
 """Seconds before a failure whose output may explain the failure."""
@@ -21,6 +21,7 @@ _LINES_AFTER_SECONDS = 2.0
 _MAX_LINES = 8
 _MAX_TRACEBACK_LINES = 16
 _MAX_LINE_WIDTH = 160
+_MAX_GPU_FAULTS = 5
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class FailureDiagnosis:
     signature: str
     meaning: str
     fix: str
+    gpu_faults: tuple[str, ...]
+    """Faults of GPUs that the nodes have reported, oldest first."""
     quarantine: str
     """Text with the end of the failed node's quarantine and the suggested remedy; empty if the node is not quarantined."""
     traceback: str
@@ -77,6 +80,7 @@ class FailureDiagnosis:
             ("exit", self.exit_status),
             ("means", self.meaning),
             ("fix", self.fix),
+            *(("GPU", fault) for fault in self.gpu_faults),
             ("now", self.quarantine),
         ]
         lines = [
@@ -107,7 +111,12 @@ def diagnose_failure(
     run: str, events: Sequence[Event], tasks: Sequence[TaskState], log_lines: Iterable[LogLine]
 ) -> FailureDiagnosis | None:
     """Return the diagnosis of `run`; None if nothing has failed. `events` and `log_lines` are in chronological order."""
-    first = find_first_failure(events) or _find_lost_node_failure(events) or _find_container_start_failure(tasks, events)
+    first = (
+        find_first_failure(events)
+        or _find_lost_node_failure(events)
+        or _find_container_start_failure(tasks, events)
+        or _find_gpu_failure(events)
+    )
     if first is None:
         return None
     data = first.data
@@ -140,7 +149,8 @@ def diagnose_failure(
         signature=signature.name if signature else "",
         meaning=signature.meaning if signature else "",
         fix=_choose_fix(data, signature),
-        quarantine=f"{node} is quarantined until {format_time(quarantine.until)[11:16]}. {suggest_quarantine_remedy(run, host)}"
+        gpu_faults=tuple(map(str, find_gpu_faults(events)[-_MAX_GPU_FAULTS:])),
+        quarantine=f"{node} is quarantined until {format_end_time(quarantine.until, first.time)}. {suggest_quarantine_remedy(run, host)}"
         if quarantine
         else "",
         traceback=str(data.get("traceback", "")),
@@ -196,6 +206,18 @@ def _find_container_start_failure(tasks: Sequence[TaskState], events: Sequence[E
         return None
     data = {"node": failed_tasks[0].node, "error": failed_tasks[0].reason, "exit_code": failed_tasks[0].exit_code}
     return Event(protocol.EVENT_FAILURE, data, events[-1].time if events else 0.0)
+
+
+def _find_gpu_failure(events: Sequence[Event]) -> Event | None:
+    """Return a failure event for the last faulty GPU, because of which a node was excluded before its ranks failed; None if there is none.
+
+    Its node has saved its state, and does not report a failure.
+    """
+    faults = [fault for fault in find_gpu_faults(events) if fault.is_hardware]
+    if not faults:
+        return None
+    data = {"node": faults[-1].node, "error": faults[-1].message, "hint": faults[-1].hint}
+    return Event(protocol.EVENT_FAILURE, data, faults[-1].time)
 
 
 def _collect_peer_nodes(

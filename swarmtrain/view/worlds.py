@@ -38,6 +38,20 @@ class QuarantinedNode:
     reason: str
 
 
+@dataclass(frozen=True)
+class NodeGpuFault:
+    """Fault of a GPU, or another finding about it, that a node reported at `time`, in seconds since the epoch."""
+
+    node: str
+    time: float
+    message: str
+    hint: str
+    is_hardware: bool
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.message}"
+
+
 def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
     """Return the worlds that have formed, in chronological order."""
     formed_worlds: list[WorldInfo] = []
@@ -72,9 +86,13 @@ def describe_restart_cause(event: Event) -> str:
         return f"{node} received a stop request"
     if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code"):
         return f"{node} exited with exit code {event.data['exit_code']}"
-    if event.kind == protocol.EVENT_COORDINATOR_STARTED:
-        return "the coordinator was restarted"
-    return f"{node} joined" if event.kind in (protocol.EVENT_NODE_JOINED, protocol.EVENT_NODE_RELEASED) else ""
+    texts = {
+        protocol.EVENT_COORDINATOR_STARTED: "the coordinator was restarted",
+        protocol.EVENT_NODE_QUARANTINED: f"{node} was quarantined: {event.data.get('reason')}",
+        protocol.EVENT_NODE_JOINED: f"{node} joined",
+        protocol.EVENT_NODE_RELEASED: f"{node} joined",
+    }
+    return texts.get(event.kind, "")
 
 
 def format_failure(data: Mapping[str, Any]) -> str:
@@ -133,6 +151,22 @@ def find_quarantined_nodes(events: Iterable[Event]) -> dict[str, QuarantinedNode
     return quarantined
 
 
+def find_gpu_faults(events: Iterable[Event]) -> list[NodeGpuFault]:
+    """Return the faults of GPUs, oldest first, without those of nodes that have been stopped since then, and so may be repaired.
+
+    A coordinator that was restarted has published a fault again.
+    """
+    faults: dict[tuple[str, str], NodeGpuFault] = {}
+    for event in events:
+        node, data = str(event.data.get("node")), event.data
+        if event.kind == protocol.EVENT_GPU_FAULT:
+            fault = NodeGpuFault(node, event.time, str(data["message"]), str(data["hint"]), bool(data["is_hardware"]))
+            faults.setdefault((node, fault.message), fault)
+        elif event.kind == protocol.EVENT_NODE_LEFT and data.get("exit_code") == EXIT_PLANNED:
+            faults = {key: fault for key, fault in faults.items() if fault.node != node}
+    return list(faults.values())
+
+
 def _describe_new_nodes(previous_members: set[str], members: set[str]) -> str:
     """Return text that names the new nodes of a world; empty if unknown. They may have joined too late for the previous world."""
     new = ", ".join(sorted(members - previous_members)) if previous_members else ""
@@ -144,6 +178,7 @@ _CAUSE_KINDS = {
     protocol.EVENT_NODE_LEFT,
     protocol.EVENT_COORDINATOR_STARTED,
     protocol.EVENT_NODE_JOINED,
+    protocol.EVENT_NODE_QUARANTINED,
     protocol.EVENT_NODE_RELEASED,
 }
 
@@ -152,6 +187,6 @@ def _get_cause_priority(event: Event) -> int:
     """Return the priority of an event among the possible causes of a new world; the lowest number takes precedence."""
     if event.kind == protocol.EVENT_FAILURE:
         return 3 if is_collateral_failure(event.data) else 0
-    if event.kind == protocol.EVENT_NODE_LEFT:
+    if event.kind in (protocol.EVENT_NODE_LEFT, protocol.EVENT_NODE_QUARANTINED):
         return 1
     return 2 if event.kind == protocol.EVENT_COORDINATOR_STARTED else 4

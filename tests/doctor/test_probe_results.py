@@ -67,6 +67,7 @@ def build_node_facts(**changes: Any) -> dict[str, Any]:
         "gpus": [],
         "assigned_gpus": [],
         "machine_gpus": [],
+        "gpu_faults": [],
         "mounts": [build_mount("/workspace/runs"), build_mount("/data")],
     }
     return {**healthy, **changes}
@@ -273,6 +274,32 @@ CASES = [
     ProbeCase("devices", reserve_gpus(["GPU-1", "GPU-9"]), "Swarm assigned it GPU-9, but its GPUs are GPU-1, GPU-1"),
     ProbeCase("devices", reserve_gpus(["GPU-1"], ["GPU-1"], gpus=[]), "has 1 GPU, but its containers see none"),
     ProbeCase("devices", reserve_gpus(["GPU-1"]), "Swarm assigned it 1 GPU, but the container sees 2", fatal=False),
+    ProbeCase(
+        "gpu-health",
+        change_node(gpu_faults=[{"message": "GPU 1 (0000:1b:00): Xid 79", "hint": "reset it", "is_hardware": True}]),
+        "node1 on gpu-1: GPU 1 (0000:1b:00): Xid 79",
+        hint="reset it",
+    ),
+    ProbeCase(
+        "gpu-health",
+        change_node(gpu_faults=[{"message": "GPU 1: clocks are reduced", "hint": "check fans", "is_hardware": False}]),
+        "node1 on gpu-1: GPU 1: clocks are reduced",
+        fatal=False,
+    ),
+    ProbeCase(
+        "unused",
+        change_node(machine_gpus=["GPU-1", "GPU-2"]),
+        "node1 on gpu-1: has 2 GPUs, but the run uses none (gpu: none)",
+        fatal=False,
+        hint="-o runner.swarm.gpu=visible",
+    ),
+    ProbeCase(
+        "unused",
+        promise_gpus(gpus=[GPU] * 8),
+        "node1 on gpu-1: has 8 GPUs, but 2 ranks",
+        fatal=False,
+        hint="-o runner.default_gpu_count=8, or 'gpu-1 slots=8' in runner.hosts",
+    ),
     ProbeCase(
         "driver", promise_gpus(gpus=[{**GPU, "driver": "550.9"}] * 2), "drivers differ: node0 570.1, node1 550.9, node2 570.1", fatal=False
     ),

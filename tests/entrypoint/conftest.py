@@ -254,6 +254,14 @@ def small_run(tmp_path: Path) -> Iterator[SmallRun]:
     run.close()
 
 
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRun]:
+    """A run that the tests of a module share."""
+    run = SmallRun(tmp_path_factory.mktemp("shared"))
+    yield run
+    run.close()
+
+
 @pytest.fixture
 def wait_until_dead() -> Callable[[list[int]], None]:
     """Return a function that waits until processes are dead, and fails if one is still alive."""

@@ -11,6 +11,7 @@ from swarmtrain.entrypoint.coordinator.state_machine import COLLATERAL_GRACE_SEC
 from swarmtrain.protocol import (
     EVENT_CHECKPOINT,
     EVENT_FAILURE,
+    EVENT_GPU_FAULT,
     EVENT_NODE_LEFT,
     EVENT_NODE_QUARANTINED,
     EVENT_NODE_RELEASED,
@@ -318,6 +319,41 @@ def test_a_bad_machine_is_better_than_none(three_nodes: ThreeNodeHarness) -> Non
     three_nodes.coordinator.register_node("node1")
     three_nodes.fail_bad_node(4)
     assert three_nodes.quarantined == {"node2"}, "at once, now that it is needed no more"
+
+
+def report_gpu_fault(harness: ThreeNodeHarness, node: str, *, is_hardware: bool = True) -> None:
+    data = {"node": node, "message": "GPU 1 (0000:1b:00): Xid 79", "hint": "reset it", "is_hardware": is_hardware}
+    harness.coordinator.handle_event(Event(EVENT_GPU_FAULT, data))
+
+
+def test_a_node_with_a_faulty_gpu_is_quarantined_for_a_day_at_once(three_nodes: ThreeNodeHarness) -> None:
+    report_gpu_fault(three_nodes, "node1", is_hardware=False)
+    assert not three_nodes.quarantined
+    report_gpu_fault(three_nodes, "node2")
+    assert three_nodes.quarantined == {"node2"}
+    [event] = three_nodes.list_events(EVENT_NODE_QUARANTINED)
+    assert (event["seconds"], event["reason"]) == (86400.0, "faulty: GPU 1 (0000:1b:00): Xid 79")
+    assert len(three_nodes.list_events(EVENT_GPU_FAULT)) == 2
+    three_nodes.coordinator.register_node("node2")
+    assert three_nodes.quarantined == {"node2"}, "its container was restarted, which repairs no GPU"
+    three_nodes.coordinator.record_node_exit("node2", EXIT_PLANNED)
+    three_nodes.coordinator.register_node("node2")
+    assert not three_nodes.quarantined, "a user has stopped it, and started it again"
+
+
+def test_a_faulty_gpu_is_better_than_none_and_is_left_out_when_another_node_joins(three_nodes: ThreeNodeHarness) -> None:
+    three_nodes.nodes.remove("node1")
+    three_nodes.coordinator.record_node_exit("node1", EXIT_PLANNED)
+    for _ in range(2):
+        report_gpu_fault(three_nodes, "node2")
+    assert not three_nodes.quarantined
+    assert len(three_nodes.list_events(EVENT_GPU_FAULT)) == 1
+    [note] = three_nodes.list_events(EVENT_NOTE)
+    assert note["message"].endswith("it is not quarantined, since fewer than min_nodes would remain")
+    three_nodes.nodes.append("node1")
+    three_nodes.coordinator.register_node("node1")
+    three_nodes.advance_time(1)
+    assert three_nodes.quarantined == {"node2"}
 
 
 def test_a_node_that_exited_gracefully_comes_back_with_no_failures_counted(three_nodes: ThreeNodeHarness) -> None:

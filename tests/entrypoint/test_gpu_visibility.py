@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.entrypoint.assigned_gpus import build_gpu_environment
-from swarmtrain.entrypoint.probe.node_probe import list_machine_gpus
+from swarmtrain.entrypoint.gpu_count import list_machine_gpus
 
 
 @pytest.mark.parametrize(

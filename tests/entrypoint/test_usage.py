@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.entrypoint.resource_usage import Cgroup, UsageMeter, read_gpu_usage, read_machine_memory
+from swarmtrain.entrypoint.gpu_query import GpuQuery
+from swarmtrain.entrypoint.resource_usage import Cgroup, UsageMeter, parse_gpu_usage, read_machine_memory
 
 MIB = 2**20
 CGROUP_V1 = {
@@ -138,22 +139,47 @@ def test_what_goes_over_the_network_is_counted_and_loopback_is_not() -> None:
 
 def test_gpus_are_what_the_drivers_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_gpu_usage() == []
+    assert parse_gpu_usage(GpuQuery().read_sample()) == []
     tool = tmp_path / "nvidia-smi"
+    rest = ", GPU-1, 00000000:3B:00.0, 0, [N/A], 16, 16"
     rows = [
         "93, 60000, 81559, 71, 642.31, 0x0000000000000004",
         "5, 1, 81559, 90, 80.00, 0x0000000000000048",
         "0, 1, 81559, [N/A], [N/A], [N/A]",
+        "[N/A], [N/A], 81559, 40, 70.00, 0x0",
     ]
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in [*rows, "[N/A], [N/A], 81559, 40, 70.00, 0x0"]))
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}{rest}'\n" for row in rows))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    assert read_gpu_usage() == [
+    expected = [
         {"utilization": 93, "memory": 60000 * MIB, "memory_total": 81559 * MIB, "temperature": 71, "power": 642, "throttled": False},
         {"utilization": 5, "memory": MIB, "memory_total": 81559 * MIB, "temperature": 90, "power": 80, "throttled": True},
         {"utilization": 0, "memory": MIB, "memory_total": 81559 * MIB},
     ]
-    old = 'case "$1" in *throttle*) echo "not a valid field to query"; exit 2 ;; esac'
-    tool.write_text(f"#!/bin/sh\n{old}\necho '93, 60000, 81559'\n")
-    assert read_gpu_usage() == [{"utilization": 93, "memory": 60000 * MIB, "memory_total": 81559 * MIB}]
+    assert parse_gpu_usage(GpuQuery().read_sample()) == expected
     tool.write_text("#!/bin/sh\necho 'no devices were found'\nexit 6\n")
-    assert read_gpu_usage() == []
+    assert parse_gpu_usage(GpuQuery().read_sample()) == []
+
+
+# A driver that has the older name of the clock event reasons, and does not know the fields of pages and links.
+OLD_DRIVER = """#!/bin/sh
+echo "$1" >> {log}
+for field in clocks_event_reasons.active retired_pages.pending pcie.link.width.current pcie.link.width.max; do
+    case "$1" in *"$field"*) echo "Field \\"$field\\" is not a valid field to query."; exit 2 ;; esac
+done
+case "$1" in *remapped_rows*) echo "Option is not recognized"; exit 2 ;; esac
+echo "93, 60000, 81559, 90, 642.31, 0x48, GPU-1, 00000000:3B:00.0, 0"
+"""
+
+
+def test_a_field_that_the_driver_does_not_know_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tool, log = tmp_path / "nvidia-smi", tmp_path / "queries"
+    tool.write_text(OLD_DRIVER.format(log=log))
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    query = GpuQuery()
+    assert parse_gpu_usage(query.read_sample())[0]["throttled"] is True
+    first_count = len(log.read_text().splitlines())
+    assert first_count == 6  # remapped rows, four refused fields, and the query that is accepted
+    for _ in range(4):
+        assert query.read_sample().gpus[0]["ecc.errors.uncorrected.volatile.total"] == "0"
+    assert len(log.read_text().splitlines()) == first_count + 4

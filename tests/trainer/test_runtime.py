@@ -105,3 +105,12 @@ def test_ranks_of_which_some_have_no_gpu_are_refused(config: dict[str, Any], tmp
     world = LocalWorld(tmp_path, config, 2, {"SWARMTRAIN_NODE": "node7"}, script="mixed_devices")
     assert world.wait() == [1, 1]
     assert world.read_log().count("TrainingError: rank 1 on node7: sees no GPU, but other ranks of this run do") == 2
+
+
+@pytest.mark.parametrize("script", ["training_code", "custom_script"])
+def test_a_run_that_uses_gpus_never_trains_on_cpus(config: dict[str, Any], tmp_path: Path, script: str) -> None:
+    world = LocalWorld(tmp_path, config, 1, {"SWARMTRAIN_NODE": "node7", "SWARMTRAIN_GPUS": "8+"}, script=script)
+    assert world.wait() == [1]
+    reason = "the run uses GPUs, but torch cannot use CUDA: "  # followed by the words of torch, which depend on its build
+    assert f"TrainingError: node node7: {reason}" in world.read_log() or f"error: node node7: {reason}" in world.read_log()
+    assert "step 1" not in world.read_log()

@@ -266,14 +266,14 @@ def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -
     [
         ("{hosts: [a, a]}", "runner.hosts: names a more than once"),
         ("{hosts: [a], nodes: 2}", "runner.nodes: 2, but hosts lists only 1"),
-        ("{hosts: ['a slots=0,2']}", "runner.hosts: 'a slots=0,2' lists GPUs, but swarm.gpu is none"),
+        ("{hosts: ['a slots=0,2'], swarm: {gpu: none}}", "runner.hosts: 'a slots=0,2' lists GPUs, but swarm.gpu is none"),
         (
             "{hosts: ['a slots=0,2'], swarm: {gpu: reserve}}",
             "runner.hosts: 'a slots=0,2' lists GPUs, but swarm.gpu is reserve",
         ),
         ("{hosts: ['a slots=2,2']}", "runner.hosts.0: 2 is listed more than once"),
         ("{swarm: {gpu_ids: [0, x], gpu: visible}}", "runner.swarm.gpu_ids: 'x' is not a GPU"),
-        ("{swarm: {gpu_ids: [0]}}", "runner.swarm.gpu_ids: have an effect only with gpu: visible, but gpu is none"),
+        ("{swarm: {gpu_ids: [0], gpu: none}}", "runner.swarm.gpu_ids: have an effect only with gpu: visible, but gpu is none"),
         ("{hosts: [a slots=2], swarm: {gpu_ids: [0], gpu: visible}}", "runner.hosts: 'a slots=2' has more slots than the 1 GPUs"),
         (
             "{default_gpu_count: 2, swarm: {gpu_ids: [0], gpu: visible}}",

@@ -91,7 +91,9 @@ def test_a_stack_file_on_stdout(folder: Path) -> None:
     done = run_program("generate", "swarm.yml", "--output", "-")
     run_program("generate", "swarm.yml", "--output", "stack.yml")
     assert done.stdout == (folder / "stack.yml").read_text()
-    assert done.stderr.splitlines()[::2] == ["wrote -", "next: docker stack deploy -c - swarm"]
+    lines = done.stderr.splitlines()
+    assert (lines[0], lines[-1]) == ("wrote -", "next: docker stack deploy -c - swarm")
+    assert "gpu: none (no host is known to have GPUs; swarmtrain doctor CONFIG looks for them)" in lines
     assert not list(folder.glob(".swarmtrain*"))
 
 

@@ -141,6 +141,15 @@ def test_the_nodes_of_a_lab_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp
         assert json.loads(config.read_text())["process"]["env"] == expected
 
 
+def test_containers_of_a_lab_with_simulated_gpus_know_their_number(tmp_path: Path) -> None:
+    description = state.LabDescription("lab", "10.77.3.0/24", ("node0",), "/srv/shared", gpus=2)
+    cpu_share.write_runc_wrapper(tmp_path, description)
+    (tmp_path / "config.json").write_text('{"process":{"env":["PATH=/bin"]}}')
+    subprocess.run([str(tmp_path / "runc"), "create", "--bundle", str(tmp_path), "container"], capture_output=True, check=False)
+    environment = json.loads((tmp_path / "config.json").read_text())["process"]["env"]
+    assert environment == [cpu_share.format_cores_assignment(description), "SWARMTRAIN_SIMULATED_GPUS=2", "PATH=/bin"]
+
+
 def test_a_lab_of_an_older_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "lab.json").write_text('{"name": "lab", "subnet": "10.77.3.0/24", "nodes": ["node0"], "shared": "/srv/shared"}')
     found = state.read_lab_description(tmp_path)

@@ -48,7 +48,8 @@ def test_without_hosts_the_first_ready_nodes_are_used() -> None:
         "  node1  b     1      2 of 3 ready nodes, by name; one slot\n"
         "  2 nodes with 2 ranks; elastic: 1 to 2 nodes\n"
         "  2 replicas of 1 rank (data x tensor parallel)\n"
-        "  global batch 24 = 12 micro batches of 2, 6 each"
+        "  global batch 24 = 12 micro batches of 2, 6 each\n"
+        "  gpu: none (no host is known to have GPUs; swarmtrain doctor CONFIG looks for them)"
     )
 
 
@@ -125,7 +126,7 @@ def test_labels_choose_nodes() -> None:
 def test_slots_follow_the_gpus_where_gpus_are_used() -> None:
     inventory = build_inventory(Machine("a", resources={"NVIDIA-GPU": 4}))
     assert plan_demo(inventory, "runner.swarm.gpu=reserve").nodes[0].slots == 4
-    assert plan_demo(inventory).nodes[0].slots == 1
+    assert plan_demo(inventory, "runner.swarm.gpu=none").nodes[0].slots == 1
     assert plan_demo(inventory, "runner.default_gpu_count=2").nodes[0].slots == 2
 
 

@@ -89,6 +89,21 @@ def test_a_quarantined_node_is_shown_until_it_may_train_again(monkeypatch: pytes
         assert not build_status("demo", [*TRAINING, out, back], tasks, 190.0).quarantined
 
 
+def test_faults_of_gpus_are_shown_until_the_node_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    data = {"node": "node1", "message": "GPU 1 (0000:1b:00): Xid 79", "hint": "reset it", "is_hardware": True}
+    fault = Event(protocol.EVENT_GPU_FAULT, data, 112.0)
+    out = Event(protocol.EVENT_NODE_QUARANTINED, {"node": "node1", "seconds": 86400.0, "reason": "faulty: GPU 1"}, 113.0)
+    smaller = Event(protocol.EVENT_WORLD_FORMED, {"world_size": 1, "nodes": 1, "ranks": {"node0": [0]}}, 130.0)
+    tasks = [TASKS[0], TaskState("node1", "b", "running")]
+    lines = str(build_status("demo", [*TRAINING, fault, out, smaller], tasks, 190.0)).splitlines()
+    assert "  GPU         node1: GPU 1 (0000:1b:00): Xid 79, 1 min 18 s ago" in lines
+    assert lines[-1].endswith("quarantined until 1970-01-02 00:01: faulty: GPU 1")
+    stopped = Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": EXIT_PLANNED}, 140.0)
+    assert build_status("demo", [*TRAINING, fault, out, stopped], tasks, 190.0).gpu_faults == ()
+
+
 def test_the_rank_that_others_wait_for_is_shown_as_long_as_its_world_lives() -> None:
     message = "rank 1 on node1: other ranks wait, a step takes 31% longer, since computation is slower there"
     slow = Event(protocol.EVENT_STRAGGLER, {"rank": 1, "node": "node1", "slowdown": 0.31, "phase": "compute", "message": message}, 120.0)

@@ -86,6 +86,29 @@ def test_a_quarantined_node_is_reported_with_what_to_do() -> None:
     assert not over.quarantine, "of a run that has ended nobody is left out"
 
 
+GPU_FAULT = {"node": "node1", "message": "GPU 1 (0000:1b:00): Xid 79", "hint": "reset the GPU", "is_hardware": True}
+
+
+def test_a_faulty_gpu_is_named_with_the_failure_that_it_caused_or_without_one() -> None:
+    fault = Event(protocol.EVENT_GPU_FAULT, GPU_FAULT, 999.0)
+    assert "  GPU     node1: GPU 1 (0000:1b:00): Xid 79\n" in str(diagnose_failure("demo", [*EVENTS[:5], fault, *EVENTS[5:]], TASKS, LINES))
+    out = Event(protocol.EVENT_NODE_QUARANTINED, {"node": "node1", "seconds": 86400.0, "reason": "faulty: GPU 1"}, 1000.0)
+    assert str(diagnose_failure("demo", [EVENTS[1], EVENTS[4], fault, out], TASKS, [])).splitlines() == [
+        "run demo: resumed after a failure",
+        "  first   node1 on b, at 1970-01-01 00:16:39, in world 1",
+        "  step    120/400, loss 2.5000",
+        "  error   GPU 1 (0000:1b:00): Xid 79",
+        "  fix     reset the GPU",
+        "  GPU     node1: GPU 1 (0000:1b:00): Xid 79",
+        "  now     node1 is quarantined until 1970-01-02 00:16. `docker node update --availability drain b` keeps Swarm from scheduling on "
+        "its machine; `swarmtrain stop demo`, then deploy, retries it immediately",
+        "  meanwhile:",
+        "    node0 (complete): no output",
+    ]
+    slow = Event(protocol.EVENT_GPU_FAULT, {**GPU_FAULT, "is_hardware": False}, 999.0)
+    assert diagnose_failure("demo", [EVENTS[1], slow], [], []) is None
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -273,10 +273,10 @@ class SwarmConfig(Section):
     rdma: bool = Field(
         False, description="Enable InfiniBand or RoCE in the containers: locked memory (memlock, IPC_LOCK) and NVIDIA_MOFED=enabled."
     )
-    gpu: GpuMode = Field(
-        GpuMode.none,
+    gpu: GpuMode | None = Field(
+        None,
         description="none: CPU. visible: all GPUs of a host, or gpu_ids. reserve: as many GPUs as slots, reserved in "
-        "Swarm for this run alone.",
+        "Swarm for this run alone. null: reserve if the hosts declare GPUs, else visible if swarmtrain doctor has found some, else none.",
     )
     gpu_ids: GpuIds = Field(
         (), description="GPUs visible on every host with gpu: visible, by number or UUID. []: all. For a single host: 'gpu-1 slots=0,2'."
@@ -301,7 +301,7 @@ class SwarmConfig(Section):
 
     @model_validator(mode="after")
     def _check_gpu_ids(self) -> SwarmConfig:
-        if self.gpu_ids and self.gpu is not GpuMode.visible:
+        if self.gpu_ids and self.gpu not in (None, GpuMode.visible):
             raise build_field_error(
                 "gpu_ids",
                 f"have an effect only with gpu: visible, but gpu is {self.gpu}{_GPU_MODE_NOTES[self.gpu]}",
@@ -514,7 +514,7 @@ class RunnerConfig(Section):
 
 def _check_gpus_of_hosts(runner: RunnerConfig) -> None:
     mode = runner.swarm.gpu
-    if mode is GpuMode.visible or not runner.capabilities.requires_gpu_mode:
+    if mode in (None, GpuMode.visible) or not runner.capabilities.requires_gpu_mode:
         return
     for host in runner.host_entries:
         if host.gpus:

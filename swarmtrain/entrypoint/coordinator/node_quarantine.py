@@ -6,6 +6,7 @@ Pure: time comes from `clock` (seconds, monotonic); methods return the events to
 - A node is flaky if it was the first to fail in at least three worlds within 1 h, and in more than twice as many as all other nodes
   together.
 - A flaky node is quarantined for 1 h if at least `min_nodes` other members remain; otherwise a warning is reported, once per hour.
+- A node whose GPU is faulty is quarantined at once, for a day, under the same condition.
 - The quarantine ends early if fewer than `min_nodes` others remain, since a flaky machine is better than none. It also ends if a stop of
   the node is requested: the user who restarts the node is assumed to have fixed it.
 """
@@ -20,6 +21,8 @@ from typing import Any
 from swarmtrain.protocol import EVENT_NODE_QUARANTINED, EVENT_NODE_RELEASED, EVENT_NOTE, Event, is_collateral_failure
 
 HOUR_SECONDS = 3600.0
+FAULT_QUARANTINE_SECONDS = 24 * HOUR_SECONDS
+"""Seconds of quarantine for a node with a faulty GPU, which is not repaired by itself. A stop request of the node ends it."""
 FLAKY_FAILURE_COUNT = 3
 """Failures within 1 h after which a node is considered flaky, if nearly all failures of the run were its own."""
 
@@ -39,6 +42,7 @@ class NodeQuarantine:
         self._counted_failures: set[tuple[str, str]] = set()
         self._last_warned: dict[str, float] = {}
         self._quarantined_until: dict[str, float] = {}
+        self._faults: dict[str, str] = {}  # the first fault of a GPU of each node
 
     @property
     def quarantined_nodes(self) -> Set[str]:
@@ -58,9 +62,25 @@ class NodeQuarantine:
         ):
             return None
         reason = f"the first to fail {recent_failures} times within 1 h, more than twice as often as all other nodes together"
+        return self._quarantine_or_warn(node, reason, members, HOUR_SECONDS)
+
+    def record_gpu_fault(self, node: str, fault: str, members: Set[str]) -> Event | None:
+        """Record that a GPU of `node` is faulty. Return the event to report, or None."""
+        self._faults.setdefault(node, fault)
+        return self._quarantine_or_warn(node, f"faulty: {fault}", members, FAULT_QUARANTINE_SECONDS)
+
+    def quarantine_faulty_nodes(self, members: Set[str]) -> list[Event]:
+        """Quarantine the nodes with faulty GPUs that were needed so far, and return the events to report."""
+        events = [self.record_gpu_fault(node, fault, members) for node, fault in self._faults.items() if node in members]
+        return [event for event in events if event]
+
+    def _quarantine_or_warn(self, node: str, reason: str, members: Set[str], seconds: float) -> Event | None:
+        """Quarantine `node` for `seconds` if enough other members remain. Return the event; a warning at most once per hour."""
+        if node in self._quarantined_until:
+            return None
         if node in members and len(self._list_eligible_nodes(members) - {node}) >= self._min_nodes:
-            self._quarantined_until[node] = self._clock() + HOUR_SECONDS
-            return Event(EVENT_NODE_QUARANTINED, {"node": node, "seconds": HOUR_SECONDS, "reason": reason})
+            self._quarantined_until[node] = self._clock() + seconds
+            return Event(EVENT_NODE_QUARANTINED, {"node": node, "seconds": seconds, "reason": reason})
         if self._clock() - self._last_warned.get(node, -HOUR_SECONDS) < HOUR_SECONDS:
             return None
         self._last_warned[node] = self._clock()
@@ -76,14 +96,14 @@ class NodeQuarantine:
         """Clear the failure record of the node `node` after a stop request: earlier failures do not count after a restart."""
         self._quarantined_until.pop(node, None)
         self._failure_times.pop(node, None)
+        self._faults.pop(node, None)
 
     def release_nodes(self, members: Set[str]) -> list[Event]:
         """Release quarantined nodes that may train again, and return an event for each."""
-        events = [
-            self._release_node(node, "its quarantine is over")
-            for node, until in [*self._quarantined_until.items()]
-            if until <= self._clock()
-        ]
+        expired_nodes = [node for node, until in self._quarantined_until.items() if until <= self._clock()]
+        events = [self._release_node(node, "its quarantine is over") for node in expired_nodes]
+        for node in expired_nodes:
+            self._faults.pop(node, None)
         while (quarantined_members := members & self._quarantined_until.keys()) and len(
             self._list_eligible_nodes(members)
         ) < self._min_nodes:

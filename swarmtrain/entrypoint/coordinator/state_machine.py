@@ -28,6 +28,7 @@ from swarmtrain.protocol import (
     EVENT_CHECKPOINT,
     EVENT_COORDINATOR_STARTED,
     EVENT_FAILURE,
+    EVENT_GPU_FAULT,
     EVENT_NODE_JOINED,
     EVENT_NODE_LEFT,
     EVENT_NODE_QUARANTINED,
@@ -84,6 +85,7 @@ class Coordinator:
         self._barrier = RendezvousBarrier(clock)
         self._worlds = WorldTracker()
         self._reported_failures = ReportedFailures()
+        self._reported_gpu_faults: set[tuple[str, str]] = set()
         self._round_number = 1
         self._membership_changing = True
         self._charged_worlds: set[str] = set()
@@ -153,6 +155,7 @@ class Coordinator:
         if exit_code == EXIT_PLANNED:
             self._membership_changing = True
             self._quarantine.clear_failure_record(node)
+            self._reported_gpu_faults = {fault for fault in self._reported_gpu_faults if fault[0] != node}
             if self._membership.has_no_active_nodes:
                 self._round_number += 1  # nodes that resume the run need not wait until torch's rendezvous forgets these
         if exit_code == 0 and (world := self._worlds.newest):
@@ -176,6 +179,8 @@ class Coordinator:
             self._record_world_join(event)
         elif event.kind == EVENT_FAILURE:
             is_known = self._record_failure(event)
+        elif event.kind == EVENT_GPU_FAULT:
+            self._record_gpu_fault(event)
         elif event.kind == EVENT_USAGE:
             self._event_log.write_resource_usage(event.data, self._membership)
         elif event.kind == EVENT_PROGRESS:
@@ -200,6 +205,9 @@ class Coordinator:
         for event in [] if self._outcome else self._quarantine.release_nodes(self._membership.members):
             self._membership_changing = True
             self._event_log.write_event(event)
+        if not (self._outcome or self._worlds.has_finished_node):
+            for event in self._quarantine.quarantine_faulty_nodes(self._membership.members):
+                self._apply_quarantine(event)
         self._event_log.write_pending_progress()
         if self._give_up_at is not None and self._clock() >= self._give_up_at:
             self._fail_run()
@@ -280,7 +288,20 @@ class Coordinator:
         """
         if self._outcome or self._worlds.has_finished_node:
             return
-        event = self._quarantine.record_machine_failure(world, node, self._membership.members)
+        self._apply_quarantine(self._quarantine.record_machine_failure(world, node, self._membership.members))
+
+    def _record_gpu_fault(self, event: Event) -> None:
+        """Write a fault of a GPU to the log once, and quarantine its node if the GPU is faulty."""
+        node, fault = str(event.data["node"]), str(event.data["message"])
+        if (node, fault) in self._reported_gpu_faults:
+            return
+        self._reported_gpu_faults.add((node, fault))
+        self._event_log.write_event(event)
+        if event.data["is_hardware"] and not (self._outcome or self._worlds.has_finished_node):
+            self._apply_quarantine(self._quarantine.record_gpu_fault(node, fault, self._membership.members))
+
+    def _apply_quarantine(self, event: Event | None) -> None:
+        """Write the event of a quarantine, or of a warning, and start a new round if a node is quarantined."""
         if event and event.kind == EVENT_NODE_QUARANTINED:
             self._round_number += 1
             self._membership_changing = True

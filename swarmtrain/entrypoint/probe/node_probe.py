@@ -25,6 +25,10 @@ from typing import Any
 
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.assigned_gpus import read_assigned_gpus
+from swarmtrain.entrypoint.gpu_count import list_machine_gpus
+from swarmtrain.entrypoint.gpu_health import find_present_faults
+from swarmtrain.entrypoint.gpu_query import GpuQuery
+from swarmtrain.entrypoint.kernel_log import KernelLog
 from swarmtrain.entrypoint.network_interface import Route, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.probe.container_network import read_connected_networks, read_machine_resolvers
@@ -39,6 +43,7 @@ _PEERS_TIMEOUT_SECONDS = 60.0
 _PARTNER_TIMEOUT_SECONDS = _PEERS_TIMEOUT_SECONDS + 10.0
 _HEARTBEAT_SECONDS = 5.0
 _COLLECTIVE_TIMEOUT_SECONDS = 90.0
+_NVIDIA_SMI_TIMEOUT_SECONDS = 20.0  # without the persistence daemon, it initializes each GPU
 _MAX_ENTRIES = 1000
 _RESOURCE_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "stack": resource.RLIMIT_STACK}
 
@@ -141,7 +146,8 @@ def _collect_node_facts(env: NodeEnv, route: Route) -> dict[str, Any]:
         "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "gpus": _list_container_gpus(),
         "assigned_gpus": list(read_assigned_gpus(os.environ)),
-        "machine_gpus": list_machine_gpus(Path("/proc/driver/nvidia")),
+        "machine_gpus": list_machine_gpus(),
+        "gpu_faults": _find_gpu_faults(),
     }
 
 
@@ -160,13 +166,11 @@ def _measure_disk_space(path: str) -> tuple[int, int]:
     return usage.free, usage.total
 
 
-def list_machine_gpus(driver_folder: Path) -> list[str]:
-    """Return the UUIDs of the machine's GPUs from the driver's folder, which is visible in a container unless its runtime hides it."""
-    uuids = []
-    for path in sorted(driver_folder.glob("gpus/*/information")):
-        with contextlib.suppress(OSError):
-            uuids += [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("GPU UUID")]
-    return uuids
+def _find_gpu_faults() -> list[dict[str, Any]]:
+    faults = find_present_faults(
+        GpuQuery(_NVIDIA_SMI_TIMEOUT_SECONDS).read_sample(), KernelLog(os.environ, from_start=True).read_new_lines()
+    )
+    return [{"message": str(fault), "hint": fault.hint, "is_hardware": fault.is_hardware} for fault in faults]
 
 
 def _list_container_gpus() -> list[dict[str, str]]:
@@ -175,7 +179,7 @@ def _list_container_gpus() -> list[dict[str, str]]:
         return []
     argv = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
     try:
-        completed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
+        completed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_TIMEOUT_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in completed.stdout.splitlines()]

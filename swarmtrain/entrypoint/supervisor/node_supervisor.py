@@ -23,6 +23,7 @@ from types import FrameType
 
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint import assigned_gpus, supervisor_watchdog
+from swarmtrain.entrypoint.gpu_count import find_gpu_count_problem
 from swarmtrain.entrypoint.network_interface import Route, choose_advertised_address, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_node_warnings, find_permanent_problems
 from swarmtrain.entrypoint.resource_usage import UsageReporter
@@ -36,6 +37,7 @@ from swarmtrain.protocol import (
     EVENT_NODE_JOINED,
     EVENT_NOTE,
     EXIT_PLANNED,
+    PERMANENT_BEFORE_FIRST_STEP,
     Event,
     NodeEnv,
     SupervisorResponse,
@@ -103,7 +105,9 @@ class Supervisor:
     def _run_node(self) -> int:
         self.coordinator.wait_until_reachable(_COORDINATOR_TIMEOUT_SECONDS)
         if problems := find_permanent_problems(self.env):
-            return self._report_permanent_problems(problems)
+            return self._report_problems("; ".join(problems), permanent=True)
+        if problem := find_gpu_count_problem(os.environ):
+            return self._report_problems(problem, permanent=PERMANENT_BEFORE_FIRST_STEP)
         route = self._announce_node()
         fork_server.wait_for_preload()  # wait before registering: from then on the coordinator expects heartbeats
         self.coordinator.register_node(self.env.node)
@@ -120,11 +124,14 @@ class Supervisor:
         self._report_exit(EXIT_OK)
         return EXIT_OK
 
-    def _report_permanent_problems(self, problems: list[str]) -> int:
-        error = "; ".join(problems)
+    def _report_problems(self, error: str, *, permanent: bool | str) -> int:
+        """Report problems that a restart of this node cannot fix, and its exit. Return the exit code with which it is not restarted.
+
+        `permanent`: whether they end the run, too, as in a failure event.
+        """
         _log_message(error)
         self.coordinator.post_event(
-            Event(EVENT_FAILURE, {"node": self.env.node, "error": error, "exit_code": EXIT_ERROR, "permanent": True})
+            Event(EVENT_FAILURE, {"node": self.env.node, "error": error, "exit_code": EXIT_ERROR, "permanent": permanent})
         )
         self._report_exit(EXIT_ERROR)
         return EXIT_OK

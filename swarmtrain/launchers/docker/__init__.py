@@ -78,12 +78,16 @@ class DockerLauncher:
         engine_info, image = self._engine.get("/info"), plan.config.runner.docker_config.docker_container
         uses_mounts = bool(plan.config.runner.docker_config.docker_mounts)
         findings = engine_variants.collect_findings(engine_info, self.location, uses_overlay=False, uses_mounts=uses_mounts)
-        if plan.config.runner.swarm.gpu is not GpuMode.none and "nvidia" not in (engine_info.get("Runtimes") or {}):
+        has_nvidia_runtime = "nvidia" in (engine_info.get("Runtimes") or {})
+        if plan.gpu_mode is GpuMode.none and has_nvidia_runtime:
+            hint = "to use its GPUs, set -o runner.swarm.gpu=visible, and -o runner.default_gpu_count to their number"
+            findings.append(Finding(self.location, "has the nvidia runtime, but the run uses no GPUs", hint, fatal=False))
+        if plan.gpu_mode is not GpuMode.none and not has_nvidia_runtime:
             hint = "install the NVIDIA Container Toolkit there, or set -o runner.swarm.gpu=none"
             findings.append(Finding(self.location, "has no nvidia runtime, but the config requests GPUs", hint))
         if not self._find_image_id(plan):
             findings.append(Finding(self.location, f"does not have the image {image}, which will be pulled", fatal=False))
-        if plan.world_size > engine_info["NCPU"] and plan.config.runner.swarm.gpu is GpuMode.none:
+        if plan.world_size > engine_info["NCPU"] and plan.gpu_mode is GpuMode.none:
             findings.append(Finding(self.location, f"{plan.world_size} ranks will share {engine_info['NCPU']} cores", fatal=False))
         return findings
 

@@ -298,7 +298,7 @@ class SwarmLauncher:
 
 def _build_resource_request(plan: Plan) -> ResourceRequest:
     swarm = plan.config.runner.swarm
-    if swarm.gpu is not GpuMode.reserve:
+    if plan.gpu_mode is not GpuMode.reserve:
         return ResourceRequest(plan.run)
     return ResourceRequest(
         plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.available_nodes}, can_wait=not plan.is_probe

@@ -13,6 +13,7 @@ from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
+from swarmtrain.launchers.swarm.probed_gpus import read_gpu_counts
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 from swarmtrain.run_identity import RunIdentity
 
@@ -330,15 +331,16 @@ def read_down_nodes(engine: DockerEngine) -> dict[str, str]:
 
 def read_inventory(engine: DockerEngine) -> Inventory:
     """Return the inventory: the swarm's nodes in natural order of their names (node2 before node10). Raises EngineError."""
+    gpu_counts = read_gpu_counts(engine)
     machines = sorted(
-        (_parse_machine(node) for node in engine.list_objects("/nodes")),
+        (_parse_machine(node, gpu_counts.get(node["ID"])) for node in engine.list_objects("/nodes")),
         key=lambda machine: (build_natural_sort_key(machine.host), machine.id),
     )
     count = f"{len(machines)} node{'' if len(machines) == 1 else 's'}"
     return Inventory(f"the swarm of {count} at {engine.endpoint}", tuple(machines))
 
 
-def _parse_machine(node: dict[str, Any]) -> Machine:
+def _parse_machine(node: dict[str, Any], gpu_count: int | None) -> Machine:
     description = node["Description"]
     unavailable_reason = _describe_node_unavailability(node)
     return Machine(
@@ -351,6 +353,7 @@ def _parse_machine(node: dict[str, Any]) -> Machine:
         unavailable_hint=_suggest_availability_fix(description["Hostname"], unavailable_reason),
         labels=node["Spec"].get("Labels") or {},
         resources=count_resources_by_kind(description.get("Resources", {}).get("GenericResources") or []),
+        gpu_count=gpu_count,
         engine=description.get("Engine", {}).get("EngineVersion", ""),
     )
 

@@ -10,9 +10,12 @@ from typing import Any
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import EngineError
+from swarmtrain.gpu_resolution import resolve_gpu_mode
 from swarmtrain.images.swarm_nodes import get_node_address
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm.cluster_state import read_inventory
 from swarmtrain.launchers.swarm.generic_resources import TOOLKIT_CONFIG_PATH, build_daemon_json, format_toolkit_setting
+from swarmtrain.node_selection import list_usable_machines
 
 _DEFAULT_VXLAN_PORT = 4789
 _DEFAULT_INSECURE_RANGES = ("127.0.0.0/8", "::1/128")
@@ -104,6 +107,9 @@ def build_join_script(engine: DockerEngine, config: Config | None, *, as_manager
     if not managers:
         raise EngineError("no manager of the swarm has an address", place="swarm", hint="swarmtrain doctor")
     runner = config.runner if config else None
+    mode = (
+        resolve_gpu_mode(config, list_usable_machines(config, read_inventory(engine)), config.runner.node_range[1])[0] if config else None
+    )
     return JoinScript(
         location=f"the swarm at {engine.endpoint}",
         manager=managers[0],
@@ -115,7 +121,7 @@ def build_join_script(engine: DockerEngine, config: Config | None, *, as_manager
         insecure_registries=tuple(_list_insecure_registries(info)),
         labels=tuple(sorted(runner.swarm.labels.items())) if runner else (),
         mounts=tuple(source for source, _ in runner.docker_config.docker_mounts if source.startswith("/")) if runner else (),
-        generic_resource=runner.swarm.generic_resource if runner and runner.swarm.gpu is GpuMode.reserve else "",
+        generic_resource=runner.swarm.generic_resource if runner and mode is GpuMode.reserve else "",
         encrypted=bool(runner and runner.swarm.encrypted),
     )
 

@@ -34,7 +34,7 @@ def _applies_always(_plan: Plan) -> bool:
 
 
 def _reserves_gpus(plan: Plan) -> bool:
-    return plan.config.runner.swarm.gpu is GpuMode.reserve
+    return plan.gpu_mode is GpuMode.reserve
 
 
 def _uses_overlay(plan: Plan) -> bool:
@@ -241,7 +241,7 @@ def _check_subnet_size(plan: Plan) -> list[Finding]:
 
 def _check_resources(plan: Plan, planned_machines: list[Machine]) -> list[Finding]:
     swarm = plan.config.runner.swarm
-    if swarm.gpu is not GpuMode.reserve:
+    if plan.gpu_mode is not GpuMode.reserve:
         return []
     slots = {node.host: node.slots for node in plan.nodes}
     return [

@@ -1,0 +1,68 @@
+"""The GPUs that the doctor's probes have found on the swarm's nodes, kept in a Swarm config object for later plans.
+
+The object contains JSON, by node id: {"gpus": [UUID, …], "time": seconds since the epoch}. A config object cannot be changed, so a new one
+replaces it; if two exist, because two probes ended at the same time, the newer entry of each node counts.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+
+LABEL_MACHINES = "swarmtrain.machines"
+_NAME_PREFIX = "swarmtrain-machines"
+
+
+def read_gpu_counts(engine: DockerEngine) -> dict[str, int]:
+    """Return by node id the number of GPUs that the last probe found; empty if the manager does not list its config objects."""
+    try:
+        return {node_id: len(entry["gpus"]) for node_id, entry in _merge_entries(_list_objects(engine)).items()}
+    except EngineError:
+        return {}
+
+
+def record_gpus(engine: DockerEngine, gpus_by_node_id: Mapping[str, Sequence[str]]) -> None:
+    """Store the UUIDs of the GPUs that a probe found on the given nodes. Nodes that have left the swarm are dropped.
+
+    Raises EngineError if the manager refuses.
+    """
+    stored = _list_objects(engine)
+    entries = _merge_entries(stored)
+    if all(node_id in entries and entries[node_id]["gpus"] == list(gpus) for node_id, gpus in gpus_by_node_id.items()):
+        return
+    known_ids = {node["ID"] for node in engine.list_objects("/nodes")}
+    now = time.time()
+    entries |= {node_id: {"gpus": list(gpus), "time": now} for node_id, gpus in gpus_by_node_id.items()}
+    content = json.dumps({node_id: entry for node_id, entry in sorted(entries.items()) if node_id in known_ids})
+    body = {
+        "Name": f"{_NAME_PREFIX}-{secrets.token_hex(5)}",
+        "Labels": {LABEL_MACHINES: "gpus"},
+        "Data": base64.b64encode(content.encode()).decode(),
+    }
+    engine.post("/configs/create", body)
+    for item in stored:
+        with contextlib.suppress(EngineError):  # another probe has replaced it
+            engine.delete(f"/configs/{item['ID']}")
+
+
+def _list_objects(engine: DockerEngine) -> list[dict[str, Any]]:
+    return engine.list_objects("/configs", label=LABEL_MACHINES)
+
+
+def _merge_entries(objects: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the newest entry of each node. Objects and entries that are not in the expected form are skipped."""
+    merged: dict[str, dict[str, Any]] = {}
+    for item in objects:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            for node_id, entry in json.loads(base64.b64decode(item["Spec"]["Data"])).items():
+                if node_id not in merged or entry["time"] > merged[node_id]["time"]:
+                    merged[node_id] = {"gpus": list(entry["gpus"]), "time": float(entry["time"])}
+    return merged
