@@ -10,8 +10,8 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
-from swarmtrain.launchers.swarm.coordinator_repair import CoordinatorRepair
-from swarmtrain.launchers.swarm.state_poller import SwarmSnapshot
+from swarmtrain.launchers.swarm.following.coordinator_repair import CoordinatorRepair
+from swarmtrain.launchers.swarm.following.state_poller import SwarmSnapshot
 
 COMMAND = "docker service update --force demo_rendezvous"
 LINE = "swarmtrain: cannot resolve the name of the coordinator rendezvous for 30 s: [Errno -2] Name or service not known"

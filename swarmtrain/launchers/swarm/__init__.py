@@ -31,6 +31,7 @@ from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.swarm import cluster_state, code_placement, overviews, plan_checks, teardown
 from swarmtrain.launchers.swarm.convergence import StartupTolerance
+from swarmtrain.launchers.swarm.following.update_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
@@ -38,7 +39,6 @@ from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, add_labels, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
-from swarmtrain.launchers.swarm.update_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event, RunOutcome

@@ -14,8 +14,8 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
+from swarmtrain.launchers.swarm.following.update_stream import record_final_log_lines
 from swarmtrain.launchers.swarm.step_executor import LockCheck, run_in_parallel, update_service
-from swarmtrain.launchers.swarm.update_stream import record_final_log_lines
 
 _POLL_SECONDS = 0.3
 _LOG_INTERVAL_SECONDS = 5.0

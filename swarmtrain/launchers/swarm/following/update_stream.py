@@ -16,8 +16,8 @@ from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder, record_log_lines
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
-from swarmtrain.launchers.swarm.coordinator_repair import CoordinatorRepair
-from swarmtrain.launchers.swarm.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
+from swarmtrain.launchers.swarm.following.coordinator_repair import CoordinatorRepair
+from swarmtrain.launchers.swarm.following.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 

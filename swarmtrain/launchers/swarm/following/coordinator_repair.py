@@ -16,7 +16,7 @@ from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.launchers.swarm.state_poller import SwarmSnapshot
+from swarmtrain.launchers.swarm.following.state_poller import SwarmSnapshot
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, UNRESOLVED_COORDINATOR_TEXT
 
 # Names may resolve seconds after a task has started; and lines that a node wrote before do not count.
