@@ -38,7 +38,6 @@ _CONTAINERS = """\
   docker_config:                # the containers of runner_type swarm, docker and ssh_docker
     docker_container: registry.lab:5000/swarmtrain:latest  # built by: swarmtrain image build --tag IMAGE --push
     docker_mounts: [[/mnt/shared, /workspace/runs]]        # a folder of the hosts, and its path in the container
-  swarm: {gpu: none}            # visible: all GPUs of each host; reserve: as many as slots, for this run alone
 """
 _CHECKPOINTS = """\
 trainer:

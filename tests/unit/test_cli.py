@@ -38,8 +38,9 @@ def test_init_writes_a_config_that_generates(project: Path) -> None:
     overrides = ["-o", "runner.runner_type=swarm", "-o", "runner.hosts=[a]"]
     done = run_swarmtrain("generate", "new.yml", *overrides, "--output", "out/stack.yml", cwd=project)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.splitlines()[::2] == ["wrote out/stack.yml", "next: docker stack deploy -c out/stack.yml new"]
-    assert done.stderr.splitlines()[1].startswith("placement: fresh, since new cannot be looked up")
+    first, *notes, last = done.stderr.splitlines()
+    assert (first, last) == ("wrote out/stack.yml", "next: docker stack deploy -c out/stack.yml new")
+    assert [note.partition(",")[0].partition(" (")[0] for note in notes] == ["gpu: none", "placement: fresh"]
     assert (project / "out" / "stack.yml").exists()
 
 
