@@ -168,6 +168,7 @@ def test_ports_in_use(error_case: ErrorCase) -> None:
             "MAX_RESTARTS": 0,
             "MAX_RESTARTS_PER_HOUR": 0,
             "MIN_NODES": 1,
+            "RUN_ID": "",
             "KEY_FILE": "",
         }
         error_case.env |= {f"SWARMTRAIN_{name}": str(value) for name, value in values.items()}

@@ -36,7 +36,10 @@ def test_a_deploy_that_restarts_what_runs(error_case: ErrorCase) -> None:
     try:
         error_case.write_file("training_code.py", WAIT_SCRIPT + "# edited\n", show=False)
         error_case(
-            "swarmtrain deploy config.yml -o trainer.save_interval=200", start_pattern="^config is running", allowed_changes=STATE_FILES
+            "swarmtrain deploy config.yml -o trainer.save_interval=200",
+            code=2,
+            start_pattern="^config is running",
+            allowed_changes=STATE_FILES,
         )
         error_case(
             "swarmtrain deploy config.yml -o trainer.save_interval=200 --detach --yes", code=0, show=False, allowed_changes=STATE_FILES
