@@ -66,12 +66,17 @@ def test_declared_gpus_are_reserved_without_a_setting(create_lab: Callable[[str]
     lab.tear_down(report_progress=print_line)
 
 
-@pytest.fixture
-def forget_gpus(engine: DockerEngine) -> Iterator[None]:
-    """Remove what probes have stored, after the test."""
-    yield
+def remove_probed_gpus(engine: DockerEngine) -> None:
     for item in engine.list_objects("/configs", label=probed_gpus.LABEL_MACHINES):
         engine.delete(f"/configs/{item['ID']}")
+
+
+@pytest.fixture
+def forget_gpus(engine: DockerEngine) -> Iterator[None]:
+    """Remove what probes have stored: those of earlier tests before the test, and that of the test after it."""
+    remove_probed_gpus(engine)
+    yield
+    remove_probed_gpus(engine)
 
 
 def test_probed_gpus_are_kept_in_the_swarm(lab: Lab, engine: DockerEngine, stub_image: str, forget_gpus: None) -> None:

@@ -319,4 +319,4 @@ def test_a_folder_that_somebody_made_as_himself_can_be_written(lab: Lab, launche
     again = subprocess.run([sys.executable, "-m", "swarmtrain", "plan", *run, "--json"], cwd=ROOT, check=True, capture_output=True)
     plan = json.loads(again.stdout)
     assert plan["differences"] == plan["changes"] == []
-    assert plan["notes"] == ["user: 1234:1234, as in the run that is already deployed"]
+    assert "user: 1234:1234, as in the run that is already deployed" in plan["notes"]
