@@ -107,17 +107,17 @@ def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
             print_message(f"{plan.run} is up to date: nothing has changed")
             return plan
         _confirm_changes(launcher, plan, changes, assume_yes=assume_yes)
-    git_checkout = read_git_checkout(Path.cwd())
-    event = build_operation_event("up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
     try:
+        git_checkout = read_git_checkout(Path.cwd())
+        event = build_operation_event("up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
         with show_progress(f"deploying {plan.run}") as report_progress:
             launcher.deploy_run(plan, report_progress)
+        recorded_run = find_recorded_run_of(launcher, plan.run)
+        recorded_run.record_operation(event)
+        recorded_run.save_git_diff(git_checkout.diff if git_checkout else "")
     except KeyboardInterrupt:
         print_message(f"interrupted: {_describe_remaining_run(launcher, plan.run)}")
         raise
-    recorded_run = find_recorded_run_of(launcher, plan.run)
-    recorded_run.record_operation(event)
-    recorded_run.save_git_diff(git_checkout.diff if git_checkout else "")
     return plan
 
 

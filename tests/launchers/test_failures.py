@@ -116,7 +116,7 @@ ERROR_LINES = {
 }
 # Reasons that a real Swarm gives for a task that does not run: the test in tests/lab that expects this message, and the message.
 LAB_CASES = {
-    "image": ("test_images_without_a_hub.py", "No such image", ": registry.lab:5000/swarmtrain:0.1"),
+    "image": ("test_swarm_registry.py", "No such image", ": registry.lab:5000/swarmtrain:0.1"),
     "no node": ("test_swarm_launcher.py", "no suitable node (scheduling constraints not satisfied on 3 nodes)", ""),
     "mount": ("test_swarm_launcher.py", "bind source path does not exist", ": /mnt/data"),
 }
