@@ -10,8 +10,8 @@
     ├── StackError              a stack cannot be deployed, updated, or removed
     │   ├── NodesRefused        machines refuse to start nodes: an image or a mount is missing there
     │   └── ConfirmationRequired    the user must confirm a change, but there is no terminal; exit code 2
-    ├── RunNotFound             no such run; or no name was given, and there is not exactly one run
-    │   └── AmbiguousRun        several runs have this name
+    ├── RunNotFound             no such run; or no name was given, and the user has no run
+    ├── AmbiguousRun            several runs have this name; or no name was given, and the user has several runs
     ├── StateDirectoryError     the state directory of this machine cannot be read or written
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── CoordinatorError        the coordinator cannot be reached, or its response is invalid
@@ -167,17 +167,17 @@ class NodesRefused(StackError):
 
 
 class ConfirmationRequired(StackError):
-    """The user must confirm a change, but there is no terminal to ask on."""
+    """The user must confirm a change, but there is no terminal for the question."""
 
     exit_code = EXIT_USAGE
 
 
 class RunNotFound(SwarmtrainError):
-    """No run with this name exists; or no name was given, and there is not exactly one run."""
+    """No run with this name exists; or no name was given, and the user has no run."""
 
 
-class AmbiguousRun(RunNotFound):
-    """Several runs have this name."""
+class AmbiguousRun(SwarmtrainError):
+    """Several runs have this name; or no name was given, and the user has several runs."""
 
 
 class StateDirectoryError(SwarmtrainError):

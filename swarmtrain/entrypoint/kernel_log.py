@@ -36,8 +36,8 @@ class KernelLog:
     def read_new_lines(self) -> list[str]:
         """Return the complete lines since the last call. A file that has been rotated is opened again."""
         data = self._remainder + self._read_available()
-        if self._is_rotated():
-            self._reopen()
+        if self._was_file_replaced():
+            self._reopen_file()
             data += self._read_available()
         *lines, self._remainder = data.split(b"\n")
         return [line.decode(errors="replace") for line in lines]
@@ -51,7 +51,7 @@ class KernelLog:
                 chunks.append(chunk)
         return b"".join(chunks)
 
-    def _is_rotated(self) -> bool:
+    def _was_file_replaced(self) -> bool:
         if self._descriptor is None:
             return False
         try:
@@ -59,7 +59,7 @@ class KernelLog:
         except OSError:
             return False
 
-    def _reopen(self) -> None:
+    def _reopen_file(self) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             if self._descriptor is not None:

@@ -106,7 +106,7 @@ def start_registry(
     desired_spec = _build_service_spec(manager_node["ID"], port, image)
     existing_service = _find_service(engine)
     if existing_service:
-        _check_place_unchanged(existing_service["Spec"], desired_spec)
+        _check_node_port_and_image(existing_service["Spec"], desired_spec)
     is_kept = existing_service is not None and not list_access_changes(engine, access)
     if is_kept:
         report_progress("it is already running")
@@ -205,7 +205,7 @@ def _build_service_spec(node_id: str, port: int, image: str) -> dict[str, Any]:
     }
 
 
-def _check_place_unchanged(spec: Mapping[str, Any], desired_spec: Mapping[str, Any]) -> None:
+def _check_node_port_and_image(spec: Mapping[str, Any], desired_spec: Mapping[str, Any]) -> None:
     labels = {name: spec["Labels"].get(name) for name in desired_spec["Labels"]}
     if (labels, _get_placement_constraints(spec)) != (desired_spec["Labels"], _get_placement_constraints(desired_spec)):
         raise ImageError("the registry is already running with a different node, port or image", place=_LOCATION, hint=_RECREATE_HINT)

@@ -65,8 +65,6 @@ def find_run_or_record(name: str | None) -> FoundRun:
     """
     try:
         launcher, run = find_run(name)
-    except AmbiguousRun:
-        raise
     except (RunNotFound, EngineError, HostError, StateDirectoryError) as error:
         recorded_run = find_recorded_run(name) if name else None
         if recorded_run is None:

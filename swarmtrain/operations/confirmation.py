@@ -1,4 +1,4 @@
-"""Ask the user before a change that interrupts a run, or that concerns somebody else's run."""
+"""Ask the user before a change that interrupts a run, concerns somebody else's run, or replaces a registry that others use."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ def confirm_change(launcher: Launcher, run: str, action: str, *, must_ask: bool 
         identity = launcher.read_identity(run)
     except RunNotFound:  # only parts of the run are left, which do not show whose they are
         return
-    if assume_yes or (identity.is_own and not must_ask):
-        return
-    owner = "" if identity.is_own else f", the run of {identity.owner_text}"
-    confirmed = ask_confirmation(f"{action} {run}{owner}?")
+    if must_ask or not identity.is_own:
+        owner = "" if identity.is_own else f", the run of {identity.owner_text}"
+        require_confirmation(f"{action} {run}{owner}", f"run {run}", assume_yes=assume_yes)
+
+
+def require_confirmation(action: str, place: str, *, assume_yes: bool) -> None:
+    """Ask the user to confirm `action`, a verb phrase, unless `assume_yes`. `place` is what it changes, for errors.
+
+    Raises ConfirmationRequired if there is no terminal, StackError if the user declines.
+    """
+    confirmed = assume_yes or ask_confirmation(f"{action}?")
     if confirmed is None:
-        raise ConfirmationRequired(
-            f"this would {action} {run}{owner}, but there is no terminal to confirm it", place=f"run {run}", hint="add --yes to confirm"
-        )
+        raise ConfirmationRequired(f"this would {action}, but there is no terminal to confirm it", place=place, hint="add --yes to confirm")
     if not confirmed:
-        raise StackError("was left unchanged: the change was not confirmed", place=f"run {run}")
+        raise StackError("was left unchanged: the change was not confirmed", place=place)

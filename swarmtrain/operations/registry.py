@@ -16,7 +16,8 @@ from swarmtrain.images.swarm_registry import RegistryStatus
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.docker_login import store_docker_login
 from swarmtrain.launchers.common.history_store import resolve_state_directory
-from swarmtrain.view.console import ask_confirmation, print_message, show_progress
+from swarmtrain.operations.confirmation import require_confirmation
+from swarmtrain.view.console import print_message, show_progress
 
 _PASSWORD_BYTES = 24
 
@@ -75,11 +76,4 @@ def _confirm_changes(changes: Sequence[str], *, assume_yes: bool) -> None:
     for line in changes:
         print_message(f"  {line}")
     print_message("its container is replaced, and its images are kept")
-    if assume_yes:
-        return
-    confirmed = ask_confirmation("change the registry?")
-    if confirmed is None:
-        reason = "this would change the running registry, but there is no terminal to confirm it"
-        raise ImageError(reason, place=f"service {swarm_registry.SERVICE_NAME}", hint="add --yes to confirm")
-    if not confirmed:
-        raise ImageError("was left unchanged: the change was not confirmed", place=f"service {swarm_registry.SERVICE_NAME}")
+    require_confirmation("change the running registry", f"service {swarm_registry.SERVICE_NAME}", assume_yes=assume_yes)

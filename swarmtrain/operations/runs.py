@@ -13,7 +13,6 @@ from swarmtrain.errors import (
     EXIT_INTERRUPTED,
     EXIT_JOB_FAILED,
     EXIT_OK,
-    AmbiguousRun,
     RunNotFound,
     StackError,
     SwarmtrainError,
@@ -292,8 +291,6 @@ def remove_named_run(name: str | None, *, assume_yes: bool) -> None:
     """
     try:
         launcher, run = find_run(name)
-    except AmbiguousRun:
-        raise
     except RunNotFound:
         recorded_run = find_recorded_run(name) if name else None
         if recorded_run is None or not recorded_run.was_taken_down:

@@ -231,7 +231,7 @@ def _create_store(runtime: Runtime) -> dist.Store:
 
 def _select_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
-        _check_no_gpus_expected()
+        _check_run_uses_no_gpus()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -247,12 +247,12 @@ def _select_device(local_rank: int) -> torch.device:
     return device
 
 
-def _check_no_gpus_expected() -> None:
+def _check_run_uses_no_gpus() -> None:
     """Raise TrainingError with torch's reason if the run uses GPUs, since it would train on CPUs instead."""
     if ENV_GPUS not in os.environ:
         return
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch does not annotate it
         reason = "torch finds no CUDA device"
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
         reason = str(error).strip().splitlines()[0]

@@ -63,10 +63,14 @@ class RunTable:
 
 def load_run_table() -> RunTable:
     """Return the table of the runs of all reachable launchers. Raises the error of a launcher that should be, if there are no runs."""
-    now = time.time()
     located_overviews, errors = discover_overviews()
     if errors and not located_overviews:
         raise errors[0]
+    return build_run_table(located_overviews, time.time())
+
+
+def build_run_table(located_overviews: Iterable[tuple[str, RunOverview]], now: float) -> RunTable:
+    """Return the table at `now` of the runs with these overviews, each with the location of its launcher."""
     rows = [_build_row(overview, location, now) for location, overview in located_overviews]
     return RunTable(tuple(sorted(rows, key=lambda row: (row.created, row.run))), now)
 

@@ -141,7 +141,7 @@ def test_each_fault_is_reported_once_and_nodes_that_are_only_slow_keep_training(
 
 def test_an_hour_of_normal_samples_has_no_finding() -> None:
     """Idle clocks, the software power cap, narrow links of idle GPUs, 88 °C, and corrected errors are normal."""
-    generator, monitor = random.Random(7), GpuHealthMonitor()  # noqa: S311
+    generator, monitor = random.Random(7), GpuHealthMonitor()  # noqa: S311  # simulated values, not secrets
     found = []
     for step in range(_SAMPLES_PER_HOUR):
         is_idle = step % 60 < 10  # a validation, or a checkpoint
@@ -168,19 +168,20 @@ def test_an_hour_of_normal_samples_has_no_finding() -> None:
     assert found == []
 
 
+def list_present_faults() -> list[tuple[str, bool]]:
+    faults = find_present_faults(GpuQuery().read_sample(), KernelLog(os.environ, from_start=True).read_new_lines())
+    return [(str(fault), fault.is_hardware) for fault in faults]
+
+
 def test_a_probe_finds_what_is_wrong_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = SimulatedGpus(tmp_path / "gpus")
     for name, value in gpus.environment.items():
         monkeypatch.setenv(name, value)
-    read_all: Callable[[], list[tuple[str, bool]]] = lambda: [  # noqa: E731
-        (str(fault), fault.is_hardware)
-        for fault in find_present_faults(GpuQuery().read_sample(), KernelLog(os.environ, from_start=True).read_new_lines())
-    ]
-    assert read_all() == []
+    assert list_present_faults() == []
     gpus.log_xid(79, "GPU has fallen off the bus.")
     gpus.values[1] |= {"ecc.errors.uncorrected.volatile.total": "3", "clocks_event_reasons.active": "0x20"}
     gpus.write(remap_failure="Yes", remap_pending="Yes")
-    assert read_all() == [
+    assert list_present_faults() == [
         ("GPU 1 (0000:1b:00): Xid 79, the GPU has fallen off the bus: GPU has fallen off the bus.", True),
         ("GPU 1 (0000:1b:00): 3 uncorrected ECC errors since the driver was loaded", False),
         ("GPU 1 (0000:1b:00): a faulty memory row could not be remapped", True),
@@ -188,7 +189,7 @@ def test_a_probe_finds_what_is_wrong_already(tmp_path: Path, monkeypatch: pytest
         ("GPU 1 (0000:1b:00): clocks are reduced: software thermal slowdown (SW Thermal Slowdown), 61 °C", False),
     ]
     gpus.fail("No devices were found")
-    assert read_all() == [("nvidia-smi: No devices were found", True)]
+    assert list_present_faults() == [("nvidia-smi: No devices were found", True)]
 
 
 def test_the_kernel_log_is_read_from_its_end_across_a_rotation(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_up_changes_a_running_registry_only_when_confirmed(lab: Lab, engine: Doc
     assert user.start_registry("--no-login", "--allow-deletes").returncode == 0
     before = swarm_registry.get_registry_status(engine)
     asked = user.start_registry()
-    assert asked.returncode == 1
+    assert asked.returncode == 2
     assert "  login: none → user swarmtrain\n  requests that delete images: allowed → refused\n" in asked.stderr
     assert "hint: add --yes to confirm" in asked.stderr
     assert swarm_registry.get_registry_status(engine) == before

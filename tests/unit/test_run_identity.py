@@ -15,7 +15,7 @@ from swarmtrain.launchers.run_discovery import find_run, find_run_or_record
 from swarmtrain.operations import runs
 from swarmtrain.protocol import EVENT_PROGRESS, EVENT_WORLD_FORMED, Event
 from swarmtrain.run_identity import RunIdentity, create_run_identity, find_current_owner
-from swarmtrain.view.run_table import load_run_table
+from swarmtrain.view.run_table import build_run_table
 
 ALICE, BOB = RunIdentity("aaaaaaaaaaaa", "alice", "login1", 60.0), RunIdentity("bbbbbbbbbbbb", "bob", "laptop", 120.0)
 NOBODY = RunIdentity("cccccccccccc")
@@ -61,8 +61,6 @@ def _act_as_alice(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_launchers(monkeypatch: pytest.MonkeyPatch, *launchers: FakeLauncher) -> None:
     found = [(launcher, run) for launcher in launchers for run in launcher.list_runs()]
     monkeypatch.setattr(run_discovery, "discover_runs", lambda: ({item.location: item for item in launchers}, found, []))
-    overviews = [(launcher.location, overview) for launcher in launchers for overview in read_overviews(launcher)]
-    monkeypatch.setattr("swarmtrain.view.run_table.discover_overviews", lambda: (overviews, []))
 
 
 def test_labels_store_an_identity_completely() -> None:
@@ -102,11 +100,12 @@ def test_without_a_name_only_runs_of_the_user_are_meant(monkeypatch: pytest.Monk
 def test_a_name_that_occurs_twice_is_listed_with_ids_and_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, machine = FakeLauncher("the swarm", {"demo": BOB}), FakeLauncher("this machine", {"demo": ALICE})
     use_launchers(monkeypatch, swarm, machine)
-    for find in (find_run, find_run_or_record):
-        with pytest.raises(AmbiguousRun) as error:
-            find("demo")  # type: ignore[operator]
-        for text in ("id bbbbbbbbbbbb, owner bob from laptop, deployed on 1970-01-01", "on the swarm", "id aaaaaaaaaaaa, owner alice"):
-            assert text in error.value.message
+    with pytest.raises(AmbiguousRun) as error:
+        find_run("demo")
+    for text in ("id bbbbbbbbbbbb, owner bob from laptop, deployed on 1970-01-01", "on the swarm", "id aaaaaaaaaaaa, owner alice"):
+        assert text in error.value.message
+    with pytest.raises(AmbiguousRun):
+        find_run_or_record("demo")
     assert find_run(ALICE.id) == (machine, "demo")
 
 
@@ -120,32 +119,38 @@ def test_a_recorded_run_is_found_by_its_id_although_another_has_its_name(monkeyp
     assert (found.recorded_run, found.launcher) == (past, None)
 
 
-@pytest.mark.parametrize(("name", "action"), [("stop", runs.stop_run), ("down", None)])
-def test_a_change_to_somebody_elses_run_needs_a_confirmation(
-    name: str, action: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("operation", ["stop", "down"])
+def test_a_change_to_somebody_elses_run_needs_a_confirmation(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = FakeLauncher("the swarm", {"mine": ALICE, "plain": NOBODY, "theirs": BOB})
     use_launchers(monkeypatch, swarm)
 
-    def change(run: str, *, assume_yes: bool) -> None:
-        if action:
-            runs.stop_run(swarm, run, assume_yes=assume_yes)  # type: ignore[arg-type]  # a fake
+    def change_run(run: str, *, assume_yes: bool = False) -> None:
+        if operation == "stop":
+            runs.stop_run(*find_run(run), assume_yes=assume_yes)
         else:
             runs.remove_named_run(run, assume_yes=assume_yes)
 
-    with pytest.raises(ConfirmationRequired, match="theirs, the run of bob from laptop, but there is no terminal") as error:
-        change("theirs", assume_yes=False)
+    with pytest.raises(ConfirmationRequired, match=r"theirs, the run of bob from laptop, but there is no terminal") as error:
+        change_run("theirs")
     assert (error.value.exit_code, error.value.hint, swarm.changes) == (EXIT_USAGE, "add --yes to confirm", [])
-    change("theirs", assume_yes=True)
-    change("mine", assume_yes=False)
-    change("plain", assume_yes=False)
-    assert swarm.changes == [f"{name} theirs", f"{name} mine", f"{name} plain"]
+    change_run("theirs", assume_yes=True)
+    change_run("mine")
+    change_run("plain")
+    assert swarm.changes == [f"{operation} theirs", f"{operation} mine", f"{operation} plain"]
 
 
-def test_the_table_of_runs_has_those_of_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_launchers(monkeypatch, FakeLauncher("the swarm", {"demo": BOB}), FakeLauncher("this machine", {"demo": ALICE, "other": NOBODY}))
-    monkeypatch.setattr("time.time", lambda: 180.0)
-    assert [line.rstrip() for line in str(load_run_table()).splitlines()] == [
+@pytest.mark.parametrize("name", ["/etc", "..", "*", "**x", "[", "", "a\0b"])
+def test_a_name_that_is_not_one_is_an_unknown_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    RecordedRun("demo", BOB).record_operation(Event(EVENT_PROGRESS, {"step": 1}, 1.0))
+    use_launchers(monkeypatch)
+    with pytest.raises(RunNotFound):
+        find_run_or_record(name)
+
+
+def test_the_table_of_runs_has_those_of_all_users() -> None:
+    launchers = [FakeLauncher("the swarm", {"demo": BOB}), FakeLauncher("this machine", {"demo": ALICE, "other": NOBODY})]
+    overviews = [(launcher.location, overview) for launcher in launchers for overview in read_overviews(launcher)]
+    assert [line.rstrip() for line in str(build_run_table(overviews, 180.0)).splitlines()] == [
         "RUN    ID            OWNER  NODES  GPUS  STATE     STEP  AGE",
         "other  cccccccccccc         1/2    4     training  7/9",
         "demo   aaaaaaaaaaaa  alice  1/2    4     training  7/9   2 min 00 s  on this machine",

@@ -158,11 +158,12 @@ class RecordedRun:
         return [__version__, *([name, status.st_size, status.st_mtime_ns] for name, status in sorted(files.items()))]
 
 
-def list_recorded_runs(name: str = "*") -> list[RecordedRun]:
+def list_recorded_runs(name: str | None = None) -> list[RecordedRun]:
     """Return the runs with events or output recorded on this machine, with the name `name` or all, the most recently changed last."""
     state_directory = resolve_state_directory()
-    folders = {path.parent for pattern in _RECORD_PATTERNS for path in state_directory.glob(f"{name}/{HISTORY_FOLDER}/*/{pattern}")}
-    return sorted((_load_recorded_run(folder) for folder in folders), key=lambda run: (run.changed_at, run.name))
+    folders = {path.parent for pattern in _RECORD_PATTERNS for path in state_directory.glob(f"*/{HISTORY_FOLDER}/*/{pattern}")}
+    runs = [run for folder in folders if (run := _load_recorded_run(folder)).name == name or name is None]
+    return sorted(runs, key=lambda run: (run.changed_at, run.name))
 
 
 def find_recorded_run(name_or_id: str) -> RecordedRun | None:

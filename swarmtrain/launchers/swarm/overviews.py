@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import OVERVIEW_EVENTS, RunOverview
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
+from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
 _THREADS = 8
 
@@ -22,21 +24,18 @@ def read_overviews(engine: DockerEngine) -> list[RunOverview]:
         services_by_run[stack].append(service)
     tasks, hosts = cluster_state.list_tasks_of_runs(engine), cluster_state.read_host_names(engine)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="events") as pool:
-        events = pool.map(lambda item: _read_last_events(engine, *item), services_by_run.items())
-        return [
-            RunOverview(
-                run,
-                cluster_state.find_identity(services, run),
-                tuple(cluster_state.build_task_state(service.get_short_name(run), tasks, service, hosts) for service in services),
-                last_events,
-            )
-            for (run, services), last_events in zip(services_by_run.items(), events, strict=True)
-        ]
+        return list(pool.map(lambda item: _read_overview(engine, item[0], item[1], tasks, hosts), services_by_run.items()))
 
 
-def _read_last_events(engine: DockerEngine, run: str, services: list[Service]) -> tuple[Event, ...]:
+def _read_overview(engine: DockerEngine, run: str, services: list[Service], tasks: list[Task], hosts: Mapping[str, str]) -> RunOverview:
+    """Return the overview of `run`, with the reason if its events cannot be read, for example because it is removed meanwhile."""
+    identity = cluster_state.find_identity(services, run)
+    states = tuple(cluster_state.build_task_state(service.get_short_name(run), tasks, service, hosts) for service in services)
     coordinator = cluster_state.find_coordinator(services, run)
     if coordinator is None:
-        return ()
-    lines = container_logs.read_log_lines(engine, coordinator.api_path, RENDEZVOUS_SERVICE, tail=OVERVIEW_EVENTS)
-    return tuple(event for line in lines if (event := line.parse_event()))
+        return RunOverview(run, identity, states, ())
+    try:
+        lines = container_logs.read_log_lines(engine, coordinator.api_path, RENDEZVOUS_SERVICE, tail=OVERVIEW_EVENTS)
+    except EngineError as error:
+        return RunOverview(run, identity, states, (), error=error.message)
+    return RunOverview(run, identity, states, tuple(event for line in lines if (event := line.parse_event())))
