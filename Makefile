@@ -7,6 +7,8 @@
 # make check   check formatting, lint rules and types, and run the suite `fast`: about a minute
 # make refresh rewrite all generated pages and golden files, except speed.md, the pictures and the table of faults
 # make bench   compare the speed with other tools, into build/bench.json; ONLY=name runs one benchmark, DOCS=1 writes docs/reference/speed.md too
+# make gpu     check training on this machine's GPUs, and measure its speed, in ten minutes; DEVICE=cpu runs the same on tiny models, DOCS=1
+#              writes the GPU's section of docs/reference/speed.md
 # make site    build the documentation site into build/site; broken links, and pages that are in no list, fail the build
 # make pictures  take the screenshots in docs/images, of two real runs on a swarm of four engines on this machine
 # Each target installs what it needs, can be repeated safely, and works in a fresh clone.
@@ -24,7 +26,7 @@ PREPARE := @$(MAKE) --no-print-directory --jobs=2 system
 # A version range would select the newest build, with gigabytes of CUDA libraries that tests on CPUs do not use.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-all contract chaos soak check refresh bench site pictures format clean
+.PHONY: demo test test-all contract chaos soak check refresh bench gpu site pictures format clean
 .PHONY: system install install-docs install-train install-test
 
 # With CI=true the demo fails where its lab cannot start.
@@ -68,6 +70,11 @@ bench:
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
 # The build starts from scratch, because a second build would not repeat the warnings about unchanged pages.
+gpu: install-train
+	@mkdir -p build
+	@$(BIN)/swarmtrain doctor --train --device $(or $(DEVICE),cuda) --json >build/acceptance.jsonl
+	@$(if $(DOCS),$(BIN)/python -m benchmarks.acceptance_page build/acceptance.jsonl)
+
 site: install-docs
 	@rm -rf build/site
 	@$(BIN)/python -m sphinx --fail-on-warning --fresh-env --quiet --doctree-dir build/site-cache docs build/site

@@ -30,7 +30,10 @@ Measured on: {machine}.
 
 
 def render_page(records: Sequence[Record], benchmark_names: Sequence[str], previous_page: str = "") -> str:
-    """Return the Markdown page of `records`, in the order of `benchmark_names`. Rows of `previous_page` without a new record are kept."""
+    """Return the Markdown page of `records`, in the order of `benchmark_names`.
+
+    Rows of `previous_page` without a new record are kept, and so are the sections of GPUs.
+    """
     cells = _collect_previous_lines(_ROW_PATTERN, previous_page, benchmark_names) | {
         record["name"]: f"| {' | '.join(_format_cells(record))} |" for record in records
     }
@@ -43,7 +46,8 @@ def render_page(records: Sequence[Record], benchmark_names: Sequence[str], previ
         dict.fromkeys([*(previous_machines[0].split("; ") if previous_machines else []), *(record["machine"] for record in records)])
     )
     header = _HEADER.format(names=", ".join(f"`{name}`" for name in benchmark_names), machine=machines)
-    return header + "".join(f"{cells[name]}\n" for name in order) + "\n" + "".join(f"{texts[name]}\n" for name in order)
+    gpu_sections = previous_page[previous_page.index("\n## ") :] if "\n## " in previous_page else ""  # see acceptance_page
+    return header + "".join(f"{cells[name]}\n" for name in order) + "\n" + "".join(f"{texts[name]}\n" for name in order) + gpu_sections
 
 
 def render_table(records: Sequence[Record]) -> str:

@@ -1,5 +1,6 @@
 """The commands that need no existing run: init, schema, plan, memory, generate, doctor, join."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,17 @@ from swarmtrain.cli.options import (
     OverridesOption,
     RunNameOption,
 )
+
+_ACCEPTANCE_SECONDS = 600.0
+"""Time limit of doctor --train: stages that would start later are skipped."""
+
+
+class DeviceChoice(StrEnum):
+    """Where doctor --train trains."""
+
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
 
 
 def register_commands(app: typer.Typer) -> None:
@@ -135,12 +147,22 @@ def generate_deployment_file(
 
 def check_cluster(
     config_file: OptionalConfigFileArgument = None,
+    *,
     overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     run_name: RunNameOption = None,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node for a few seconds.")] = True,
+    train: Annotated[
+        bool, typer.Option("--train", help="Instead, train small and large models on this machine's GPU: correctness, speed. 10 minutes.")
+    ] = False,
+    device: Annotated[DeviceChoice, typer.Option("--device", help="With --train: where to train. cpu: tiny models.")] = DeviceChoice.auto,
+    stages: Annotated[
+        list[str], typer.Option("--stage", metavar="STAGE", help="With --train: run only this stage. Repeatable.", show_default=False)
+    ] = [],  # noqa: B006  # Typer's convention for lists
     json: JsonOption = False,
 ) -> None:
     """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
+    if train:
+        raise typer.Exit(_check_training(config_file, device, stages, as_json=json))
     from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.doctor import examine_cluster, examine_cluster_without_plan, examine_plan
     from swarmtrain.errors import EXIT_ERROR, PlanError
@@ -163,6 +185,15 @@ def check_cluster(
                 report = examine_plan(create_launcher(config.runner.runner_type), run_plan, report_progress, probe=probe)
     print_result(report, as_json=json)
     raise typer.Exit(EXIT_ERROR if report.fatal_count else 0)
+
+
+def _check_training(config_file: Path | None, device: DeviceChoice, stages: list[str], *, as_json: bool) -> int:
+    """Run the acceptance run on this machine, and return its exit code."""
+    from swarmtrain.launchers.common.trainer_subprocess import run_trainer_ranks
+
+    if config_file is not None:
+        raise typer.BadParameter("--train checks this machine, without a config", param_hint="CONFIG")
+    return run_trainer_ranks("acceptance", {"device": device, "stages": stages, "seconds": _ACCEPTANCE_SECONDS, "json": as_json})
 
 
 def print_join_commands(

@@ -5,6 +5,7 @@ data        create and inspect token files; started by `swarmtrain data`
 export, sample, embed, evaluate
             started by the `swarmtrain` commands of the same names, one process per rank: each process reads its request as JSON from
             standard input, and has access to the terminal
+acceptance  started by `swarmtrain doctor --train`: reads its request as JSON from standard input
 memory      started by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
             the response to standard output as JSON, {"error": …} on failure
 """
@@ -40,6 +41,7 @@ def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
 
 
 _COMMAND_MODULES = {
+    "acceptance": "swarmtrain.trainer.acceptance.command",
     "export": "swarmtrain.trainer.export.command",
     "sample": "swarmtrain.trainer.inference.sample_command",
     "embed": "swarmtrain.trainer.inference.embeddings",

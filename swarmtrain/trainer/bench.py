@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(argv)
     config = read_config([args.config, *args.override, "trainer.tensor_statistics_recorder_config=null"])
-    with start_runtime(config) as runtime, _open_or_generate_data(runtime) as (data, is_synthetic):
+    with start_runtime(config) as runtime, open_or_generate_data(runtime) as (data, is_synthetic):
         model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
         results = run_benchmark(runtime, model, Optimizer(model, config), data, steps=args.steps, warmup_steps=args.warmup)
         if runtime.is_rank_zero:
@@ -125,7 +125,7 @@ def run_benchmark(
 
 
 @contextmanager
-def _open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, bool]]:
+def open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, bool]]:
     """Yield the training data, and whether the data is synthetic: random tokens are used if token files are missing on any rank."""
     data_config = runtime.config.data
     prefixes = [*data_config.data_prefixes, *chain(*data_config.collect_companion_prefixes())]
@@ -133,17 +133,19 @@ def _open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, boo
         yield open_data(runtime.config)[0], False
         return
     folder = Path(tempfile.gettempdir()) / collectives.run_on_rank_zero(lambda: f"swarmtrain-bench-{secrets.token_hex(8)}")
-    prefix = folder / "tokens"
+    prefixes = [folder / f"tokens-{row}" for row in range(data_config.rows_per_sample)]
+    companions = tuple(prefixes[1:])
     try:
         with runtime.local_rank_zero_first():
             if not runtime.local_rank:
                 folder.mkdir(mode=0o700)
-                _write_random_tokens(prefix, runtime.config)
+                for row, prefix in enumerate(prefixes):
+                    _write_random_tokens(prefix, runtime.config, row)
         synthetic_config = type(data_config)(
-            data_prefixes=(prefix,),
-            rejected_prefixes=(prefix,) if data_config.rejected_prefixes else (),
-            positive_prefixes=(prefix,) if data_config.positive_prefixes else (),
-            negative_prefixes=(prefix,) * (data_config.rows_per_sample - 2) if data_config.negative_prefixes else (),
+            data_prefixes=(prefixes[0],),
+            rejected_prefixes=companions if data_config.rejected_prefixes else (),
+            positive_prefixes=companions[:1] if data_config.positive_prefixes else (),
+            negative_prefixes=companions[1:] if data_config.negative_prefixes else (),
             packing=data_config.packing,
         )
         yield open_data(runtime.config.model_copy(update={"data": synthetic_config}))[0], True
@@ -152,12 +154,13 @@ def _open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, boo
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_random_tokens(prefix: Path, config: Config) -> None:
+def _write_random_tokens(prefix: Path, config: Config, row: int) -> None:
+    """Write token files for one row of each sample; the rows of a sample differ."""
     architecture = config.transformer_architecture
     document_length = (
         max(1, config.topology.samples_per_step) * (architecture.sequence_length + 1) // _DOCUMENT_COUNT + architecture.sequence_length + 1
     )
-    documents = np.random.default_rng(config.trainer.seed).integers(architecture.vocab_size, size=(_DOCUMENT_COUNT, document_length))
+    documents = np.random.default_rng((config.trainer.seed, row)).integers(architecture.vocab_size, size=(_DOCUMENT_COUNT, document_length))
     memory_map.write_token_files(prefix, documents, "uint16" if architecture.vocab_size <= np.iinfo(np.uint16).max else "uint32")
 
 

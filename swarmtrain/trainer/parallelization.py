@@ -78,7 +78,7 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
     is_float16 = config.transformer_architecture.precision is Precision.float16
     model.loss_chunk_size = None if is_float16 else config.trainer.loss_chunk_size
     if config.trainer.compile:
-        compilation.compile_blocks(model, runtime.device)
+        compilation.compile_model(model, runtime.device)
     pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None
     fsdp_names = frozenset(local_parameters if _has_sharded_state(config) else ())
     shard_layout = ShardLayout(

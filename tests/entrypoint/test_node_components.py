@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,12 @@ from swarmtrain.entrypoint.network_interface import (
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.probe.container_network import read_connected_networks, read_machine_resolvers
 from swarmtrain.entrypoint.supervisor import fork_server, node_supervisor
-from swarmtrain.entrypoint.supervisor.elastic_agent import DeathReporter, compute_shutdown_timeout, make_node_identity_unique
+from swarmtrain.entrypoint.supervisor.elastic_agent import (
+    DeathReporter,
+    build_shutdown_setting,
+    compute_shutdown_timeout,
+    make_node_identity_unique,
+)
 from swarmtrain.entrypoint.supervisor.rank_process import resolve_exit_code
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
 from swarmtrain.protocol import EXIT_PLANNED, PROTOCOL_VERSION, NodeEnv, RunOutcome
@@ -106,6 +113,24 @@ def test_threads_are_divided_among_ranks_and_at_least_one_each() -> None:
 @pytest.mark.parametrize(("grace", "timeout"), [(90.0, 85), (10.0, 8), (5.0, 4), (1.0, 1)])
 def test_ranks_get_less_than_the_whole_grace(grace: float, timeout: int) -> None:
     assert compute_shutdown_timeout(grace) == timeout
+
+
+@dataclass
+class _LaunchConfigOfTorch211:
+    """The fields that matter of LaunchConfig in torch 2.11."""
+
+    local_addr: str | None = None
+
+
+def test_the_shutdown_timeout_is_set_in_all_supported_versions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = pytest.importorskip("torch.distributed.launcher.api")
+    multiprocessing = pytest.importorskip("torch.distributed.elastic.multiprocessing")
+    parameters = inspect.signature(multiprocessing.PContext.close).parameters
+    assert [(name, each.default) for name, each in parameters.items()][1:] == [("death_sig", None), ("timeout", 30)]
+    monkeypatch.setattr(multiprocessing.PContext.close, "__defaults__", (None, 30))
+    assert build_shutdown_setting(api.LaunchConfig, 7) == {"shutdown_timeout": 7}
+    assert build_shutdown_setting(_LaunchConfigOfTorch211, 7) == {}
+    assert inspect.signature(multiprocessing.PContext.close).parameters["timeout"].default == 7
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(None, 0), (0, 0), (75, 75), ("no data", 1), (256, 0), (-1, 255)])

@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import worlds
+from torch import Tensor
 from worlds import LocalWorld, compute_deviation, merge_config, read_validation_losses, run_training
+
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.compilation import compile_model
 
 
 @pytest.mark.test_all_only("compiles with inductor")
@@ -24,6 +31,36 @@ def test_compiled_replicas_equal_one_process_that_is_not(tmp_path: Path, config:
     assert compute_deviation(one, run_training(tmp_path / "compiled", compiled, 4, cache)) < 1e-5
     assert compute_deviation(read_validation_losses(tmp_path / "one"), read_validation_losses(tmp_path / "compiled")) < 1e-5
     assert list((tmp_path / "cache").rglob("*.so")), "nothing was compiled"
+
+
+def test_the_compiled_loss_equals_the_one_of_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, the last of which is incomplete, and with targets that do not count."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function, **options, backend="aot_eager"))
+    architecture = TransformerArchitectureConfig(vocab_size=40, hidden_size=32, num_layers=1, num_attention_heads=2, sequence_length=16)
+    model = Transformer(architecture, 0).init_weights()
+    model.loss_chunk_size = 12
+    tokens = torch.arange(64).view(4, 16) % 40
+    targets = tokens.roll(1, 1).masked_fill(tokens % 5 == 0, IGNORE_INDEX)
+    eager = compute_loss_and_gradients(model, tokens, targets)
+    eager_function = model.compute_token_losses
+    compile_model(model, torch.device("cpu"))
+    assert model.compute_token_losses is not eager_function
+    compiled = compute_loss_and_gradients(model, tokens, targets)
+    for name, expected in eager.items():
+        assert torch.allclose(compiled[name], expected, rtol=1e-5, atol=1e-6), name
+    with torch.no_grad():
+        assert torch.equal(model(tokens, targets), eager["loss"]), "validation is not compiled"
+
+
+def compute_loss_and_gradients(model: Transformer, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(tokens, targets)
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        **{name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None},
+    }
 
 
 def test_without_a_compiler(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from swarmtrain.config.schema.transformer_architecture import (
     TransformerArchitectureConfig,
 )
 from swarmtrain.trainer import Transformer
-from swarmtrain.trainer.model import dropout, masks
+from swarmtrain.trainer.model import dropout
+from swarmtrain.trainer.model.attention import masks
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.rotary import RotaryEmbedding, apply_rotary_embedding
 from swarmtrain.trainer.model.transformer import InPlaceCrossEntropyLoss

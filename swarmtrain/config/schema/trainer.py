@@ -181,8 +181,8 @@ class TrainerConfig(Section):
     )
     compile: bool = Field(
         False,
-        description="Compile the blocks with torch.compile. The first step takes about 60 s longer, or a few seconds if "
-        "docker_config.cache_dir has the compilation cache of an earlier run. Needs a C++ compiler in the "
+        description="Compile the blocks, the output layer and the loss with torch.compile. The first step takes about 60 s longer, or a "
+        "few seconds if docker_config.cache_dir has the compilation cache of an earlier run. Needs a C++ compiler in the "
         "image, and Triton on GPUs.",
     )
     loss_chunk_size: int = Field(

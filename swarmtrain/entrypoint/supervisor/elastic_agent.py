@@ -110,9 +110,22 @@ def _build_launch_config(env: NodeEnv, round: str, advertised_address: str | Non
         logs_specs=logs_specs,
         log_line_prefix_template="[rank ${rank}] ",
         local_addr=advertised_address,
-        shutdown_timeout=compute_shutdown_timeout(env.stop_grace),
         numa_options=_build_numa_options(env.numa),
+        **build_shutdown_setting(LaunchConfig, compute_shutdown_timeout(env.stop_grace)),
     )
+
+
+def build_shutdown_setting(launch_config_class: type[Any], timeout: int) -> dict[str, Any]:
+    """Return the arguments of `launch_config_class`, torch's LaunchConfig, for a shutdown that takes at most `timeout` seconds.
+
+    Older versions of torch have no such argument, and use the default of a method, which is changed in this process.
+    """
+    if "shutdown_timeout" in launch_config_class.__dataclass_fields__:
+        return {"shutdown_timeout": timeout}
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    PContext.close.__defaults__ = (None, timeout)
+    return {}
 
 
 def _build_numa_options(binding: str) -> NumaOptions | None:

@@ -167,7 +167,9 @@ def _matmul_transposed(
         out_dtype=torch.bfloat16 if recipe.rowwise else output_dtype,
         use_fast_accum=use_fast_accum,
     )
-    return output.to(output_dtype)
+    # Without the condition, torch 2.11 compiles a function without gradients: it takes a conversion that does nothing for an output that
+    # needs none.
+    return output if output.dtype == output_dtype else output.to(output_dtype)
 
 
 def _quantize_values(values: Tensor | Float8Tensor, dtype: torch.dtype, recipe: Float8Recipe) -> Float8Tensor:

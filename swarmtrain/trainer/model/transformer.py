@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model import chunked_loss, dropout, masks, umup
-from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model import chunked_loss, dropout, umup
+from swarmtrain.trainer.model.attention import Attention, masks
+from swarmtrain.trainer.model.attention.masks import Masks
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
 from swarmtrain.trainer.model.initialization import ParameterInitializer, materialize_parameters
 from swarmtrain.trainer.model.learned_positions import LearnedPositions
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
-from swarmtrain.trainer.model.masks import Masks
 from swarmtrain.trainer.model.mlp import build_mlp
 from swarmtrain.trainer.model.norm import build_norm
 from swarmtrain.trainer.model.objective import Objective
@@ -176,10 +176,10 @@ class Transformer(nn.Module):
 
     def _compute_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the objective's summed loss. `hidden` has `copies_per_row` copies of each row, `targets` has one."""
-        token_losses = self._compute_token_losses(hidden, _repeat_rows(targets, self.objective.copies_per_row))
+        token_losses = self.compute_token_losses(hidden, _repeat_rows(targets, self.objective.copies_per_row))
         return self.objective.compute_loss(token_losses, targets)
 
-    def _compute_token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def compute_token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats of each target, flattened to one dimension."""
         logits: Tensor = self.head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Compilation of transformer blocks: torch.compile on the forward pass of each block, in training only.
+"""Compilation of transformer blocks, of the output layer and of the loss with torch.compile, in training only.
 
 Each block is compiled separately, not the whole model. Blocks usually have the same structure: one compilation then serves all of them. The
 code around the blocks (hooks of fully_shard, pipeline schedules, activation checkpointing) stays the same. Validation
@@ -13,16 +13,19 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
 
 _GRAPHS_PER_BLOCK = 2
 """Number of compiled graphs per block: one for a full micro batch, and one for an empty micro batch."""
 
 
-def compile_blocks(model: Transformer, device: torch.device) -> None:
-    """Wrap each block of `model` in torch.compile, which compiles it when it first runs.
+def compile_model(model: Transformer, device: torch.device) -> None:
+    """Wrap each block of `model`, and its output layer with the loss, in torch.compile, which compiles them when they first run.
 
     Raises TrainingError if this machine has no C++ compiler, or a GPU but no Triton.
     """
@@ -31,6 +34,15 @@ def compile_blocks(model: Transformer, device: torch.device) -> None:
     torch._dynamo.config.recompile_limit = max(recompile_limit, _GRAPHS_PER_BLOCK * len(model.blocks))  # for blocks that differ slightly
     for block in model.blocks:
         block.forward = _use_compiled_forward_in_training(torch.compile(block.forward, dynamic=False), block.forward)
+
+    def compute_token_losses(hidden: Tensor, targets: Tensor) -> Tensor:
+        # torch's own loss: its kernels are fused with the conversion of the logits, which then need no memory in float32.
+        logits: Tensor = model.head(hidden)
+        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+
+    compiled = torch.compile(compute_token_losses, dynamic=False)
+    model.compute_token_losses = _use_compiled_forward_in_training(compiled, model.compute_token_losses)  # type: ignore[method-assign]
 
 
 def _use_compiled_forward_in_training(compiled_forward: Callable[..., Any], eager_forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,8 @@
-"""Causal self-attention with grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)."""
+"""Causal self-attention with grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
+
+masks         which tokens attend to which, and the kernels that apply it
+block_mask    masks for flex attention
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from torch import Tensor, nn
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
+from swarmtrain.trainer.model.attention.masks import AttentionOptions, Masks, compute_attention
 from swarmtrain.trainer.model.linear import build_linear
-from swarmtrain.trainer.model.masks import AttentionOptions, Masks, compute_attention
 from swarmtrain.trainer.model.norm import build_norm
 from swarmtrain.trainer.model.peft.lora import LoraAdapters
 from swarmtrain.trainer.model.rotary import Rotation, apply_rotary_embedding

@@ -15,19 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.trainer.model.attention.block_mask import BLOCK_SIZE, MaskMod, build_block_mask
 
 AttentionMask = Tensor | BlockMask | None
 """Boolean mask (batch or 1, 1, queries, keys), or a block mask for flex attention. None: plain causal attention."""
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Mask function: maps the indices of sample, head, query and key to whether the query attends to the key."""
-
 _FLEX_MIN_HEAD_SIZE = 16
 """Smallest head size that flex attention's kernel supports."""
-_FLEX_BLOCK_SIZE = 128
-"""Number of queries per block of a flex attention block mask."""
 
 
 class Masks(NamedTuple):
@@ -68,16 +64,18 @@ def build_masks(
     sequences.
     """
     window = architecture.local_attention_window_size
+    query_count = sequence_length if query_positions is None else len(query_positions)
     use_flex = device.type == "cuda" and architecture.head_size >= _FLEX_MIN_HEAD_SIZE and not architecture.dropout_attention_probs
-    use_flex = use_flex and (query_positions is None or len(query_positions) >= _FLEX_BLOCK_SIZE)
-    build_mask = _build_block_mask if use_flex and architecture.precision is not Precision.float64 else build_dense_mask
-    mask_batch_size = batch_size if document_ids is not None else 1
-    mask_size = sequence_length if query_positions is None else len(query_positions), sequence_length
+    use_flex = use_flex and query_count >= BLOCK_SIZE and architecture.precision is not Precision.float64
+    mask_size = query_count, sequence_length
 
     def make_mask(window_size: int | None) -> AttentionMask:
-        return build_mask(
-            _remap_query_positions(build_mask_mod(document_ids, window_size), query_positions), mask_batch_size, mask_size, device
-        )
+        mask_mod = _remap_query_positions(build_mask_mod(document_ids, window_size), query_positions)
+        if use_flex:
+            return build_block_mask(
+                mask_mod, mask_size, device, document_ids=document_ids, window_size=window_size, query_positions=query_positions
+            )
+        return build_dense_mask(mask_mod, 1 if document_ids is None else batch_size, mask_size, device)
 
     full_mask = None if document_ids is None and query_positions is None else make_mask(None)
     return Masks(full_mask, None if window is None else make_mask(window))
@@ -142,10 +140,6 @@ def _can_use_gqa(query: Tensor, mask: Tensor | None) -> bool:
     The fallback kernel would materialize all attention scores.
     """
     return query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
-
-
-def _build_block_mask(mask_mod: MaskMod, batch_size: int, size: tuple[int, int], device: torch.device) -> BlockMask:
-    return create_block_mask(mask_mod, batch_size, None, *size, device=device.type)
 
 
 @cache
