@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from failing_stages import yield_row_for_each_item, yield_rows_and_fail
 from processes import find_run_pids
 
 from benchmarks import acceptance_page
 from swarmtrain.trainer.acceptance.command import main
-from swarmtrain.trainer.acceptance.rows import Outcome, Row
+from swarmtrain.trainer.acceptance.rows import Outcome
 from swarmtrain.trainer.acceptance.stages import STAGES
 from swarmtrain.trainer.acceptance.worker import run_items_in_workers, run_worker
 
@@ -83,27 +84,6 @@ def wait_for(condition: Callable[[], object], description: str, timeout: float =
     while not condition():
         assert time.monotonic() < deadline, description
         time.sleep(0.2)
-
-
-def yield_rows_and_fail(count: int, how: str) -> Iterator[Row]:
-    print("noise on stdout")
-    for number in range(count):
-        yield Row(f"row {number}", values={"number": number})
-    if how == "raise":
-        raise ValueError("no more rows")
-    if how == "hang":
-        import time
-
-        time.sleep(600)
-
-
-def yield_row_for_each_item(items: dict[str, bool]) -> Iterator[Row]:
-    import os
-
-    for name, dies in items.items():
-        if dies:
-            os._exit(7)
-        yield Row(name)
 
 
 @pytest.mark.parametrize(("how", "reason"), [("raise", "ValueError: no more rows"), ("hang", "not finished after 20 s")])
