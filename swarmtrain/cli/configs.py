@@ -163,6 +163,8 @@ def check_cluster(
     """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
     if train:
         raise typer.Exit(_check_training(config_file, device, stages, as_json=json))
+    if stages or device is not DeviceChoice.auto:
+        raise typer.BadParameter("needs --train", param_hint="--stage" if stages else "--device")
     from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.doctor import examine_cluster, examine_cluster_without_plan, examine_plan
     from swarmtrain.errors import EXIT_ERROR, PlanError

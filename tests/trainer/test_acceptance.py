@@ -110,3 +110,18 @@ def test_requests_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> None
     assert "--stage: no such stage: speed" in capsys.readouterr().err
     assert main({**request, "device": "cpu", "stages": ["facts"], "seconds": 0.0}) == 0
     assert "no time left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stage", "facts"], "Invalid value for --stage: needs --train"),
+        (["--device", "cpu"], "Invalid value for --device: needs --train"),
+        (["config.yml", "--train"], "Invalid value for CONFIG: --train checks this machine, without a config"),
+    ],
+)
+def test_options_that_do_not_belong_together(options: list[str], message: str) -> None:
+    argv = [sys.executable, "-m", "swarmtrain", "doctor", *options]
+    completed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert message in completed.stderr
