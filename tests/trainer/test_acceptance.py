@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,15 +69,21 @@ def test_all_stages_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_stops_everything_that_it_has_started(number: signal.Signals, tmp_path: Path) -> None:
-    argv = [*DOCTOR, "--stage", "launched_run"]
-    with subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL) as doctor:
-        wait_for(lambda: list(tmp_path.rglob("metrics.jsonl")), "the first step")
-        assert find_run_pids(tmp_path)
-        doctor.send_signal(number)
-        assert doctor.wait(60) == 130
-    assert not find_run_pids(tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_an_interrupted_run_stops_everything_that_it_has_started(number: signal.Signals) -> None:
+    # Not pytest's folder: the path of a socket in it may be too long.
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="st-") as name:
+        folder, argv = Path(name), [*DOCTOR, "--stage", "launched_run"]
+        doctor = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "TMPDIR": name}, stdout=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: list(folder.rglob("metrics.jsonl")), "the first step")
+            assert find_run_pids(folder)
+            doctor.send_signal(number)
+            assert doctor.wait(120) == 130
+        finally:
+            doctor.kill()
+            doctor.wait()
+        assert not find_run_pids(folder)
+        assert not list(folder.iterdir())
 
 
 def wait_for(condition: Callable[[], object], description: str, timeout: float = 300.0) -> None:
