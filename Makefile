@@ -69,12 +69,12 @@ bench:
 	$(PREPARE) install-train
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
-# The build starts from scratch, because a second build would not repeat the warnings about unchanged pages.
 gpu: install-train
 	@mkdir -p build
 	@$(BIN)/swarmtrain doctor --train --device $(or $(DEVICE),cuda) --json >build/acceptance.jsonl
 	@$(if $(DOCS),$(BIN)/python -m benchmarks.acceptance_page build/acceptance.jsonl)
 
+# The build starts from scratch, because a second build would not repeat the warnings about unchanged pages.
 site: install-docs
 	@rm -rf build/site
 	@$(BIN)/python -m sphinx --fail-on-warning --fresh-env --quiet --doctree-dir build/site-cache docs build/site

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -39,7 +40,8 @@ def main(request: dict[str, Any]) -> int:
     The request has `device` (auto, cuda or cpu), `stages` (names; empty: all), `seconds` (time limit of the whole run), and `json`.
     Return 1 if a check failed, else 0; a missed goal is not a failure.
 
-    Raises SwarmtrainError if a GPU is required and torch cannot use one, or if no stage has one of the names.
+    Raises SwarmtrainError if torch cannot use the GPU that is required or that the machine seems to have, or if no stage has one of the
+    names.
     """
     context_values = _detect_device(request["device"])
     stages = _select_stages(request["stages"])
@@ -54,7 +56,8 @@ def main(request: dict[str, Any]) -> int:
 
 def _detect_device(requested: str) -> dict[str, Any]:
     gpu_count = 0 if requested == "cpu" else torch.cuda.device_count()
-    if requested == "cuda" and not gpu_count:
+    expects_gpu = requested == "cuda" or (requested == "auto" and shutil.which("nvidia-smi") is not None)
+    if expects_gpu and not gpu_count:
         raise SwarmtrainError(
             "torch finds no CUDA device" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA",
             place="this machine",

@@ -69,7 +69,9 @@ def _profile_step(name: str, session: TrainingSession) -> Iterator[Row]:
     for start, stop in spans:
         busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
     duration = end - spans[0][0]
-    attention = sorted({_shorten(kernel.name) for kernel in kernels if any(text in kernel.name.lower() for text in _FAST_ATTENTION)})
+    attention = sorted(
+        {_shorten_kernel_name(kernel.name) for kernel in kernels if any(text in kernel.name.lower() for text in _FAST_ATTENTION)}
+    )
     values = {
         "kernels": len(kernels),
         "kernels_per_layer": len(kernels) / layers,
@@ -81,11 +83,11 @@ def _profile_step(name: str, session: TrainingSession) -> Iterator[Row]:
     seconds: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for kernel in kernels:
-        seconds[_shorten(kernel.name)] += kernel.time_range.elapsed_us() / 1e3
-        counts[_shorten(kernel.name)] += 1
+        seconds[_shorten_kernel_name(kernel.name)] += kernel.time_range.elapsed_us() / 1e3
+        counts[_shorten_kernel_name(kernel.name)] += 1
     top = {kernel: f"{milliseconds:.2f} ms in {counts[kernel]}" for kernel, milliseconds in seconds.most_common(_TOP_KERNELS)}
     yield Row(f"longest kernels, {name}", values=top)
 
 
-def _shorten(kernel_name: str) -> str:
+def _shorten_kernel_name(kernel_name: str) -> str:
     return kernel_name.removeprefix("void ").replace("at::native::", "")[:_NAME_LENGTH]
