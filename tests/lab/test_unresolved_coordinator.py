@@ -46,8 +46,11 @@ def set_resolver(lab: Lab, node: str, resolver: str) -> None:
     container, docker = find_container(lab, node)
     argv = [*docker, "exec", "--user", "0", container, "sh", "-c"]
     subprocess.run([*argv, f"echo nameserver {resolver} >/etc/resolv.conf"], check=True)
-    lookup = subprocess.run([*argv, "python3 -c 'import socket; socket.gethostbyname(\"rendezvous\")'"], check=False, capture_output=True)
-    assert (lookup.returncode == 0) is (resolver == DOCKER_RESOLVER)
+    look_up, end = [*argv, "python3 -c 'import socket; socket.gethostbyname(\"rendezvous\")'"], time.monotonic() + 60
+    # While the coordinator is being replaced, its name does not resolve either.
+    while (subprocess.run(look_up, check=False, capture_output=True).returncode == 0) is not (resolver == DOCKER_RESOLVER):
+        assert time.monotonic() < end, f"{node} with the resolver {resolver}"
+        time.sleep(0.5)
 
 
 @pytest.mark.test_all_only("trains and waits for a report of a node; tests/unit has the parts")
