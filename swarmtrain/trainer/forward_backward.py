@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.data.token_batch import TokenBatch
@@ -22,7 +21,6 @@ from swarmtrain.trainer.parallel.pipeline_parallel import LossTransform, Pipelin
 from swarmtrain.trainer.random_seeds import derive_seed, seed_everything
 from swarmtrain.trainer.runtime import Runtime
 
-LOW_PRECISION_DTYPES = {Precision.bfloat16: torch.bfloat16, Precision.float16: torch.float16}
 MicroBatches = Sequence[tuple[int, Ids]]
 """The micro batches of one replica: for each, its index in the global batch and the ids of its samples."""
 
@@ -133,20 +131,17 @@ def run_validation_forward(
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
     if isinstance(model.local_model.objective, EmbeddingObjective):
-        vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, lambda *_: build_autocast_context(runtime))
+        vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, lambda *_: nullcontext())
         return _get_loss_and_correct_count(model, vector_loss, loss_sum)
     if isinstance(model.wrapped_model, PipelineModel):
         return _get_loss_and_correct_count(
             model,
             None,
-            model.wrapped_model.evaluate_loss(
-                _load_all_micro_batches(runtime, data, micro_batches), lambda *_: build_autocast_context(runtime)
-            ),
+            model.wrapped_model.evaluate_loss(_load_all_micro_batches(runtime, data, micro_batches), lambda *_: nullcontext()),
         )
     for _, ids in _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step):
         rows = _load_micro_batch(runtime, data, ids)
-        with build_autocast_context(runtime):
-            loss_sum += model.local_model(*rows)
+        loss_sum += model.local_model(*rows)
     return _get_loss_and_correct_count(model, None, loss_sum)
 
 
@@ -176,13 +171,12 @@ def _copy_batch_to_device(runtime: Runtime, batch: TokenBatch) -> TokenBatch:
 
 @contextmanager
 def _prepare_forward(runtime: Runtime, step: int, timer: StepTimer, micro_batch: int, *stage: int) -> Iterator[None]:
-    """Context manager that times the forward pass of a micro batch in step `step`, and sets autocast and random seeds for it.
+    """Context manager that times the forward pass of a micro batch in step `step`, and sets random seeds for it.
 
     `micro_batch`: index in the global batch. `stage`: index of the pipeline stage, with pipeline parallelism only.
     """
     with (
         timer.time_phase(FORWARD, micro_batch, *stage),
-        build_autocast_context(runtime),
         dropout.seed_dropout(
             derive_seed(runtime.config.trainer.seed, step),
             micro_batch * runtime.config.topology.samples_per_micro_batch * runtime.config.data.rows_per_sample,
@@ -190,9 +184,3 @@ def _prepare_forward(runtime: Runtime, step: int, timer: StepTimer, micro_batch:
     ):
         seed_everything(runtime.config.trainer.seed, step, micro_batch)
         yield
-
-
-def build_autocast_context(runtime: Runtime) -> AbstractContextManager[object]:
-    """Return the autocast context manager for a forward pass in the config's precision."""
-    dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision)
-    return torch.autocast(runtime.device.type, dtype or torch.bfloat16, enabled=dtype is not None)

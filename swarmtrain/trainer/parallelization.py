@@ -36,6 +36,7 @@ from swarmtrain.trainer.parallel.fsdp import FsdpModel, Materializer
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
+from swarmtrain.trainer.parallel.working_weights import get_sum_dtype
 from swarmtrain.trainer.runtime import Runtime
 
 
@@ -208,8 +209,9 @@ def _wrap_model(
     `tied_parameter_index`: index of the parameter that has a tied copy on another pipeline stage; None if no parameter has one.
     """
     config = runtime.config
-    # A sum of two numbers is rounded only once, so it is independent of the order even without float64.
-    sum_in_fp64 = config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) > 2
+    sum_dtype = get_sum_dtype(config.transformer_architecture.precision)
+    if config.transformer_architecture.precision is Precision.float32 and _count_summed_gradients(config.topology) <= 2:
+        sum_dtype = None  # a sum of two numbers is rounded only once, so it is independent of the order even without float64
     if not _has_sharded_state(config):
         materialize(model)
     if mesh.pipe_size > 1:
@@ -224,9 +226,9 @@ def _wrap_model(
     if _has_sharded_state(config):
         return FsdpModel(model, config, mesh, materialize)
     return (
-        SingleReplicaModel(model, sum_in_fp64=sum_in_fp64)
+        SingleReplicaModel(model, sum_dtype=sum_dtype)
         if mesh.data_parallel_group.size() == 1
-        else DdpModel(model, mesh, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_in_fp64=sum_in_fp64)
+        else DdpModel(model, mesh, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_dtype=sum_dtype)
     )
 
 

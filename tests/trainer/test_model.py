@@ -96,7 +96,7 @@ def test_gradients_of_the_loss_are_torchs() -> None:
 @pytest.mark.parametrize("kind", [PositionType.rotary, PositionType.rotary_complex])
 def test_pairs_rotate_by_their_angle_and_gradients_rotate_back(kind: PositionType, percentage: float) -> None:
     architecture = TransformerArchitectureConfig(**{**SHAPE, "relative_position_embedding_type": kind, "rotary_percentage": percentage})
-    rotation = RotaryEmbedding(architecture)(7)
+    rotation = RotaryEmbedding(architecture)(7, torch.float32)
     assert rotation is not None
     cosine, sine = (table.double() for table in rotation)
     heads = torch.randn(2, 3, 7, architecture.head_size, dtype=torch.float64, requires_grad=True)

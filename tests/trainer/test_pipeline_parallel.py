@@ -136,10 +136,3 @@ def test_sharded_sequences_in_float64(tmp_path: Path, tied_config: dict[str, Any
     topology = {"pipe_parallel_size": 2, "pipe_stages_per_rank": 2, "model_parallel_size": 2, "sequence_parallel": True}
     run_training(tmp_path, merge_config(exact, topology=topology), 4)
     assert compute_deviation(read_losses(train_single_rank(exact)), read_losses(tmp_path)) < 1e-12
-
-
-def test_bfloat16(tmp_path: Path, tied_config: dict[str, Any], train_single_rank: TrainSingleRank) -> None:
-    run_training(
-        tmp_path, merge_config(tied_config, topology={"pipe_parallel_size": 2}, transformer_architecture={"precision": "bfloat16"}), 2
-    )
-    assert 1e-6 < compute_deviation(read_losses(train_single_rank(tied_config)), read_losses(tmp_path)) < 0.05

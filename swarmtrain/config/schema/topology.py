@@ -67,10 +67,10 @@ class TopologyConfig(Section):
         description="Keep the shards of parameters and optimizer state in host memory, and run the optimizer there. For "
         "fsdp and hsdp only.",
     )
-    reduce_every_micro_batch: bool = Field(
-        False,
+    reduce_every_micro_batch: bool | None = Field(
+        None,
         description="Reduce-scatter gradients after each micro batch instead of once per step: less memory, more "
-        "traffic. For fsdp and hsdp only.",
+        "traffic. For fsdp and hsdp only. null: true, except with pipeline parallelism.",
     )
     global_batch_size: int | None = Field(
         None, ge=1, description="Samples per optimizer step, at every world size. null: derived from the other two batch keys."

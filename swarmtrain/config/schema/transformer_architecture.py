@@ -230,7 +230,8 @@ class TransformerArchitectureConfig(Section):
     umup: UmupConfig = Field(UmupConfig(), description="u-muP parametrization. For AdamW only, without weight_tying and gradient clipping.")
     precision: Precision = Field(
         Precision.float32,
-        description="Data type of matrix products: float32; bfloat16 or float16 by autocast; float64 for equivalence tests.",
+        description="Data type of weights and activations: float32; bfloat16 or float16, cast from float32 parameters; float64 for "
+        "equivalence tests.",
     )
     fp8_config_attention: FP8LinearConfig | None = Field(
         None, description="Compute the query, key and value projections in float8; {} for the defaults. null: in precision."

@@ -10,7 +10,6 @@ from swarmtrain import distributed_env
 from swarmtrain.config import Config
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.forward_backward import build_autocast_context
 from swarmtrain.trainer.inference.model_source import ModelSource
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import ParallelModel
@@ -47,5 +46,4 @@ def open_parallel_model(model: ModelSource, *, requires_embedding_model: bool = 
         transformer.initial_value = model.load_parameter
         parallel_model = parallelize(transformer, runtime)
         parallel_model.local_model.eval()
-        with build_autocast_context(runtime):
-            yield parallel_model, runtime
+        yield parallel_model, runtime

@@ -6,7 +6,6 @@ import torch
 
 from swarmtrain.config.schema.trainer import SamplingConfig
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.forward_backward import build_autocast_context
 from swarmtrain.trainer.health.step_timer import VALIDATION, StepTimer
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.generation import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
@@ -50,7 +49,7 @@ class TrainingSampler:
         gather_logits, completions = build_logits_gather(self._model.mesh.tensor_group), []
         local.eval()
         # torch.compile would recompile the model for each text length.
-        with timer.time_phase(VALIDATION), build_autocast_context(self._runtime), torch.compiler.set_stance("force_eager"):
+        with timer.time_phase(VALIDATION), torch.compiler.set_stance("force_eager"):
             for prompt in self._prompts:  # one by one: in a batch, the model would have to mask the padding of shorter prompts
                 sampled = generate_tokens(
                     local, [prompt], sampling_params, max_tokens=config.max_tokens, eos_tokens=self._eos_tokens, gather_logits=gather_logits

@@ -1,7 +1,8 @@
 """Estimate of the memory that a config needs on each rank, before a cluster is used.
 
+simulated_rank        a rank on fake tensors, which computes nothing
 allocation_tracker    records allocations and their kinds
-simulation            simulates one step of one rank, on fake tensors
+simulation            the allocations of one step of a simulated rank
 
 This module determines which ranks have to be simulated (one per pipeline rank), with how many micro batches, and which config changes save
 memory.

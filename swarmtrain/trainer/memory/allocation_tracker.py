@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from swarmtrain.trainer.memory.simulated_rank import SimulatedRankObserver
 
 
 class AllocationKind(StrEnum):
@@ -46,15 +47,15 @@ class MemoryPeak:
     breakdown: Mapping[AllocationKind, int]
 
 
-class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not typed in torch
-    """Dispatch mode that records the allocations of all operations. Reading a scalar from a fake tensor returns a placeholder."""
+class AllocationTracker(SimulatedRankObserver):
+    """Dispatch mode that records the allocations of all operations."""
 
     def __init__(self, *, vocabulary_size: int, has_fp64_sums: bool) -> None:
         """`vocabulary_size`: size of the vocabulary shard in this rank's logits.
 
         `has_fp64_sums`: whether gradients are accumulated in fp64; float64 tensors are then recorded as such.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._vocabulary_size, self._has_fp64_sums = vocabulary_size, has_fp64_sums
         self._phase: AllocationKind | None = AllocationKind.startup
         self._kinds: list[AllocationKind] = []
@@ -63,18 +64,12 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         self._sizes: dict[int, int] = {}
         self._storage_refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _build_placeholder_scalar(args[0].dtype)
-        if DTensor in types:
-            return NotImplemented  # the operation on the DTensor's local shard is dispatched here as well
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+    def observe_operation(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.device.type != "meta":
                 self._register_storage(tensor)
-        if func is torch.ops.c10d.recv_.default:
+        if operator is torch.ops.c10d.recv_.default:
             self.assign_allocation_kind(args[0], AllocationKind.pipeline_buffers)
-        return out
 
     @contextmanager
     def track_allocations(self) -> Iterator[None]:
@@ -85,7 +80,8 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original_resize(storage, size)
             if (storage_id := self._storage_ids.get(storage._cdata)) is not None:
-                self._kinds[storage_id] = AllocationKind.gathered_parameters  # only fully_shard resizes storages
+                if self._kinds[storage_id] is not AllocationKind.parameters:  # of DDP, which also frees weights; others are of fully_shard
+                    self._kinds[storage_id] = AllocationKind.gathered_parameters
                 self._record_storage_size(storage_id, storage.nbytes())
             return result
 
@@ -164,10 +160,6 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         # A layer that is recomputed in the backward pass allocates activations there, with gradients enabled.
         in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         return AllocationKind.backward_gradients if in_backward else AllocationKind.activations
-
-
-def _build_placeholder_scalar(dtype: torch.dtype) -> float | int | bool:
-    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 def _unwrap_dtensor(tensor: Tensor) -> Tensor:

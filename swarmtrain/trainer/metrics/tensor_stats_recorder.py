@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.schema.tensor_statistics import Statistic, TensorKind
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.forward_backward import LOW_PRECISION_DTYPES
 from swarmtrain.trainer.metrics import tensor_stats
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.working_weights import get_working_dtype
 from swarmtrain.trainer.runtime import Runtime
 
 TensorKey = tuple[TensorKind, str]
@@ -42,7 +42,7 @@ class TensorStatsRecorder:
         if config is None:
             return
         self._model, self._is_first_replica = model, model.mesh.device_mesh.get_local_rank("replica") == 0
-        self._compute_dtype = LOW_PRECISION_DTYPES.get(runtime.config.transformer_architecture.precision, torch.float32)
+        self._compute_dtype = get_working_dtype(runtime.config.transformer_architecture.precision) or torch.float32
         self._file = MetricsFile(runtime.output_folder, resumed_step, "tensor-statistics.jsonl") if runtime.is_rank_zero else None
         self._modules = {name: module for name, module in model.local_model.named_modules() if self._is_recorded_module(name, module)}
         self._statistics_by_key: dict[TensorKey, tuple[Statistic, ...]] = {}

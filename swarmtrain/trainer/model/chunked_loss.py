@@ -54,7 +54,10 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, loss_function: LossFunction, chunk_size: int, targets: Sequence[Tensor], *parameters: nn.Parameter
     ) -> Tensor:
         hidden_gradient = torch.empty_like(hidden)
-        parameter_gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        # The sum over chunks is rounded to the type of the parameters only at its end.
+        parameter_gradients = [
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)) for parameter in parameters
+        ]
         losses = []
         for hidden_chunk, hidden_gradient_chunk, target_chunk in zip(
             torch.split(hidden, chunk_size), torch.split(hidden_gradient, chunk_size), targets, strict=True
@@ -78,5 +81,5 @@ class _ChunkedLoss(torch.autograd.Function):
             None,
             None,
             None,
-            *(parameter_gradient.mul_(gradient) for parameter_gradient in parameter_gradients),
+            *(parameter_gradient.mul_(gradient) for parameter_gradient in parameter_gradients),  # autograd casts them
         )

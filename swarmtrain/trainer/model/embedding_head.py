@@ -32,12 +32,13 @@ class EmbeddingHead(nn.Module):
         `hidden` (texts, sequence, hidden size); `targets` (texts, sequence): tokens whose target is IGNORE_INDEX are not pooled.
         """
         hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
-        with torch.autocast(hidden.device.type, enabled=False):
-            hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-            vectors = (self._compute_pooling_weights(targets, hidden.dtype)[:, None] @ hidden).squeeze(1)
-            for number, projection in enumerate(self.projections):
-                vectors = projection(functional.gelu(vectors) if number else vectors)
-            return functional.normalize(vectors, dim=-1)
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        vectors = (self._compute_pooling_weights(targets, hidden.dtype)[:, None] @ hidden).squeeze(1)
+        for number, projection in enumerate(self.projections):
+            inputs = functional.gelu(vectors) if number else vectors
+            weight, bias = (projection.get_parameter(name).to(inputs.dtype) for name in ("weight", "bias"))
+            vectors = functional.linear(inputs, weight, bias)
+        return functional.normalize(vectors, dim=-1)
 
     def _compute_pooling_weights(self, targets: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the pooling weight of each token (texts, sequence).

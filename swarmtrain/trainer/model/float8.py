@@ -71,13 +71,8 @@ def compute_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: F
     """Return `input` times the transpose of `weight` plus `bias`, like `functional.linear`, computed in float8 according to `recipe`."""
     if not input.numel():
         return functional.linear(input, weight, bias)  # an empty tensor has no maximum to compute a scale from
-    output_dtype = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else input.dtype
-    output = (
-        _matmul_sharded(input, weight, recipe, output_dtype)
-        if isinstance(input, DTensor)
-        else _matmul_local(input, weight, recipe, output_dtype)
-    )
-    return output if bias is None else output + bias.to(output_dtype)
+    output = _matmul_sharded(input, weight, recipe) if isinstance(input, DTensor) else _matmul_local(input, weight, recipe)
+    return output if bias is None else output + bias
 
 
 def check_float8_support(architecture: TransformerArchitectureConfig, device: torch.device) -> None:
@@ -94,12 +89,12 @@ def check_float8_support(architecture: TransformerArchitectureConfig, device: to
     )
 
 
-def _matmul_local(input: Tensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
-    output: Tensor = _Float8Matmul.apply(input.flatten(0, -2), weight, recipe, output_dtype)  # type: ignore[no-untyped-call]  # not typed in torch
+def _matmul_local(input: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
+    output: Tensor = _Float8Matmul.apply(input.flatten(0, -2), weight, recipe)  # type: ignore[no-untyped-call]  # not typed in torch
     return output.view(*input.shape[:-1], -1)
 
 
-def _matmul_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
+def _matmul_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
     """Return `input` times the transpose of `weight` as a DTensor.
 
     `weight` is sharded over outputs (column-parallel) or over inputs (row-parallel).
@@ -111,32 +106,32 @@ def _matmul_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe, output
     # Column-parallel: a rank has complete values of some outputs. Row-parallel: it has a partial sum of every output.
     output_placement, input_gradient_placement = (Shard(last_dimension), Partial()) if is_colwise else (Partial(), Shard(last_dimension))
     placement: Placement = output_placement
-    output = _matmul_local(input.to_local(grad_placements=[input_gradient_placement]), weight.to_local(), recipe, output_dtype)
+    output = _matmul_local(input.to_local(grad_placements=[input_gradient_placement]), weight.to_local(), recipe)
     return DTensor.from_local(output, mesh, [placement], run_check=False)
 
 
 class _Float8Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, recipe: Float8Recipe, output_dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
         """Return `input` (tokens, inputs) times the transpose of `weight` (outputs, inputs): (tokens, outputs)."""
-        ctx.recipe, ctx.output_dtype, ctx.input_dtype = recipe, output_dtype, input.dtype
+        ctx.recipe, ctx.dtype = recipe, input.dtype
         float8_input = _quantize_values(input, recipe.forward[0], recipe) if recipe.forward and recipe.should_save_float8_input else None
         # Save the weight, not its quantized copy: the copy would stay allocated after fully_shard frees the parameter.
         ctx.save_for_backward(*(float8_input or (input,)), weight)
-        return _matmul_transposed(float8_input or input, weight, recipe.forward, recipe, output_dtype, use_fast_accum=True)
+        return _matmul_transposed(float8_input or input, weight, recipe.forward, recipe, input.dtype, use_fast_accum=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         *saved_input, weight = ctx.saved_tensors
         transposed_input = Float8Tensor(saved_input[0].t(), saved_input[1]) if ctx.recipe.should_save_float8_input else saved_input[0].t()
         weight_gradient_dtypes = ctx.recipe.grad_weight if len(gradient) % _ROW_MULTIPLE == 0 else None
-        input_gradient = _matmul_transposed(gradient, weight.t(), ctx.recipe.grad_input, ctx.recipe, ctx.output_dtype)
+        input_gradient = _matmul_transposed(gradient, weight.t(), ctx.recipe.grad_input, ctx.recipe, ctx.dtype)
         if not ctx.needs_input_grad[1]:
-            return input_gradient.to(ctx.input_dtype), None, None, None
+            return input_gradient, None, None
         weight_gradient = _matmul_transposed(
-            gradient.t(), transposed_input, weight_gradient_dtypes, ctx.recipe, weight.dtype if weight_gradient_dtypes else ctx.output_dtype
+            gradient.t(), transposed_input, weight_gradient_dtypes, ctx.recipe, weight.dtype if weight_gradient_dtypes else ctx.dtype
         )
-        return input_gradient.to(ctx.input_dtype), weight_gradient.to(weight.dtype), None, None
+        return input_gradient, weight_gradient.to(weight.dtype), None
 
 
 def _matmul_transposed(
@@ -157,8 +152,7 @@ def _matmul_transposed(
         return _dequantize_values(left, output_dtype) @ _dequantize_values(right, output_dtype).t()
     left_float8, right_float8 = _quantize_values(left, dtypes[0], recipe), _quantize_values(right, dtypes[1], recipe)
     if recipe.emulate:
-        with torch.autocast(left_float8.data.device.type, enabled=False):
-            return (_dequantize_values(left_float8, torch.float32) @ _dequantize_values(right_float8, torch.float32).t()).to(output_dtype)
+        return (_dequantize_values(left_float8, torch.float32) @ _dequantize_values(right_float8, torch.float32).t()).to(output_dtype)
     output = torch._scaled_mm(
         left_float8.data.contiguous(),
         right_float8.data.contiguous().t(),

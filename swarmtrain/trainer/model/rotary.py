@@ -36,8 +36,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cosine", torch.cat((cosine.float(), unrotated), dim=1), persistent=False)
         self.register_buffer("sine", angles.sin().float(), persistent=False)
 
-    def forward(self, length: int, document_starts: Tensor | None = None) -> Rotation | None:
-        """Return the rotation for `length` positions, or None if no dimension is rotated.
+    def forward(self, length: int, dtype: torch.dtype, document_starts: Tensor | None = None) -> Rotation | None:
+        """Return the rotation for `length` positions in `dtype`, or None if no dimension is rotated.
 
         `document_starts` (batch, sequence): for each token the position in the sample of its document's first token; positions are then
         relative to it. None: positions are counted from the start of the sample.
@@ -45,8 +45,9 @@ class RotaryEmbedding(nn.Module):
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
         if not sine.shape[1]:
             return None
+        cosine, sine = cosine[:length].to(dtype), sine[:length].to(dtype)
         if document_starts is None:
-            return cosine[:length], sine[:length]
+            return cosine, sine
         positions = torch.arange(length, device=document_starts.device) - document_starts
         return cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1)
 
@@ -70,12 +71,11 @@ def _scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Ten
 
 
 def apply_rotary_embedding(heads: Tensor, rotation: Rotation, position_type: PositionType) -> Tensor:
-    """Return `heads` (batch, head, sequence, head size) with the rotary dimensions of each head rotated by `rotation`.
+    """Return `heads` (batch, head, sequence, head size) with the rotary dimensions of each head rotated by `rotation`, in their type.
 
     `position_type` determines which dimensions form a pair: neighbors (0 and 1), or the same index in both halves of the head.
     """
-    cosine, sine = (table.to(heads.dtype) for table in rotation)
-    rotated: Tensor = _ApplyRotary.apply(heads, cosine, sine, position_type)  # type: ignore[no-untyped-call]  # not typed in torch
+    rotated: Tensor = _ApplyRotary.apply(heads, *rotation, position_type)  # type: ignore[no-untyped-call]  # not typed in torch
     return rotated
 
 

@@ -90,6 +90,8 @@ class Transformer(nn.Module):
         """Number of tokens whose logits are materialized at a time. None: all tokens at once."""
         self.objective = Objective()
         """Computes the loss from the losses of the tokens."""
+        self.refresh_weights: Callable[[], None] = _do_nothing
+        """Called before each forward pass: brings weights up to date that are cast from parameters of a higher precision."""
         self.sequence_shard: SequenceShard | None = None
         """The ranks that share each sequence with this rank (context parallelism)."""
         self.embedding_dropout = Dropout(architecture.dropout_embedding, "embedding")
@@ -164,8 +166,9 @@ class Transformer(nn.Module):
         """
         if positions is not None and tokens.dim() == 2:
             tokens = tokens[:, positions]
-        context = self._build_forward_context(tokens, length, documents, positions)
+        self.refresh_weights()
         hidden = self.embedding(tokens)
+        context = self._build_forward_context(tokens, length, documents, positions, hidden.dtype)
         if self.positions is not None:
             hidden = self.positions(hidden, context.position_ids)
         hidden = self.embedding_dropout(hidden, context.residual_noise)
@@ -194,14 +197,16 @@ class Transformer(nn.Module):
         shard_count = self.sequence_parallel_coordinate[1] * (self.sequence_shard.size if self.sequence_shard else 1)
         return inputs.shape[1] * (1 if inputs.dim() == 2 else shard_count)
 
-    def _build_forward_context(self, inputs: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> ForwardContext:
-        """Return the inputs that all layers share, for sequences of `length` tokens.
+    def _build_forward_context(
+        self, inputs: Tensor, length: int, documents: Tensor | None, positions: Tensor | None, dtype: torch.dtype
+    ) -> ForwardContext:
+        """Return the inputs that all layers share, for sequences of `length` tokens, whose hidden states have the type `dtype`.
 
         `positions`: positions of this rank's tokens in their sequences; None if this rank has full sequences.
         """
         attention_documents = documents if self.architecture.reset_attention_mask else None
         document_starts = find_document_starts(documents) if documents is not None and self.architecture.reset_position_ids else None
-        rotation = self.rotary(length, document_starts)
+        rotation = self.rotary(length, dtype, document_starts)
         if rotation is not None and positions is not None:
             rotation = rotation[0][..., positions, :], rotation[1][..., positions, :]
         shard_index, shard_count = self.sequence_parallel_coordinate
@@ -218,6 +223,9 @@ class Transformer(nn.Module):
             self.architecture, inputs.shape[0], length, attention_documents, inputs.device, query_positions=positions
         )
         return ForwardContext(rotation, position_ids, attention_masks, noise, residual_noise)
+
+
+def _do_nothing() -> None: ...
 
 
 def _repeat_rows(rows: Tensor, copies: int) -> Tensor:

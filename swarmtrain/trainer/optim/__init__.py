@@ -59,8 +59,11 @@ class OptimizerUpdate:
 class Optimizer:
     """Updates all trained parameters, each with the update rule, learning rate and weight decay of its training group."""
 
-    def __init__(self, model: ParallelModel, config: Config) -> None:
-        """Create the update rules of all groups. Raises TrainingError if the training_groups do not match the model's parameters."""
+    def __init__(self, model: ParallelModel, config: Config, *, device_type: str | None = None) -> None:
+        """Create the update rules of all groups. Raises TrainingError if the training_groups do not match the model's parameters.
+
+        `device_type`: use the kernels for this type of device, such as "cuda"; default: that of the parameters.
+        """
         self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained_names}
         self.param_groups = param_groups.build_parameter_groups(model.trained_names, config)
         self._shard_layout = model.shard_layout
@@ -68,7 +71,9 @@ class Optimizer:
         self._total_steps = config.trainer.train_iterations
         self._loss_scaler = loss_scaler.build_loss_scaler(config)
         self._frozen_rows = _build_frozen_row_masks(model, config)
-        self._update_rules = [each for group in self.param_groups for each in _build_update_rules(group, model, config, self._frozen_rows)]
+        self._update_rules = [
+            each for group in self.param_groups for each in _build_update_rules(group, model, config, self._frozen_rows, device_type)
+        ]
         self._prepared_update: OptimizerUpdate | None = None
         self.last_step = 0
         """Number of the last step that this process ran; 0 before the first."""
@@ -143,6 +148,7 @@ class Optimizer:
             for group, lr_multiplier, rule in self._update_rules:
                 weight_decay = group.weight_decay / lr_multiplier if group.independent_weight_decay else group.weight_decay
                 rule.step(number, lr_multiplier * compute_learning_rate(group.schedule, number, self._total_steps), weight_decay)
+            torch.autograd.graph.increment_version(list(self.parameters.values()))  # fused kernels do not, see WorkingWeights
         if self._loss_scaler:
             self._loss_scaler.record_step(overflow=update.skipped)
         self.is_updating, self.last_step = False, number
@@ -177,7 +183,7 @@ class Optimizer:
 
     def _clip_gradients(self, norm_tensor: Tensor) -> None:
         if self._max_gradient_norm:
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor)
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor, foreach=True)
 
 
 def _build_min_loss_scale_error(scaler: LossScaler, step: int, non_finite_counts: Mapping[str, int]) -> TrainingError:
@@ -197,7 +203,7 @@ def _build_frozen_row_masks(model: ParallelModel, config: Config) -> dict[str, T
 
 
 def _build_update_rules(
-    group: ParameterGroup, model: ParallelModel, config: Config, partly_frozen_names: Collection[str]
+    group: ParameterGroup, model: ParallelModel, config: Config, partly_frozen_names: Collection[str], device_type: str | None
 ) -> Iterator[tuple[ParameterGroup, float, UpdateRule]]:
     """Yield each update rule of `group`, with the settings of its parameters and its learning rate multiplier.
 
@@ -220,7 +226,7 @@ def _build_update_rules(
         rule_group = replace(group, weight_decay=0.0) if is_partly_frozen else group
         match method:
             case OptimizerMethod.adamw:
-                yield rule_group, lr_multiplier, AdamW(parameters, config.optimizer, shapes)
+                yield rule_group, lr_multiplier, AdamW(parameters, config.optimizer, shapes, device_type)
             case OptimizerMethod.sgd:
                 yield rule_group, lr_multiplier, Sgd(parameters, config.optimizer)
             case OptimizerMethod.muon if is_partly_frozen:

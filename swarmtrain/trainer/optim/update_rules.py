@@ -44,10 +44,18 @@ class UpdateRule(Protocol):
 class AdamW:
     """AdamW update rule: Loshchilov and Hutter 2017 (arXiv 1711.05101)."""
 
-    def __init__(self, parameters: NamedParameters, config: OptimizerConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Create the update rule for `parameters`. `shapes`: shapes of the full parameters, by name."""
+    def __init__(
+        self, parameters: NamedParameters, config: OptimizerConfig, shapes: Mapping[str, Sequence[int]], device_type: str | None = None
+    ) -> None:
+        """Create the update rule for `parameters`.
+
+        `shapes`: shapes of the full parameters, by name. `device_type`: use the kernels for this type of device, such as "cuda"; default:
+        that of the parameters.
+        """
         self._parameters, self._config = parameters, config
-        self._fused_names = {name for name, parameter in parameters.items() if can_use_fused_kernel(shapes[name], parameter.device)}
+        self._fused_names = {
+            name for name, parameter in parameters.items() if can_use_fused_kernel(shapes[name], device_type or parameter.device.type)
+        }
         self.moments = {kind: create_zero_state(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
         # Step counters, one per parameter, since torch increments each. They are set before every step, so they are not saved.
         self._step_counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
@@ -118,12 +126,12 @@ class Sgd:
             parameter.mul_(1 - learning_rate * weight_decay).add_(new_momentum, alpha=-learning_rate)
 
 
-def can_use_fused_kernel(shape: Sequence[int], device: torch.device) -> bool:
+def can_use_fused_kernel(shape: Sequence[int], device_type: str) -> bool:
     """Return whether the fused kernel gives the same result for a parameter of `shape` however its rows are sharded over ranks.
 
     On a CPU the kernel rounds elements after the last full vector register differently, so rows must consist of full vectors.
     """
-    return device.type != "cpu" or (len(shape) > 1 and math.prod(shape[1:]) % _MAX_VECTOR_ELEMENTS == 0)
+    return device_type != "cpu" or (len(shape) > 1 and math.prod(shape[1:]) % _MAX_VECTOR_ELEMENTS == 0)
 
 
 def get_gradient_or_raise(parameter: nn.Parameter) -> Tensor:

@@ -1,6 +1,6 @@
 """Activation checkpointing: which activations are saved for the backward pass, and which are recomputed.
 
-Uses torch.utils.checkpoint, which restores RNG state and autocast. It wraps a module's forward method, not the module, so parameter
+Uses torch.utils.checkpoint, which restores the RNG state. It wraps a module's forward method, not the module, so parameter
 names do not change, and hooks of fully_shard do not run a second time.
 """
 

@@ -8,13 +8,13 @@ result depends neither on the order of additions nor on the number of replicas: 
 run on one. In float32, a difference in the last bit would grow to one in the second digit of the loss within a few hundred steps. Float64
 sums double the network traffic.
 
-With bfloat16 the losses cannot be exactly equal anyway, so gradients are summed in float32. A sum of two numbers is rounded only once, so
-a step of at most two micro batches needs no float64 sums.
+In bfloat16 and float16 the losses cannot be exactly equal anyway, so the gradients, which are in the lower precision, are summed in
+float32. A sum of two numbers is rounded only once, so a float32 step of at most two micro batches needs no float64 sums.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
+from swarmtrain.trainer.parallel.working_weights import GradientSums, WorkingWeights
 
 
 class SingleReplicaModel:
@@ -32,11 +34,19 @@ class SingleReplicaModel:
 
     micro_batches_per_step = 1
 
-    def __init__(self, model: nn.Module, *, sum_in_fp64: bool) -> None:
-        """Wrap `model`. `sum_in_fp64`: sum the gradients of micro batches in float64."""
-        self._model, self._sum_in_fp64 = model, sum_in_fp64
-        self.parameters = list(model.parameters())
-        self._accumulated_gradients: dict[Tensor, Tensor] = {}
+    def __init__(self, model: Transformer, *, sum_dtype: torch.dtype | None) -> None:
+        """Wrap `model`. `sum_dtype`: sum the gradients of micro batches in this type; None: in that of the gradients."""
+        self._model, self._weights = model, WorkingWeights(model)
+        self._sums = GradientSums(self._weights, sum_dtype) if sum_dtype else None
+        self._is_last_pass = False
+        for weight in self._weights.weights if sum_dtype else ():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._process_gradient)  # type: ignore[no-untyped-call]  # not typed in torch
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of the model's parameters."""
+        return self._weights.parameters
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch, as a tensor for the backward pass (see Transformer.forward)."""
@@ -49,13 +59,17 @@ class SingleReplicaModel:
 
         After the last micro batch of a step, gradients are the sums over all its micro batches.
         """
+        self._is_last_pass = is_last
         yield
-        if not is_last and self._sum_in_fp64:
-            _accumulate_gradients(self.parameters, self._accumulated_gradients)
-        elif is_last:
-            for parameter, total in self._accumulated_gradients.items():
-                parameter.grad = total.add_(_flatten_gradient(parameter)).to(parameter.dtype).view_as(parameter)
-            self._accumulated_gradients.clear()
+        if is_last and self._sums:
+            self._sums.move_to_parameters()
+
+    def _process_gradient(self, weight: Tensor) -> None:
+        """Add the gradient of `weight` to its sum, as soon as a backward pass has computed it."""
+        if self._sums:
+            self._sums.add_gradient(weight)
+        if self._is_last_pass:
+            self._weights.free_weight(weight)
 
 
 class DdpModel:
@@ -64,27 +78,39 @@ class DdpModel:
     micro_batches_per_step = 1
     """Minimum number of micro batches that each rank runs in a step. Ranks with fewer run empty ones: all must join the all-reduce."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, *, rows_per_sample: int, sum_in_fp64: bool) -> None:
+    def __init__(
+        self, model: Transformer, mesh: Mesh, device: torch.device, *, rows_per_sample: int, sum_dtype: torch.dtype | None
+    ) -> None:
         """Wrap `model` in DistributedDataParallel.
 
-        `rows_per_sample`: number of rows per sample. `sum_in_fp64`: sum the gradients of micro batches and replicas in float64.
+        `rows_per_sample`: number of rows per sample. `sum_dtype`: sum the gradients of micro batches and replicas in this type; None: in
+        that of the gradients.
         """
-        self._sum_in_fp64 = sum_in_fp64
-        self.parameters = list(model.parameters())
-        self._accumulated_gradients: dict[Tensor, Tensor] = {}
+        self._weights = WorkingWeights(model)
+        self._sums = GradientSums(self._weights, sum_dtype) if sum_dtype else None
         self._group = mesh.data_parallel_group
         self._ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, gradient_as_bucket_view=True)
         # Buffers are constant tables, the same on every rank; DDP would broadcast them before every forward pass. Set as an attribute,
         # because torch has renamed the argument.
         self._ddp.broadcast_buffers = False
         self._ddp.register_comm_hook(self, _reduce_bucket_hook)
+        self._is_last_pass = False
+        for weight in self._weights.weights if self._weights.are_copies else ():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._free_used_weight)  # type: ignore[no-untyped-call]  # not typed in torch
         # When the second pass begins, DDP rebuilds its buckets in the order in which gradients became ready. That changes the order of
         # additions: the first step of a resumed run would differ in the last bits from the same step of an uninterrupted run. So one empty
         # pass runs before the first step.
         length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
         empty_batch = torch.zeros((rows_per_sample, length), dtype=torch.int64, device=device)
         torch.autograd.backward(self(empty_batch, torch.full_like(empty_batch, IGNORE_INDEX)).sum())
-        self._ddp.zero_grad()
+        for tensor in (*self._weights.weights, *self.parameters):
+            tensor.grad = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of the model's parameters."""
+        return self._weights.parameters
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch, as a tensor for the backward pass (see Transformer.forward)."""
@@ -97,48 +123,49 @@ class DdpModel:
 
         After the last micro batch of a step, gradients are the sums over all micro batches of all replicas.
         """
+        self._is_last_pass = is_last
         if is_last:
             yield
+            for weight in self._weights.weights if self._weights.are_copies else ():
+                weight.grad = None
             return
         with self._ddp.no_sync():
             yield
-        if self._sum_in_fp64:
-            _accumulate_gradients(self.parameters, self._accumulated_gradients)
+        if self._sums:
+            for weight in self._weights.weights:
+                self._sums.add_gradient(weight)
+
+    def _free_used_weight(self, weight: Tensor) -> None:
+        if self._is_last_pass:
+            self._weights.free_weight(weight)
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum a bucket of gradients over the data group. Return a future of the bucket's buffer with the sums."""
+        """Sum a bucket of gradients over the data group. Return a future of the bucket's buffer.
+
+        The sums are the gradients of the parameters: where these are the weights, through the buffer.
+        """
         buffer = bucket.buffer()
-        sums = buffer.double() if self._sum_in_fp64 else buffer
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if parameter in self._accumulated_gradients:
-                start = gradient.storage_offset() - buffer.storage_offset()
-                sums[start : start + gradient.numel()] += self._accumulated_gradients.pop(parameter)
+        sums = buffer.to(self._sums.dtype) if self._sums else buffer
+        sums_by_weight = {}
+        for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            start = gradient.storage_offset() - buffer.storage_offset()
+            sums_by_weight[weight] = sums[start : start + gradient.numel()]
+            if self._sums and (previous_sum := self._sums.take_sum(weight)) is not None:
+                sums_by_weight[weight] += previous_sum.flatten()
         work = dist.all_reduce(sums, group=self._group, async_op=True)
 
-        def copy_reduced_gradients(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        def set_reduced_gradients(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
             reduced.value()  # re-raises an error of the all-reduce, which would be lost otherwise
-            return buffer.copy_(sums)
+            if not self._weights.are_copies:
+                return buffer.copy_(sums)
+            for weight, total in sums_by_weight.items():
+                parameter = self._weights.get_parameter(weight)
+                parameter.grad = total.view_as(parameter)
+            return buffer
 
-        future: torch.futures.Future[Tensor] = work.get_future().then(copy_reduced_gradients)
+        future: torch.futures.Future[Tensor] = work.get_future().then(set_reduced_gradients)
         return future
 
 
 def _reduce_bucket_hook(ddp_model: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return ddp_model.reduce_bucket(bucket)
-
-
-def _accumulate_gradients(parameters: Sequence[Tensor], sums: dict[Tensor, Tensor]) -> None:
-    """Accumulate the gradients of one micro batch in `sums`, in float64, and clear the gradients."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            if parameter in sums:
-                sums[parameter] += _flatten_gradient(parameter)
-            else:
-                sums[parameter] = _flatten_gradient(parameter).double()
-            parameter.grad = None
-
-
-def _flatten_gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        raise RuntimeError("a parameter did not contribute to the loss")
-    return parameter.grad.reshape(-1)

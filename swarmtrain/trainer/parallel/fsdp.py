@@ -1,8 +1,8 @@
 """Data parallelism with sharded state (FSDP, ZeRO), with summed instead of averaged gradients.
 
 Uses torch's `fully_shard` with one group per block. Each rank holds a shard of every parameter, of its gradient and of its optimizer
-state, and gathers a block's parameters when they are needed. With float32 parameters, gradients are summed in float64 (see ddp.py), so
-the losses equal those of one process.
+state, and gathers a block's parameters when they are needed. In float32, gradients are summed in float64 (see ddp.py), so the losses
+equal those of one process. In bfloat16 and float16, parameters are gathered in that type, and gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from swarmtrain.config.schema.topology import DataParallelType
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
+from swarmtrain.trainer.parallel.working_weights import get_sum_dtype, get_working_dtype
 
 Materializer = Callable[[nn.Module], None]
 """Function that materializes the parameters of a module from the meta device."""
@@ -45,13 +45,16 @@ class FsdpParameters:
         meta device: `materialize` is called for each block right before it is sharded, so that at most one block is in memory unsharded.
         `keep_gathered`: keep gathered parameters after the forward pass, until a backward pass reshards them.
         """
-        sum_in_fp64, device_mesh = config.transformer_architecture.precision is Precision.float32, mesh.device_mesh
-        # Sums that are still to be reduced over replicas are kept in float64. Sums that fully_shard completes in each backward pass have
-        # the dtype of the parameters.
-        is_hybrid = config.topology.reduce_every_micro_batch or device_mesh["replica"].size() > 1
+        precision, device_mesh = config.transformer_architecture.precision, mesh.device_mesh
+        # Sums that are still to be reduced over replicas are kept in the type in which they are reduced. Sums that fully_shard completes in
+        # each backward pass have the type of the parameters, so float64 sums need a dimension of replicas, if only of one.
+        keeps_float64_sums = precision is Precision.float32 and reduces_every_micro_batch(config)
+        is_hybrid = keeps_float64_sums or device_mesh["replica"].size() > 1
         options: dict[str, Any] = {
             "mesh": device_mesh["replica", "shard"] if is_hybrid else device_mesh["shard"],
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64 if sum_in_fp64 else None),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=get_working_dtype(precision), reduce_dtype=get_sum_dtype(precision), cast_forward_inputs=False
+            ),
             "reshard_after_forward": False if keep_gathered else None,
         }
         if config.topology.cpu_offload:
@@ -77,7 +80,7 @@ class FsdpModel:
     """A model sharded by `fully_shard` over the ranks of the shard dimension."""
 
     def __init__(self, model: Transformer, config: Config, mesh: Mesh, materialize: Materializer) -> None:
-        self._model, self._reduce_every_micro_batch = model, config.topology.reduce_every_micro_batch
+        self._model, self._reduce_every_micro_batch = model, reduces_every_micro_batch(config)
         self._keep_gathered = config.topology.data_parallel_type is DataParallelType.ddp
         """True if parameters are gathered once per step and kept until its end: only the optimizer state is sharded (ZeRO-1)."""
         self.micro_batches_per_step = max(mesh.micro_batches_per_replica)
@@ -109,6 +112,14 @@ class FsdpModel:
         yield
         if is_last:
             self._fsdp_parameters.finalize_gradients()
+
+
+def reduces_every_micro_batch(config: Config) -> bool:
+    """Return whether gradients are reduced after each micro batch, so that their sums are sharded."""
+    topology = config.topology
+    if topology.reduce_every_micro_batch is not None:
+        return topology.reduce_every_micro_batch
+    return topology.data_parallel_type is not DataParallelType.ddp and topology.pipeline_parallel_size == 1
 
 
 def _to_local_tensor(dtensor: Tensor) -> Tensor:

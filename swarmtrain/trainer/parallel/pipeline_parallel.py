@@ -5,7 +5,7 @@ stage runs the forward pass of the full model. Only the first stage receives tok
 returns a loss, all others return hidden states.
 
 Gradients are summed over replicas after the last backward pass, when a pipeline rank is idle while earlier stages drain. They are summed
-in float64 if the model's precision is float32 (see ddp.py). If replicas shard their state (see fsdp.py), each stage gathers its
+in a higher precision (see ddp.py). If replicas shard their state (see fsdp.py), each stage gathers its
 parameters once per step and keeps them until its last backward pass: an all-gather per micro batch would make all stages wait.
 """
 
@@ -24,13 +24,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from swarmtrain.config import Config
 from swarmtrain.config.pipeline_layout import count_scheduled_micro_batches, partition_layers
 from swarmtrain.config.schema.topology import TopologyConfig
-from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.data.token_batch import TokenBatch
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import activation_checkpointing
 from swarmtrain.trainer.parallel.fsdp import FsdpParameters, Materializer
 from swarmtrain.trainer.parallel.mesh import Mesh
+from swarmtrain.trainer.parallel.working_weights import GradientSums, WorkingWeights, get_sum_dtype, get_working_dtype
 
 PassContextFactory = Callable[[int, int], AbstractContextManager[object]]
 """Returns the context manager for one forward or backward pass, given the micro batch's index in the replica and the stage's index."""
@@ -68,19 +69,16 @@ class PipelineModel:
         """
         self._mesh, self._device = mesh, device
         topology, architecture = config.topology, config.transformer_architecture
-        micro_batch_count, sum_in_fp64 = (
-            count_scheduled_micro_batches(topology, mesh.micro_batches_per_replica[mesh.data_rank]),
-            architecture.precision is Precision.float32,
-        )
+        micro_batch_count = count_scheduled_micro_batches(topology, mesh.micro_batches_per_replica[mesh.data_rank])
         micro_batch_rows = topology.samples_per_micro_batch * config.data.rows_per_sample
         self._scheduled_rows = micro_batch_count * micro_batch_rows
         local_stages = list(enumerate(partition_layers(topology, architecture)))[mesh.pipe_rank :: mesh.pipe_size]
+        self._parameter_store: FsdpParameters | _ReplicatedParameters
+        if materialize_shards is None:
+            self._parameter_store = _ReplicatedParameters(model, mesh, tied_parameter_index)
         stage_models = [_build_stage_model(model, layers) for _, layers in local_stages]
-        self._parameter_store = (
-            FsdpParameters(model, stage_models, config, mesh, materialize_shards, keep_gathered=True)
-            if materialize_shards
-            else _ReplicatedParameters(model, mesh, sum_in_fp64=sum_in_fp64, tied_parameter_index=tied_parameter_index)
-        )
+        if materialize_shards is not None:
+            self._parameter_store = FsdpParameters(model, stage_models, config, mesh, materialize_shards, keep_gathered=True)
         self._tied_parameter = (
             self._parameter_store.parameters[tied_parameter_index] if materialize_shards and tied_parameter_index is not None else None
         )
@@ -214,49 +212,48 @@ class _HookedStage(PipelineStage):
 
 
 class _ReplicatedParameters:
-    """Parameters that every replica holds completely. Accumulates their gradients over micro batches and sums them over replicas."""
+    """Parameters that every replica holds completely. Sums their gradients over micro batches and replicas."""
 
-    def __init__(self, model: Transformer, mesh: Mesh, *, sum_in_fp64: bool, tied_parameter_index: int | None) -> None:
+    def __init__(self, model: Transformer, mesh: Mesh, tied_parameter_index: int | None) -> None:
         """Prepare to sum the gradients of `model` over the replicas in `mesh`.
 
-        `sum_in_fp64`: sum gradients in float64.
         `tied_parameter_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no parameter has one.
         """
-        self.parameters = list(model.parameters())
-        self._mesh, self._sum_in_fp64 = mesh, sum_in_fp64
-        self._tied_parameter = None if tied_parameter_index is None else self.parameters[tied_parameter_index]
-        self._accumulated_gradients: dict[nn.Parameter, Tensor] = {}
+        self._mesh, self._weights = mesh, WorkingWeights(model)
+        sum_dtype = get_sum_dtype(model.architecture.precision)
+        self._sums = GradientSums(self._weights, sum_dtype) if sum_dtype else None
+        self._tied_weight = None if tied_parameter_index is None else self._weights.weights[tied_parameter_index]
 
-    def accumulate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Accumulate the gradients of one micro batch in float64.
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of the model's parameters."""
+        return self._weights.parameters
 
-        A no-op without float64 sums: autograd then accumulates the gradients.
+    def accumulate_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Add the gradients that a micro batch has computed for `weights` to their sums.
+
+        A no-op if they are summed in their own type: autograd then accumulates the gradients.
         """
-        for parameter in parameters if self._sum_in_fp64 else ():
-            if parameter.grad is None:
-                continue
-            if parameter in self._accumulated_gradients:
-                self._accumulated_gradients[parameter] += parameter.grad
-            else:
-                self._accumulated_gradients[parameter] = parameter.grad.double()
-            parameter.grad = None
+        if self._sums:
+            for weight in weights:
+                self._sums.add_gradient(weight)
 
     def finalize_gradients(self) -> None:
         """Sum the gradients over all replicas, and store the results as the parameters' gradients."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self._accumulated_gradients[parameter], parameter.grad = parameter.grad, None
+        totals: dict[nn.Parameter, Tensor] = {}
+        for weight in self._weights.weights:
+            total = self._sums.take_sum(weight) if self._sums else weight.grad
+            if total is not None:
+                totals[weight] = total
         group = self._mesh.data_parallel_group
         if group.size() > 1:
-            for work in [dist.all_reduce(total, group=group, async_op=True) for total in self._accumulated_gradients.values()]:
+            for work in [dist.all_reduce(total, group=group, async_op=True) for total in totals.values()]:
                 work.wait()
-        if self._tied_parameter in self._accumulated_gradients:
-            self._accumulated_gradients[self._tied_parameter] = _sum_with_tied_copy(
-                self._accumulated_gradients[self._tied_parameter], self._mesh
-            )
-        for parameter, total in self._accumulated_gradients.items():
+        if self._tied_weight in totals:
+            totals[self._tied_weight] = _sum_with_tied_copy(totals[self._tied_weight], self._mesh)
+        for weight, total in totals.items():
+            parameter = self._weights.get_parameter(weight)
             parameter.grad = total.to(parameter.dtype)
-        self._accumulated_gradients.clear()
 
 
 def _sum_with_tied_copy(gradient: Tensor, mesh: Mesh) -> Tensor:
@@ -332,7 +329,7 @@ def _build_pipeline_stage(
     local_sequence_length = length // topology.context_parallel_size // (topology.tensor_parallel_size if topology.sequence_parallel else 1)
     hidden = torch.empty(
         (rows_per_micro_batch * stage_model.objective.copies_per_row, local_sequence_length, architecture.hidden_size),
-        dtype=next(stage_model.parameters()).dtype,
+        dtype=get_working_dtype(architecture.precision) or next(stage_model.parameters()).dtype,
         device="meta",
         requires_grad=True,
     )

@@ -216,7 +216,9 @@ class TensorStorageReader(StorageReader):
             file.seek(offset)
             if file.readinto(data) != len(data):
                 raise CheckpointError(f"{name} is truncated", place=str(self.folder))
-        if not is_direct:
+        if is_direct:
+            torch.autograd.graph.increment_version(target_tensor)  # as copy_() does: weights that are cast from it are then cast again
+        else:
             for dimension, (start, length) in enumerate(zip(starts, lengths, strict=True)):
                 chunk_values = chunk_values.narrow(dimension, start, length)
             target_tensor.copy_(chunk_values)

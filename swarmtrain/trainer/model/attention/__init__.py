@@ -64,7 +64,7 @@ class Attention(nn.Module):
             self._split_heads(self.lora.forward_with_lora(name, layer, hidden, noise)) for name, layer in projections.items()
         )
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = _normalize_heads(query, self.query_norm), _normalize_heads(key, self.key_norm)
+            query, key = self.query_norm(query), self.key_norm(key)
         if rotation is not None:
             query, key = (apply_rotary_embedding(heads, rotation, self.position_type) for heads in (query, key))
         if self.gather_key_value is not None:
@@ -97,9 +97,3 @@ class Attention(nn.Module):
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_size).transpose(1, 2)
-
-
-def _normalize_heads(heads: Tensor, norm: nn.Module) -> Tensor:
-    """Return `heads` normalized by `norm`, computed in float32 or higher precision, in the original dtype."""
-    normalized: Tensor = norm(heads.to(torch.promote_types(heads.dtype, torch.float32)))
-    return normalized.to(heads.dtype)
