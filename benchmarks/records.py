@@ -71,7 +71,7 @@ def _iterate_figures(row: BenchmarkRow) -> Iterator[tuple[str, object]]:
         yield spread, [_round_result(edge) for edge in sample.spread] if sample else None
     ratios = (
         [result / baseline for result, baseline in zip(row.result.values, row.baseline.values, strict=True)]
-        if row.result and row.baseline
+        if row.result and row.baseline and all(row.baseline.values)
         else []
     )
     ratio_interval = compute_median_confidence_interval(ratios)

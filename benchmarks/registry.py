@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks import cli_commands, data, heartbeats, idle_services, lab_startup, launchers, logs, models, recovery, run_startup, training
+from benchmarks import (
+    cli_commands,
+    costs,
+    data,
+    heartbeats,
+    idle_services,
+    lab_startup,
+    launchers,
+    logs,
+    models,
+    recovery,
+    run_startup,
+    training,
+)
 from benchmarks.measurement import BenchmarkRow
 
 
@@ -49,4 +62,5 @@ BENCHMARKS = (
     Benchmark("train-hf", "the trainer against Hugging Face's", training.measure_hugging_face),
     Benchmark("train-nanogpt", "the trainer against nanoGPT's", training.measure_nanogpt),
     Benchmark("train-whole", "overhead of a complete run, relative to its steps", training.measure_full_run),
+    Benchmark("costs", "kernels, casts, waits and bytes of a step on a GPU, against torchtitan's model", costs.measure_costs),
 )

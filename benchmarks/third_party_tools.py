@@ -16,6 +16,9 @@ DSTACK = "dstack==0.22.5"
 SKYPILOT = "skypilot==0.14.1"
 TRANSFORMERS = "transformers==5.23.0"
 ACCELERATE = "accelerate==1.15.0"
+TORCHTITAN = "torchtitan==0.3.0"
+TRITON = "triton==3.9.0"
+"""torchtitan's model imports it; torch for CPUs is installed without it."""
 NANOGPT = "https://github.com/karpathy/nanoGPT"
 
 
