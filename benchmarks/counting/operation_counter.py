@@ -27,7 +27,7 @@ _ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten:
 """Operations that allocate memory without writing to it."""
 _LOOKUPS = {"aten::embedding", "aten::gather", "aten::index", "aten::index_select"}
 """Operations that read only some rows of their first argument: as many bytes as they write."""
-_READ_AGAIN = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_"}
+_OVERWRITES = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_"}
 """Operations that overwrite their first argument without reading it."""
 _HOST_READS = {"aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 """Operations whose result has a value or a shape that the host needs, besides reads of scalars."""
@@ -133,7 +133,7 @@ def _count_moved_bytes(operator: Any, args: Any, kwargs: Any, result: Any) -> in
         for tensor in _list_tensors(value)
     ]
     changed_ids = {id(tensor) for tensor in changed}
-    read = [tensor for tensor in inputs if name not in _READ_AGAIN or id(tensor) not in changed_ids]
+    read = [tensor for tensor in inputs if name not in _OVERWRITES or id(tensor) not in changed_ids]
     if "index_put" in name or "scatter" in name:  # only the given rows are changed
         return 2 * sum(_count_bytes(tensor) for tensor in read if id(tensor) not in changed_ids)
     return sum(map(_count_bytes, read)) + sum(map(_count_bytes, changed))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_FLOATS_OF_STATISTICS = torch.float32
+_STATISTICS_DTYPE = torch.float32
 
 
 @torch.library.custom_op("counting::rms_norm", mutates_args=())
@@ -22,15 +22,15 @@ def _normalize(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 @_normalize.register_fake
 def _(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(values.dtype, weight.dtype)
-    return torch.empty_like(values, dtype=dtype), values.new_empty((*values.shape[:-1], 1), dtype=_FLOATS_OF_STATISTICS)
+    return torch.empty_like(values, dtype=dtype), values.new_empty((*values.shape[:-1], 1), dtype=_STATISTICS_DTYPE)
 
 
 @torch.library.custom_op("counting::rms_norm_backward", mutates_args=())
-def _differentiate(gradient: Tensor, values: Tensor, statistics: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_gradients(gradient: Tensor, values: Tensor, statistics: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("only fake tensors are normalized")
 
 
-@_differentiate.register_fake
+@_compute_gradients.register_fake
 def _(gradient: Tensor, values: Tensor, statistics: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(values), torch.empty_like(weight)
 
@@ -46,7 +46,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         values, statistics, weight = ctx.saved_tensors
-        gradients: tuple[Tensor, Tensor] = _differentiate(gradient, values, statistics, weight)
+        gradients: tuple[Tensor, Tensor] = _compute_gradients(gradient, values, statistics, weight)
         return gradients
 
 
