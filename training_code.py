@@ -41,7 +41,7 @@ def main() -> None:
     with start_runtime(config) as runtime:
         extra_metrics = prepare_data(config, runtime) if options.dataset == "python_sources" else {}
         data, validation_data = open_data(config)
-        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
+        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime, initialize=False)
         optimizer = Optimizer(model, config)
         result = train_model(runtime, model, optimizer, data, validation_data, extra_metrics=extra_metrics)
         if runtime.is_rank_zero:

@@ -133,7 +133,7 @@ def count_parts(ranks: int, count_steps: Callable[[Sequence[Request]], Sequence[
     step_costs = dict(zip(shapes, count_steps([build_request(*shape, ranks) for shape in shapes]), strict=True))
     fewer, more = _LAYERS
     passes = {shape: costs for shape, (costs, _) in step_costs.items()}
-    updates = {layers: step_costs[layers, 1][1] for layers in _LAYERS}
+    update = step_costs[fewer, 1][1]
     layers_in_passes = [_combine(passes[more, count], passes[fewer, count], -1) for count in _MICRO_BATCHES]
     layer = layers_in_passes[0]
     parameters = _count_parameters(fewer) / ranks
@@ -141,8 +141,8 @@ def count_parts(ranks: int, count_steps: Callable[[Sequence[Request]], Sequence[
         "layer": layer,
         "further": _combine(layers_in_passes[2], layers_in_passes[1], -1),
         "rest": _combine(passes[fewer, 1], layer, -fewer),
-        "update": {name: cost / parameters for name, cost in updates[fewer].items()},
-        "step": _combine(passes[fewer, 1], updates[fewer], 1),
+        "update": {name: cost / parameters for name, cost in update.items()},
+        "step": _combine(passes[fewer, 1], update, 1),
     }
 
 

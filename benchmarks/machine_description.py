@@ -23,6 +23,15 @@ def _get_processor_name() -> str:
     return " ".join(match[1].split()) if match else platform.machine()
 
 
+def get_available_memory() -> int:
+    """Return the bytes of memory that programs can use, including what the page cache would give up."""
+    try:
+        match = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return int(match[1]) * 1024 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
 def has_bfloat16() -> bool:
     """Return whether the processor supports bfloat16 instructions; without them, bfloat16 takes several times as long as float32."""
     try:

@@ -16,6 +16,7 @@ from benchmarks import (
     logs,
     models,
     recovery,
+    resume,
     run_startup,
     training,
 )
@@ -55,6 +56,7 @@ BENCHMARKS = (
     Benchmark("heartbeat", "a signed heartbeat, against an unsigned one", heartbeats.measure_signed_heartbeats),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
     Benchmark("scale", "a run scaled from two nodes to four, to the next step", recovery.measure_scaling_time),
+    Benchmark("resume", "from a checkpoint on disk to a model that is ready to train, against reading the files", resume.measure_resume),
     Benchmark("checkpoint", "cost of a background checkpoint for training", training.measure_async_checkpoint),
     Benchmark("logging", "time per step for metrics and logging", training.measure_logging),
     Benchmark("train", "the trainer against a plain PyTorch loop", training.measure_plain_pytorch),

@@ -56,9 +56,6 @@ class OperationCosts:
     def __sub__(self, other: Self) -> OperationCosts:
         return OperationCosts(*(mine - theirs for mine, theirs in self._pair_with(other)))
 
-    def __mul__(self, factor: float) -> OperationCosts:
-        return OperationCosts(*(value * factor for value in asdict(self).values()))
-
     def _pair_with(self, other: OperationCosts) -> Iterator[tuple[float, float]]:
         return zip(asdict(self).values(), asdict(other).values(), strict=True)
 

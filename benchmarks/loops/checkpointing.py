@@ -28,7 +28,7 @@ def main() -> None:
 
     CheckpointManager.save = save  # type: ignore[method-assign]
     with start_runtime(config) as runtime:
-        model = parallelize(Transformer(architecture, seed), runtime)
+        model = parallelize(Transformer(architecture, seed), runtime, initialize=False)
         train_model(
             runtime, model, Optimizer(model, config), TokenDataset(config.data.data_prefixes, architecture, seed), None, extra_metrics={}
         )

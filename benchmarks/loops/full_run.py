@@ -28,7 +28,7 @@ def main() -> None:
     config = Config.from_json(sys.argv[1])
     architecture, seed = config.transformer_architecture, config.trainer.seed
     with start_runtime(config) as runtime:
-        model = parallelize(Transformer(architecture, seed), runtime)
+        model = parallelize(Transformer(architecture, seed), runtime, initialize=False)
         optimizer = _TimingOptimizer(model, config)
         optimizer.step_times = []
         started_at = time.process_time()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement
 
 from swarmtrain.config import Config
 from swarmtrain.config.pipeline_layout import partition_layers
@@ -18,6 +19,7 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import BaseWeights
 from swarmtrain.trainer.model import initialization
+from swarmtrain.trainer.model.initialization import LoadedParameters, ParameterSource, Region
 from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives import build_objective
@@ -33,6 +35,7 @@ from swarmtrain.trainer.parallel import (
 )
 from swarmtrain.trainer.parallel.ddp import DdpModel, SingleReplicaModel
 from swarmtrain.trainer.parallel.fsdp import FsdpModel, Materializer
+from swarmtrain.trainer.parallel.initial_values import InitialValues
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
@@ -40,10 +43,11 @@ from swarmtrain.trainer.parallel.working_weights import get_sum_dtype
 from swarmtrain.trainer.runtime import Runtime
 
 
-def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
-    """Distribute `model` over all ranks according to the config's topology, and materialize this rank's part.
+def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True) -> ParallelModel:
+    """Distribute `model` over all ranks according to the config's topology, and write the initial values of this rank's part.
 
-    Return the parallel model.
+    Return the parallel model. `initialize`: False leaves all parameters zero. train_model then loads the newest checkpoint, or writes the
+    initial values if there is none, so that no values are computed only to be replaced.
 
     Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled or its objective
     is invalid, and CheckpointError if trainer.init_from cannot be read or is a checkpoint of another model.
@@ -64,20 +68,18 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
     trained = select_trained_parameter_names(shapes, config)
     for name, parameter in local_parameters.items():
         parameter.requires_grad_(name in trained)
-    names = {parameter: name for name, parameter in local_parameters.items()}
     if base_model := _load_base_model(runtime, shapes):
-        model.initial_value = partial(_read_initial_value, base_model, model.initial_value)
+        model.initial_values = _FineTunedParameters(LoadedParameters(base_model.load_parameter), model.initial_values)
+    precision = config.transformer_architecture.precision
     materialize = partial(
         initialization.materialize_parameters,
-        parameter_names=names,
-        get_initial_value=_build_shard_initializer(model, layout, shapes, tensor_placements, is_memory_mapped=base_model is not None),
         device=runtime.device,
+        dtype=torch.float64 if precision is Precision.float64 else torch.float32,
     )
     wrapped_model = _wrap_model(
         model, runtime, layout, materialize, tied_parameter_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
     )
-    is_float16 = config.transformer_architecture.precision is Precision.float16
-    model.loss_chunk_size = None if is_float16 else config.trainer.loss_chunk_size
+    model.loss_chunk_size = None if precision is Precision.float16 else config.trainer.loss_chunk_size
     if config.trainer.compile:
         compilation.compile_model(model, runtime.device)
     pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None
@@ -92,6 +94,9 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
     )
     parameter_count = sum(shape.numel() for shape in shapes.values())
     plain_parameters = dict(zip(local_parameters, wrapped_model.parameters, strict=True))
+    initial_values = InitialValues(model.initial_values, shard_layout, plain_parameters)
+    if initialize:
+        initial_values.write_missing()
     return ParallelModel(
         layout,
         model,
@@ -101,6 +106,7 @@ def parallelize(model: Transformer, runtime: Runtime) -> ParallelModel:
         tuple(shapes),
         tuple(trained),
         parameter_count,
+        initial_values,
         base_model.fingerprint if base_model else None,
     )
 
@@ -169,36 +175,15 @@ def _load_base_model(runtime: Runtime, shapes: Mapping[str, torch.Size]) -> Base
     )
 
 
-def _read_initial_value(
-    base_model: BaseWeights, parameter_initializer: Callable[[str, torch.Size], Tensor], parameter_name: str, size: torch.Size
-) -> Tensor:
-    return (
-        parameter_initializer(parameter_name, size)
-        if is_peft_parameter(parameter_name)
-        else base_model.load_parameter(parameter_name, size)
-    )
+@dataclass(frozen=True)
+class _FineTunedParameters:
+    """Parameters of a model that is fine-tuned: those of the base model, and the initial values of those that are added to it."""
 
+    base_model: LoadedParameters
+    added: ParameterSource
 
-def _build_shard_initializer(
-    model: Transformer,
-    mesh: Mesh,
-    shapes: Mapping[str, torch.Size],
-    tensor_placements: Mapping[str, Placement],
-    *,
-    is_memory_mapped: bool,
-) -> Callable[[str], Tensor]:
-    """Return a function that maps a parameter name to the initial value of this rank's tensor-parallel shard.
-
-    `is_memory_mapped`: the initial values are views of a memory-mapped file, so they must be copied.
-    """
-    precision = torch.float64 if model.architecture.precision is Precision.float64 else torch.float32
-
-    def slice_initial_value(name: str) -> Tensor:
-        full_value, placement = model.initial_value(name, shapes[name]), tensor_placements.get(name)
-        local_value = full_value.chunk(mesh.tensor_size, placement.dim)[mesh.tensor_rank] if isinstance(placement, Shard) else full_value
-        return local_value.to(precision, copy=local_value is not full_value or is_memory_mapped, memory_format=torch.contiguous_format)
-
-    return slice_initial_value
+    def write_region(self, name: str, size: torch.Size, region: Region, target: Tensor) -> None:
+        (self.added if is_peft_parameter(name) else self.base_model).write_region(name, size, region, target)
 
 
 def _wrap_model(

@@ -29,6 +29,7 @@ from swarmtrain.trainer.inference import evaluation, model_source
 from swarmtrain.trainer.inference.embeddings import embed_documents
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
+from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives.contrastive import ContrastiveObjective
 from swarmtrain.trainer.tokenize import tokenizer_backends
@@ -111,7 +112,7 @@ def compute_loss_by_hand(
 
 def load_trained_model(checkpoint: consolidated.ConsolidatedCheckpoint) -> Transformer:
     model = Transformer(checkpoint.config.transformer_architecture, 0)
-    model.initial_value = checkpoint.load_parameter
+    model.initial_values = LoadedParameters(checkpoint.load_parameter)
     return model.init_weights().eval()
 
 

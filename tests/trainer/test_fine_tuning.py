@@ -21,6 +21,7 @@ from swarmtrain.trainer.export.adapter_export import export_lora_adapter
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model import dropout
+from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallelization import select_trained_parameter_names
 
@@ -103,16 +104,16 @@ def test_merged_it_computes_the_same(base_run: RunAndConfig, single_rank_run: Pa
     architecture = beside.config.transformer_architecture
     plain = architecture.model_copy(update={"lora_config": None})
     models = Transformer(architecture, 0), Transformer(plain, 0)
-    models[0].initial_value = beside.load_parameter
-    models[1].initial_value = pretrained.build_parameter_loader(
-        tmp_path / "out", plain, {name: one.shape for name, one in models[1].named_parameters()}
+    models[0].initial_values = LoadedParameters(beside.load_parameter)
+    models[1].initial_values = LoadedParameters(
+        pretrained.build_parameter_loader(tmp_path / "out", plain, {name: one.shape for name, one in models[1].named_parameters()})
     )
     tokens = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         unmerged, merged = (model.init_weights().eval()(tokens) for model in models)
     torch.testing.assert_close(merged, unmerged, rtol=0, atol=1e-6)
     base_model = Transformer(plain, 0)
-    base_model.initial_value = consolidated.find_checkpoint(base_run[0] / "run").load_parameter
+    base_model.initial_values = LoadedParameters(consolidated.find_checkpoint(base_run[0] / "run").load_parameter)
     with torch.no_grad():
         assert (base_model.init_weights().eval()(tokens) - merged).abs().max() > 0.01
 

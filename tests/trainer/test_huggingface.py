@@ -20,9 +20,10 @@ from worlds import merge_config, read_manifest, run_training
 from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageReader
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import TensorStorageReader
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.huggingface import pretrained
+from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 
 MODERN = {"norm_type": "rms", "mlp_type": "swiglu", "mlp_factor": 2.75}
@@ -131,9 +132,8 @@ def import_model(folder: Path) -> Transformer:
     read = json.loads((folder / "config.json").read_text())
     shape = huggingface_config.read_architecture(read, "config.json").model_copy(update={"sequence_length": 32})
     model = Transformer(shape, 0)
-    model.initial_value = pretrained.build_parameter_loader(
-        folder, shape, {name: parameter.shape for name, parameter in model.named_parameters()}
-    )
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.initial_values = LoadedParameters(pretrained.build_parameter_loader(folder, shape, shapes))
     return model.init_weights().eval()
 
 

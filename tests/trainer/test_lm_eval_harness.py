@@ -13,6 +13,7 @@ from worlds import LocalWorld, merge_config, run_training
 
 from swarmtrain.errors import EXIT_ERROR
 from swarmtrain.trainer.inference import evaluation, model_source
+from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 
 pytestmark = pytest.mark.test_all_only("imports lm-evaluation-harness and all that it needs")
@@ -81,7 +82,7 @@ def run_evaluation(folder: Path, arguments: dict[str, Any], size: int) -> dict[s
 
 def build_log_probabilities(model_source: model_source.ModelSource) -> Any:
     model = Transformer(model_source.architecture, 0)
-    model.initial_value = model_source.load_parameter
+    model.initial_values = LoadedParameters(model_source.load_parameter)
     model.init_weights().eval()
     return lambda text: torch.log_softmax(model(torch.tensor([list(text.encode())])).double(), -1)[0]
 

@@ -89,7 +89,8 @@ def test_untied_and_groups_that_a_stage_has_nothing_of(
 
 
 def test_a_replica_without_a_micro_batch(tmp_path: Path, tied_config: dict[str, Any], train_single_rank: TrainSingleRank) -> None:
-    small = merge_config(tied_config, topology={"global_batch_size": 4})
+    """In float64: in float32, a difference in the last bit grows to 3e-6 within 12 steps."""
+    small = merge_config(tied_config, topology={"global_batch_size": 4}, transformer_architecture={"precision": "float64"})
     run_training(tmp_path, merge_config(small, topology={"pipe_parallel_size": 2}), 6)
     assert_alike(train_single_rank(small), tmp_path)
     by_rank = {line["rank"]: len(line["samples"]) for line in read_audit(tmp_path)}

@@ -21,6 +21,7 @@ from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
 from swarmtrain.trainer.inference import evaluation
+from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives.preference import PreferenceObjective
 
@@ -78,7 +79,7 @@ def single_rank_run(base_run: tuple[Path, dict[str, Any]], tmp_path_factory: pyt
 def load_trained_model(checkpoint: consolidated.ConsolidatedCheckpoint, *, tuned: bool) -> Transformer:
     architecture = checkpoint.config.transformer_architecture
     model = Transformer(architecture if tuned else architecture.model_copy(update={"lora_config": None, "adapter_config": None}), 0)
-    model.initial_value = checkpoint.load_parameter
+    model.initial_values = LoadedParameters(checkpoint.load_parameter)
     return model.init_weights().eval()
 
 

@@ -153,13 +153,27 @@ def count_collectives(folder: Path, name: str) -> int:
 
 
 def test_no_rank_has_the_whole_model_even_during_initialization(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Two ranks that shard it, and two pipeline stages: each has half of it, plus the current block or parameter."""
+    """Two ranks that shard it, and two pipeline stages: each has half of it, plus the current block, and computes half of its values."""
     shape = {"hidden_size": 64, "num_layers": 8, "weight_tying": False}
     whole = 4 * (8 * (4 * 64 * 64 + 2 * 4 * 64 * 64 + 2 * 64) + 2 * 64 * 64 + 64)
     for name, topology in (("fsdp", {"data_parallel_type": "fsdp"}), ("pipeline", {"pipe_parallel_size": 2})):
         deep = merge_config(config, topology=topology, transformer_architecture=shape, trainer={"train_iterations": 0, "save_dir": None})
         world = LocalWorld(tmp_path / name, deep, 2, script="initialization_memory")
         assert world.wait() == [0, 0], world.read_log()
-        most = [int(found) for found in re.findall(r"most while drawing: (\d+) bytes", world.read_log())]
+        most, computed = (
+            [int(found) for found in re.findall(pattern, world.read_log())]
+            for pattern in (r"most while allocating: (\d+) bytes", r"computed (\d+) initial values")
+        )
         assert len(most) == 2
         assert 0.4 * whole < max(most) < 0.75 * whole
+        assert sum(computed) == whole // 4
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared disk", "disk of each node"])
+def test_a_resumed_run_computes_no_initial_values_and_reads_each_file_once(tmp_path: Path, config: dict[str, Any], *, shared: bool) -> None:
+    for steps, is_resumed in ((2, False), (4, True)):
+        trainer = {"train_iterations": steps, "save_dir_shared": shared}
+        world = LocalWorld(tmp_path, merge_config(config, trainer=trainer), 2, script="initialization_memory")
+        assert world.wait() == [0, 0], world.read_log()
+        assert world.read_log().count("computed 0 initial values") == (2 if is_resumed else 0)
+        assert world.read_log().count("verified 0 files before") == (4 if is_resumed else 2)  # the log has both runs

@@ -7,11 +7,9 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from swarmtrain.config import Config
 from swarmtrain.trainer.bench import open_or_generate_data
@@ -24,7 +22,6 @@ from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime, start_runtime
 from swarmtrain.trainer.step import StepResult, train_step
 
-_INITIAL_DEVIATION = 0.02
 Sections = Mapping[str, Mapping[str, Any]]
 """The values of a config, by section and key."""
 
@@ -47,22 +44,14 @@ class TrainingSession:
 
 
 @contextmanager
-def open_session(config: Config, *, draws_on_device: bool = False) -> Iterator[TrainingSession]:
+def open_session(config: Config, *, initialize: bool = True) -> Iterator[TrainingSession]:
     """Context manager: a session that trains `config` on random tokens. Collective: all ranks must call it.
 
-    `draws_on_device`: draw the parameters on the device, which is fast. Their values are not those of training, and differ between ranks.
+    `initialize`: False leaves all parameters zero until a checkpoint is loaded.
     """
     with start_runtime(config) as runtime, open_or_generate_data(runtime) as (data, _):
-        transformer = Transformer(config.transformer_architecture, config.trainer.seed)
-        if draws_on_device:
-            transformer.initial_value = partial(_draw_on_device, runtime.device)
-        model = parallelize(transformer, runtime)
+        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime, initialize=initialize)
         yield TrainingSession(runtime, model, Optimizer(model, config), data)
-
-
-def _draw_on_device(device: torch.device, name: str, shape: torch.Size) -> Tensor:
-    """Return ones for the weights of norms, and small normally distributed numbers for all other parameters."""
-    return torch.ones(shape, device=device) if len(shape) == 1 else torch.randn(shape, device=device) * _INITIAL_DEVIATION
 
 
 def free_device_memory() -> None:

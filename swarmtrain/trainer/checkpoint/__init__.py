@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,16 @@ from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPol
 from swarmtrain.trainer.checkpoint.storage import commit, storage_backend
 from swarmtrain.trainer.checkpoint.storage.completion_markers import write_completion_marker
 from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import DamagedFiles, FileVerification
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter, describe_first_failure
 from swarmtrain.trainer.checkpoint.training_state import CheckpointState
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _DRAIN_TIMEOUT_SECONDS = 10.0
+
+CheckpointLoader = Callable[[Path, Manifest, FileVerification | None], None]
+"""Function that loads a checkpoint, given its path, its manifest and which files to verify. It raises DamagedFiles if they are damaged."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +136,32 @@ class CheckpointManager:
         self.storage = storage_backend.build_storage_backend(runtime, self.save_dir, report_warning) if self.save_dir else None
         self.generation = self.storage.claim_generation() if self.storage else 0
 
-    def find_newest_checkpoint(self) -> CheckpointWithManifest | None:
-        """Return path and manifest of the newest valid checkpoint in save_dir; None if there is none.
+    def load_newest_checkpoint(self, load: CheckpointLoader, *, verify_first: bool = False) -> CheckpointWithManifest | None:
+        """Load the newest valid checkpoint in save_dir with `load`, and return its path and manifest; None if there is none.
 
-        Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version.
+        A checkpoint is verified while it is loaded. If it is damaged, what `load` has changed is invalid, and the newest checkpoint without
+        damage is loaded; if there is none, the caller has to restore what has changed. `verify_first`: verify before anything changes.
+
+        Raises CheckpointError if a node cannot write its copy, IncompatibleCheckpoint if a checkpoint has another format version, and the
+        errors of `load` other than DamagedFiles.
         """
-        checkpoint = self.storage.find_newest_checkpoint(self.generation) if self.storage else None
+        if self.storage is None:
+            return None
+        checkpoint = None if verify_first else self.storage.find_unverified_checkpoint(self.generation)
         if checkpoint:
-            self.latest_step = self._committed_step = checkpoint[1].step
-            self.run_id = checkpoint[1].run_id or self.run_id
+            try:
+                load(*checkpoint, FileVerification(checkpoint[1].files, self.storage.reader_groups))
+            except DamagedFiles:
+                checkpoint = None  # the search below reports the damage
+        if checkpoint is None:
+            checkpoint = self.storage.find_newest_checkpoint(self.generation)
+            if checkpoint is None:
+                return None
+            load(*checkpoint, None)
+        step, run_id = checkpoint[1].step, checkpoint[1].run_id
+        self.storage.sync_sidecar_files(step)
+        self.latest_step = self._committed_step = step
+        self.run_id = run_id or self.run_id
         return checkpoint
 
     def save(self, progress: Progress) -> None:

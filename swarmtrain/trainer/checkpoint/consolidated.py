@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
@@ -20,7 +17,8 @@ from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 from swarmtrain.trainer.checkpoint import manifest
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import commit
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, TensorStorageReader, describe_first_failure
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import load_tensors
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.model.transformer import Transformer
@@ -72,12 +70,7 @@ class ConsolidatedCheckpoint:
         if self.manifest.base_fingerprint and _MODEL_PREFIX + name not in self.manifest.tensors:
             return self._base_weights.load_parameter(name, torch.Size(size)).to(self.find_parameter_dtype(name))
         values = {_MODEL_PREFIX + name: torch.empty(size, dtype=self.find_parameter_dtype(name))}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that loading is not distributed, which is intended
-            try:
-                dcp.load(values, storage_reader=TensorStorageReader(self.path, self.manifest.tensors), no_dist=True)
-            except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
-                raise CheckpointError(describe_first_failure(error), place=str(self.path)) from None
+        load_tensors(values, self.path, self.manifest, is_collective=False)
         return values[_MODEL_PREFIX + name]
 
     @cached_property

@@ -128,6 +128,14 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             raise CheckpointError(f"{name} cannot be read: {error.strerror}", place=str(folder)) from None
 
 
+def has_right_file_sizes(folder: Path, manifest: Manifest) -> bool:
+    """Return whether `folder` has all files of the manifest, each with its size."""
+    try:
+        return all((folder / Path(name).name).stat().st_size == expected["size"] for name, expected in manifest.files.items())
+    except OSError:
+        return False
+
+
 def _compute_json_digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

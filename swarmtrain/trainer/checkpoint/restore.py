@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import CheckpointManager, Progress
@@ -24,7 +21,7 @@ from swarmtrain.trainer.checkpoint.compatibility import (
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import discovery
 from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageReader, describe_first_failure
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import FileVerification, load_tensors
 from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.runtime import Runtime
 
@@ -39,19 +36,31 @@ def restore_training_state(
     """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, load the checkpoints in trainer.load_dir.
 
     Collective: all ranks must call it. `data_fingerprint`: fingerprint of the training data. `report_warning` is called
-    with a message for each skipped checkpoint, and with a summary of the tensors that are loaded from other runs. Return the progress and
-    the path of the checkpoint; if no checkpoint is loaded, an initial Progress and None.
+    with a message for each skipped checkpoint, and with a summary of the tensors that are loaded from other runs. Parameters that are not
+    loaded get their initial values, if they have none yet. Return the progress and the path of the checkpoint; if no checkpoint is loaded,
+    an initial Progress and None.
 
     Raises IncompatibleCheckpoint if the checkpoint belongs to another model or other data, CheckpointError if load_dir has no complete
     checkpoint.
     """
     loader = _CheckpointLoader(runtime, training_state, data_fingerprint, report_warning)
-    if newest := checkpoint_manager.find_newest_checkpoint():
-        progress = loader.build_progress(*newest, is_from_other_run=False)
-        loader.load_training_state([newest], loader.build_load_rules_for_resume(*newest))
-        return progress, newest[0]
+    has_changed = False
+
+    def load_own_checkpoint(path: Path, manifest: Manifest, verification: FileVerification | None) -> None:
+        nonlocal has_changed
+        loader.build_progress(path, manifest, is_from_other_run=False)  # raises IncompatibleCheckpoint before anything changes
+        rules = loader.build_load_rules_for_resume(path, manifest)
+        has_changed = True
+        loader.load_training_state([(path, manifest)], rules, verification)
+
+    newest = checkpoint_manager.load_newest_checkpoint(load_own_checkpoint, verify_first=training_state.model.initial_values.are_written)
+    if newest:
+        return loader.build_progress(*newest, is_from_other_run=False), newest[0]
+    if has_changed:
+        training_state.optimizer.reset_state()
     sources = [loader.find_source_checkpoint(folder) for folder in runtime.config.trainer.load_dir]
     if not sources:
+        training_state.model.initial_values.write_missing()
         return Progress(), None
     progress = loader.build_progress(*sources[0], is_from_other_run=True)
     loader.load_training_state(sources, LoadRules.from_config(runtime.config.trainer))
@@ -106,7 +115,14 @@ class _CheckpointLoader:
             allowed_missing=tuple(f"^{re.escape(name)}$" for name in self.training_state.frozen_parameter_names), should_log=False
         )
 
-    def load_training_state(self, source_checkpoints: Sequence[CheckpointWithManifest], rules: LoadRules) -> None:
+    def load_training_state(
+        self, source_checkpoints: Sequence[CheckpointWithManifest], rules: LoadRules, verification: FileVerification | None = None
+    ) -> None:
+        """Load the tensors that `rules` select, and write the initial values of the parameters that are not loaded.
+
+        `verification`: also verify these files; only with a single source. Raises DamagedFiles if they are damaged; tensors may have
+        changed then. Raises IncompatibleCheckpoint if the tensors are not those of this model.
+        """
         tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in source_checkpoints)
         source_of = assign_source_checkpoints([manifest.tensors for _, manifest in source_checkpoints])
         available = {name: tuple(source_checkpoints[number][1].tensors[name]["size"]) for name, number in source_of.items()}
@@ -120,10 +136,8 @@ class _CheckpointLoader:
             self.report_warning(f"{place}: {describe_loaded_tensors(available, expected, names)}")
         for number, (path, manifest) in enumerate(source_checkpoints):
             loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
-            try:
-                dcp.load(loadable, storage_reader=TensorStorageReader(path, manifest.tensors))
-            except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
-                raise CheckpointError(describe_first_failure(error), place=str(path)) from None
+            load_tensors(loadable, path, manifest, verification)
+        self.training_state.model.initial_values.write_missing({name.removeprefix("model/") for name in names})
 
     def _describe_config_changes(self, manifest: Manifest, section: str) -> str:
         """Return a text that lists the values in `section` that differ between the checkpoint's config and the current config.

@@ -67,10 +67,11 @@ class TrainingLoop:
         """Whether the loop has reached its requested number of epochs or steps."""
         self._max_steps: int | None = None
         user_state.collect_tensors()  # before any training, raise an error if an object cannot be saved
-        self.resumed_from = self._checkpoint_manager.find_newest_checkpoint()
+        self.resumed_from = self._checkpoint_manager.load_newest_checkpoint(user_state.load_checkpoint)
         checkpoint = self.resumed_from or self._find_load_dir_checkpoint()
         if checkpoint:
-            user_state.load_checkpoint(*checkpoint)
+            if not self.resumed_from:
+                user_state.load_checkpoint(*checkpoint)
             for line in describe_changes_since_checkpoint(checkpoint, runtime.config) if runtime.is_rank_zero else ():
                 report_warning(f"{checkpoint[0]}: {line}")
             if self.resumed_from or runtime.config.trainer.load_context:

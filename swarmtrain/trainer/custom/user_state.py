@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from swarmtrain.config import Config
-from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, TrainingError
+from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer.checkpoint.compatibility import diff_configs
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, TensorStorageReader, describe_first_failure
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import FileVerification, load_tensors
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME
 from swarmtrain.trainer.custom.state_tree import flatten_state, unflatten_state
 
 
@@ -68,11 +67,11 @@ class UserState:
         """Return all state that is not a tensor, as it was at the last call of collect_tensors()."""
         return self._state
 
-    def load_checkpoint(self, path: Path, manifest: Manifest) -> None:
+    def load_checkpoint(self, path: Path, manifest: Manifest, verification: FileVerification | None = None) -> None:
         """Load the checkpoint at `path`, described by `manifest`, into the objects. Collective: all ranks must call it.
 
-        Raises IncompatibleCheckpoint if the checkpoint has other objects, or if an object rejects its saved state; CheckpointError if the
-        checkpoint cannot be read.
+        `verification`: also verify these files. Raises IncompatibleCheckpoint if the checkpoint has other objects, or if an object rejects
+        its saved state; DamagedFiles if the checkpoint cannot be read or is corrupt: the objects are unchanged then.
         """
         trees = manifest.state.get("objects", {})
         if trees.keys() != self._objects.keys():
@@ -80,10 +79,7 @@ class UserState:
             hint = "call register_for_checkpointing() with the same names, or choose another trainer.save_dir"
             raise IncompatibleCheckpoint(f"has {saved_names}, but the script registers {current_names}", place=str(path), hint=hint)
         tensors = {name: torch.empty(entry["size"], dtype=DTYPES_BY_NAME[entry["dtype"]]) for name, entry in manifest.tensors.items()}
-        try:
-            dcp.load(tensors, storage_reader=TensorStorageReader(path, manifest.tensors))
-        except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
-            raise CheckpointError(describe_first_failure(error), place=str(path)) from None
+        load_tensors(tensors, path, manifest, verification)
         for name, stateful in self._objects.items():
             try:
                 stateful.load_state_dict(unflatten_state(trees[name], tensors))

@@ -16,6 +16,7 @@ from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.huggingface.pretrained import find_architecture_differences
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
+from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import start_runtime
@@ -94,7 +95,7 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         if data is None:
             raise TrainingError("there is no validation data", place="config data", hint="set data.validation_data_prefixes")
         transformer = Transformer(architecture, 0)
-        transformer.initial_value = model.load_parameter
+        transformer.initial_values = LoadedParameters(model.load_parameter)
         validation = evaluate_model(runtime, parallelize(transformer, runtime), data, None)
         objective = transformer.objective
         if validation is None or not validation.loss < _MAX_EXP_NATS:

@@ -11,6 +11,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.inference.model_source import ModelSource
+from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallelization import parallelize
@@ -43,7 +44,7 @@ def open_parallel_model(model: ModelSource, *, requires_embedding_model: bool = 
     config = Config(topology=topology, transformer_architecture=shape.model_copy(update={"embedding_head_config": None}))
     with start_runtime(config.model_copy(update={"transformer_architecture": shape})) as runtime:
         transformer = Transformer(shape, 0)
-        transformer.initial_value = model.load_parameter
+        transformer.initial_values = LoadedParameters(model.load_parameter)
         parallel_model = parallelize(transformer, runtime)
         parallel_model.local_model.eval()
         yield parallel_model, runtime

@@ -46,7 +46,7 @@ def simulate_rank(config: Config, world_size: int, rank: int) -> Iterator[Runtim
 def build_simulated_model(runtime: Runtime) -> ParallelModel:
     """Return the parallel model of the simulated rank `runtime`. Raises the errors of `parallelize`."""
     config = runtime.config
-    model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
+    model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime, initialize=False)
     if isinstance(model.wrapped_model, DdpModel):
         model.wrapped_model._ddp.reducer = _StaticBucketReducer(model.wrapped_model._ddp.reducer)  # type: ignore[assignment]  # it delegates everything else
     return model

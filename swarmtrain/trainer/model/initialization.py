@@ -1,23 +1,35 @@
 """Initial parameter values, which do not depend on the topology.
 
-Each parameter is drawn from a random generator seeded by (seed, parameter name), so its values depend neither on the order in which
-modules are created nor on how the model is sharded. A rank that holds shards draws one full parameter at a time, and keeps only
-its shard: no rank holds the full model in memory.
+Each parameter is a function of (seed, parameter name), and each of its elements also of its place in the parameter, so its values depend
+neither on the order in which modules are created nor on how the model is sharded, and a rank draws only its shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.model.counter_normals import draw_normals
 from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.random_seeds import derive_seed
 
 _INIT_STD = 0.02
+
+Region = tuple[slice, ...]
+"""A part of a full parameter: one slice per dimension, each with a start and a stop."""
+
+
+class ParameterSource(Protocol):
+    """Where the values of a model's parameters come from, before a checkpoint or training changes them."""
+
+    def write_region(self, name: str, size: torch.Size, region: Region, target: Tensor) -> None:
+        """Write the values of `region` of the parameter `name`, whose full shape is `size`, to `target`, which has the region's shape."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,31 +43,53 @@ class ParameterInitializer:
     architecture: TransformerArchitectureConfig
     seed: int
 
-    def __call__(self, name: str, size: torch.Size) -> Tensor:
-        """Return the initial value of the full parameter `name` with shape `size`, in float32 on the CPU."""
+    def write_region(self, name: str, size: torch.Size, region: Region, target: Tensor) -> None:
+        """Write the initial values of `region` of the parameter `name`, whose full shape is `size`, to `target`."""
         if len(size) < 2:
-            return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
-        if is_peft_parameter(name) and name.endswith((".b.weight", ".up_projection.weight")):
-            return torch.zeros(size)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, name))
+            target.fill_(0.0 if name.endswith(".bias") else 1.0)
+        elif is_peft_parameter(name) and name.endswith((".b.weight", ".up_projection.weight")):
+            target.zero_()
+        else:
+            draw_normals(
+                target.flatten(1),
+                self._choose_standard_deviation(name, size),
+                seed=derive_seed(self.seed, name),
+                columns=size[1:].numel(),
+                first_row=region[0].start,
+                first_column=region[1].start * size[2:].numel(),  # only matrices are divided in other dimensions than the first
+            )
+
+    def _choose_standard_deviation(self, name: str, size: torch.Size) -> float:
         if is_peft_parameter(name):
-            return torch.empty(size).normal_(0, (3 * size[1]) ** -0.5, generator=generator)
+            return float((3 * size[1]) ** -0.5)
         if self.architecture.umup.enable:
-            return torch.empty(size).normal_(generator=generator)
+            return 1.0
         writes_to_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
         # Each block adds to the residual stream twice. With this standard deviation the stream's variance does not grow with depth (GPT-2).
-        std = _INIT_STD / (2 * self.architecture.num_layers) ** 0.5 if writes_to_residual else _INIT_STD
-        return torch.empty(size).normal_(0, std, generator=generator)
+        return _INIT_STD / float(2 * self.architecture.num_layers) ** 0.5 if writes_to_residual else _INIT_STD
 
 
-def materialize_parameters(
-    module: nn.Module, parameter_names: Mapping[nn.Parameter, str], get_initial_value: Callable[[str], Tensor], device: torch.device
-) -> None:
-    """Replace the meta parameters of `module` with parameters on `device` whose values are `get_initial_value(name)`.
+@dataclass(frozen=True)
+class LoadedParameters:
+    """Parameters that are loaded from files."""
 
-    The buffers of `module` are moved to `device`.
+    load_parameter: Callable[[str, torch.Size], Tensor]
+    """Function that returns a full parameter, given its name and shape."""
 
-    `parameter_names` maps each of these parameters to its name. A parameter that several modules share remains shared.
+    def write_region(self, name: str, size: torch.Size, region: Region, target: Tensor) -> None:
+        """Write `region` of the parameter `name`, whose full shape is `size`, to `target`. Raises the errors of `load_parameter`."""
+        target.copy_(self.load_parameter(name, size)[region])
+
+
+def select_all(size: torch.Size) -> Region:
+    """Return the region that is a whole parameter of shape `size`."""
+    return tuple(slice(0, length) for length in size)
+
+
+def materialize_parameters(module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Replace the meta parameters of `module` with parameters of zeros on `device`, and move the buffers of `module` there.
+
+    A parameter that several modules share remains shared.
     """
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
@@ -63,8 +97,15 @@ def materialize_parameters(
             if parameter is not None and parameter.device.type == "meta":
                 if parameter not in materialized:
                     materialized[parameter] = nn.Parameter(
-                        get_initial_value(parameter_names[parameter]).to(device), requires_grad=parameter.requires_grad
+                        torch.zeros(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
                     )
                 setattr(owner, key, materialized[parameter])
         for key, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, key, buffer.to(device))
+
+
+@torch.no_grad()
+def write_parameters(source: ParameterSource, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Write the values from `source` to the full `parameters`, by name."""
+    for name, parameter in parameters.items():
+        source.write_region(name, parameter.shape, select_all(parameter.shape), parameter)

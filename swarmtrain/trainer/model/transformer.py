@@ -38,7 +38,7 @@ from swarmtrain.trainer.model.attention import Attention, masks
 from swarmtrain.trainer.model.attention.masks import Masks
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
-from swarmtrain.trainer.model.initialization import ParameterInitializer, materialize_parameters
+from swarmtrain.trainer.model.initialization import ParameterInitializer, ParameterSource, materialize_parameters, write_parameters
 from swarmtrain.trainer.model.learned_positions import LearnedPositions
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.mlp import build_mlp
@@ -79,8 +79,8 @@ class Transformer(nn.Module):
     def __init__(self, architecture: TransformerArchitectureConfig, seed: int) -> None:
         super().__init__()
         self.architecture = architecture
-        self.initial_value: Callable[[str, torch.Size], Tensor] = ParameterInitializer(architecture, seed)
-        """Function that returns the initial value of a full parameter, given its name and shape."""
+        self.initial_values: ParameterSource = ParameterInitializer(architecture, seed)
+        """The values of the parameters, before a checkpoint is loaded."""
         self.has_tied_embeddings = architecture.has_tied_embeddings
         self.sequence_parallel_coordinate = (0, 1)
         """With sequence parallelism: index of this rank's part of each sequence between blocks, and the number of parts."""
@@ -111,9 +111,8 @@ class Transformer(nn.Module):
 
     def init_weights(self, device: torch.device | None = None) -> Transformer:
         """Initialize all parameters on `device` (default: CPU), and return this model."""
-        names = {parameter: name for name, parameter in self.named_parameters()}
-        sizes = {name: parameter.shape for parameter, name in names.items()}
-        materialize_parameters(self, names, lambda name: self.initial_value(name, sizes[name]), device or torch.device("cpu"))
+        materialize_parameters(self, device or torch.device("cpu"))
+        write_parameters(self.initial_values, dict(self.named_parameters()))
         return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:

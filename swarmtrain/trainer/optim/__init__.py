@@ -181,6 +181,15 @@ class Optimizer:
         }
         return {**tensors, "loss_scale/state": self._loss_scaler.state} if self._loss_scaler else tensors
 
+    def reset_state(self) -> None:
+        """Set the optimizer state to that at the start of a run."""
+        for _, _, rule in self._update_rules:
+            for state in rule.moments.values():
+                for tensor in state.values():
+                    tensor.zero_()
+        if self._loss_scaler:
+            self._loss_scaler.reset()
+
     def _clip_gradients(self, norm_tensor: Tensor) -> None:
         if self._max_gradient_norm:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor, foreach=True)
@@ -198,7 +207,8 @@ def _build_frozen_row_masks(model: ParallelModel, config: Config) -> dict[str, T
     """Return a boolean mask of the frozen rows in this rank's shard of the embedding, by parameter name; empty if all rows are trained."""
     if not config.trainer.finetunable_token_ids or EMBEDDING_WEIGHT not in model.parameters:
         return {}
-    trained = torch.isin(model.shard_layout.find_local_row_indices(EMBEDDING_WEIGHT), torch.tensor(config.trainer.finetunable_token_ids))
+    rows = model.shard_layout.find_local_region(EMBEDDING_WEIGHT)[0]
+    trained = torch.isin(torch.arange(rows.start, rows.stop), torch.tensor(config.trainer.finetunable_token_ids))
     return {EMBEDDING_WEIGHT: (~trained).to(model.parameters[EMBEDDING_WEIGHT].device)}
 
 

@@ -6,7 +6,7 @@ with the hysteresis of DeepSpeed and Scaling.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -50,7 +50,8 @@ class LossScaler:
 
     def __init__(self, config: LossScalerConfig) -> None:
         self._config = config
-        self.state = torch.tensor(astuple(build_initial_loss_scale_state(config)), dtype=torch.float64)
+        self.state = torch.zeros(len(fields(LossScaleState)), dtype=torch.float64)
+        self.reset()
 
     @property
     def current_state(self) -> LossScaleState:
@@ -62,11 +63,16 @@ class LossScaler:
         """True if the loss scale is at its minimum, so that another overflow cannot lower it."""
         return self.current_state.factor <= self._config.min_scale
 
+    def reset(self) -> None:
+        """Set the loss scale state to that at the start of a run."""
+        self._write_state(build_initial_loss_scale_state(self._config))
+
     def record_step(self, *, overflow: bool) -> None:
         """Update the loss scale state after a step. `overflow`: the step was skipped because its gradients overflowed."""
-        self.state.copy_(
-            torch.tensor(astuple(update_loss_scale_state(self.current_state, self._config, overflow=overflow)), dtype=torch.float64)
-        )
+        self._write_state(update_loss_scale_state(self.current_state, self._config, overflow=overflow))
+
+    def _write_state(self, state: LossScaleState) -> None:
+        self.state.copy_(torch.tensor(astuple(state), dtype=torch.float64))
 
 
 def build_loss_scaler(config: Config) -> LossScaler | None:

@@ -12,6 +12,7 @@ from torch import nn
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.ddp import DdpModel, SingleReplicaModel
 from swarmtrain.trainer.parallel.fsdp import FsdpModel
+from swarmtrain.trainer.parallel.initial_values import InitialValues
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
@@ -38,5 +39,7 @@ class ParallelModel:
     """Names of the trained parameters of the full model; all others are frozen."""
     parameter_count: int
     """Number of elements in all parameters of the full model."""
+    initial_values: InitialValues
+    """Values of the parameters that no checkpoint provides."""
     base_fingerprint: str | None
     """Fingerprint of the model in trainer.init_from; None if trainer.init_from is not set."""

@@ -6,6 +6,7 @@ The optimizer and gradient clipping use this rank's shard of each parameter as a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from swarmtrain.trainer.model.initialization import Region, select_all
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,18 @@ class ShardLayout:
             local_tensor, self.mesh, self._find_placements(parameter_name), run_check=False, shape=shape, stride=stride
         )
 
-    def find_local_row_indices(self, parameter_name: str) -> Tensor:
-        """Return the row indices of the full parameter `parameter_name` that are in this rank's shard."""
-        rows = torch.arange(self.shapes[parameter_name][0])
+    def find_local_region(self, parameter_name: str) -> Region:
+        """Return which part of the full parameter `parameter_name` is this rank's shard."""
+        region = [*select_all(self.shapes[parameter_name])]
         for placement, count, coordinate in zip(
             self._find_placements(parameter_name), self.mesh.shape, self.mesh.get_coordinate() or (), strict=True
         ):
-            if placement == Shard(0):
-                rows = ([*rows.chunk(count)] + [rows[:0]] * count)[coordinate]
-        return rows
+            if isinstance(placement, Shard):
+                full = region[placement.dim]
+                length = math.ceil((full.stop - full.start) / count)  # as torch.chunk: the last shards can be shorter, or empty
+                start = min(full.start + coordinate * length, full.stop)
+                region[placement.dim] = slice(start, min(start + length, full.stop))
+        return tuple(region)
 
     def is_primary_copy(self, parameter_name: str) -> bool:
         """Return whether this rank counts its shard of `parameter_name` in norms; of the ranks that hold it, exactly one does."""

@@ -17,10 +17,12 @@ from swarmtrain.trainer.acceptance.worker import run_worker
 from swarmtrain.trainer.checkpoint import CheckpointManager, Progress
 from swarmtrain.trainer.checkpoint.restore import restore_training_state
 from swarmtrain.trainer.checkpoint.training_state import TrainingState
+from swarmtrain.trainer.parallel import EMBEDDING_WEIGHT
 
 _FEW_LAYERS: Sections = {"transformer_architecture": {"num_layers": 2}}
 """With all layers, two checkpoints would take minutes: 15 GB each, of which every byte is hashed."""
 _STALL_GOAL_GIGABYTES_PER_SECOND = 20.0
+_COMPARED_ROWS = 256
 
 
 def run(context: StageContext) -> Iterator[Row]:
@@ -35,10 +37,11 @@ def save(sections: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the seconds to draw a model, then to save it after each of two steps."""
     start_time = time.perf_counter()
     with open_session(build_config(sections)) as session:
-        yield Row("draw", values={"seconds": time.perf_counter() - start_time, "parameters": session.model.parameter_count})
+        _synchronize(session)
+        values = {"seconds": time.perf_counter() - start_time, "parameters": session.model.parameter_count}
+        yield Row.from_check("draw", _has_values_of_cpu(session), values, "the device draws other values than the CPU")
         state = TrainingState(session.model, session.optimizer)
-        manager = CheckpointManager(session.runtime, state, "acceptance", _ignore_warning)
-        manager.find_newest_checkpoint()
+        manager = CheckpointManager(session.runtime, state, "acceptance", _do_not_report)
         session.run_step(1)
         gigabytes = sum(tensor.numel() * tensor.element_size() for tensor in state.collect_tensors().values()) / 1e9
         for step in (1, 2):
@@ -60,14 +63,23 @@ def save(sections: Mapping[str, Any]) -> Iterator[Row]:
 def load(sections: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the seconds to create the model and to load the newest checkpoint into it."""
     start_time = time.perf_counter()
-    with open_session(build_config(sections)) as session:
+    with open_session(build_config(sections), initialize=False) as session:
         created_time = time.perf_counter()
         state = TrainingState(session.model, session.optimizer)
-        manager = CheckpointManager(session.runtime, state, "acceptance", _ignore_warning)
-        progress, _ = restore_training_state(session.runtime, manager, state, "acceptance", _ignore_warning)
+        manager = CheckpointManager(session.runtime, state, "acceptance", _do_not_report)
+        progress, _ = restore_training_state(session.runtime, manager, state, "acceptance", _do_not_report)
         _synchronize(session)
         values = {"create_seconds": created_time - start_time, "load_seconds": time.perf_counter() - created_time, "step": progress.step}
         yield Row.from_check("load", progress.step == 2, values, "did not load the newest checkpoint")
+
+
+def _has_values_of_cpu(session: TrainingSession) -> bool:
+    """Return whether the first rows of the embedding, which the device has drawn, have the bits that the CPU draws."""
+    size, drawn = session.model.shard_layout.shapes[EMBEDDING_WEIGHT], session.model.parameters[EMBEDDING_WEIGHT].detach()[:_COMPARED_ROWS]
+    expected = torch.empty(drawn.shape)
+    region = slice(0, len(drawn)), slice(0, size[1])
+    session.model.local_model.initial_values.write_region(EMBEDDING_WEIGHT, size, region, expected)
+    return torch.equal(drawn.cpu(), expected)
 
 
 def _synchronize(session: TrainingSession) -> None:
@@ -75,5 +87,5 @@ def _synchronize(session: TrainingSession) -> None:
         torch.cuda.synchronize()
 
 
-def _ignore_warning(_message: str) -> None:
+def _do_not_report(_message: str) -> None:
     pass

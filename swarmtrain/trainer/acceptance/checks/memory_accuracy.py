@@ -59,7 +59,7 @@ def measure(items: Mapping[str, Sections]) -> Iterator[Row]:
     for name, sections in items.items():
         free_device_memory()
         try:
-            with open_session(build_config(sections), draws_on_device=True) as session:
+            with open_session(build_config(sections)) as session:
                 for number in range(1, _STEPS + 1):
                     session.run_step(number)
             yield Row(name, values={"gib": torch.cuda.max_memory_allocated() / 2**30})

@@ -69,7 +69,7 @@ def run_out_of_memory() -> Iterator[Row]:
     """Train with a micro batch that no GPU can hold, and yield whether the error says which memory was used for what."""
     sections = merge_sections(MODEL_1B, {"topology": {"global_batch_size": 512, "micro_batch_size": 512}})
     try:
-        with open_session(build_config(sections), draws_on_device=True) as session:
+        with open_session(build_config(sections)) as session:
             session.run_step(1)
         yield Row("out of memory", Outcome.failed, reason="the step did not run out of memory")
     except SwarmtrainError as error:
@@ -111,6 +111,6 @@ def measure(sections: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the tokens per second of all ranks together."""
     from swarmtrain.trainer.bench import run_benchmark
 
-    with open_session(build_config(sections), draws_on_device=True) as session:
+    with open_session(build_config(sections)) as session:
         results = run_benchmark(session.runtime, session.model, session.optimizer, session.data, steps=_SPEED_STEPS, warmup_steps=3)
         yield Row("speed", values={"tokens_per_second": results["tokens_per_second"]})

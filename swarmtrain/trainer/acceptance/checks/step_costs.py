@@ -31,7 +31,7 @@ def run(context: StageContext) -> Iterator[Row]:
 
 def measure(name: str, sections: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the host synchronizations of a step, then its kernels."""
-    with open_session(build_config(sections), draws_on_device=True) as session:
+    with open_session(build_config(sections)) as session:
         for number in range(1, _WARMUP_STEPS + 1):
             session.run_step(number)
         if session.runtime.device.type == "cuda":

@@ -65,7 +65,7 @@ def measure(items: Mapping[str, Sections]) -> Iterator[Row]:
 
 def _measure_config(sections: Sections) -> dict[str, float]:
     start_time = time.perf_counter()
-    with open_session(build_config(sections), draws_on_device=True) as session:
+    with open_session(build_config(sections)) as session:
         results = run_benchmark(session.runtime, session.model, session.optimizer, session.data, steps=_STEPS, warmup_steps=_WARMUP_STEPS)
         tokens = session.runtime.config.topology.samples_per_step * session.data.sequence_length
     seconds, memory = results["step_seconds"], results["memory"]

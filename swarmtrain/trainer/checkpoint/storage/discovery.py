@@ -45,6 +45,15 @@ def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warn
     return None
 
 
+def find_unverified_checkpoint_in_folder(folder: Path) -> CheckpointWithManifest | None:
+    """Return path and manifest of the newest checkpoint in `folder`, whose files have the right sizes, but are not verified.
+
+    Collective: all ranks must call it. Return None if there is no checkpoint, or if anything about the folder needs a warning.
+    """
+    newest = collectives.run_on_rank_zero(lambda: _find_newest_with_right_sizes([*commit.scan_checkpoints(folder)]))
+    return (newest[0], Manifest.from_text(newest[1], str(newest[0]))) if newest else None
+
+
 class _CheckpointIdentity(NamedTuple):
     """Identity of a checkpoint: equal for the copies of the same checkpoint on different nodes."""
 
@@ -64,6 +73,18 @@ class NodeLocalFolders:
     save_dir: Path
     generation: int
     report_warning: WarningReporter
+
+    def find_unverified_checkpoint(self) -> CheckpointWithManifest | None:
+        """Return path and manifest of the newest checkpoint, if every node has it with files of the right sizes, which are not verified.
+
+        Return None if a node does not have it, or if anything about a folder needs a warning.
+        """
+        scanned: list[tuple[Path, Manifest | CheckpointError]] = []
+        collectives.run_on_all_ranks(lambda: scanned.extend(commit.scan_checkpoints(self.save_dir)))
+        newest = _find_newest_with_right_sizes(scanned)
+        content = Manifest.from_text(newest[1], str(newest[0])) if newest else None
+        identities = collectives.all_gather_objects(_build_checkpoint_identity(content) if content else None)
+        return (newest[0], content) if newest and content and len(set(identities)) == 1 else None
 
     def find_newest_checkpoint(self) -> CheckpointWithManifest | None:
         """Find the newest checkpoint whose files are each valid on at least one node, and copy it to all nodes.
@@ -161,6 +182,15 @@ def _list_candidate_checkpoints(folder: Path, report_warning: WarningReporter) -
         if isinstance(content, CheckpointError):
             report_warning(f"skipped {path}: {content.message}")
     return [(path, content.to_text()) for path, content in commit.list_checkpoints_newest_first(folder)]
+
+
+def _find_newest_with_right_sizes(scanned: Sequence[tuple[Path, Manifest | CheckpointError]]) -> tuple[Path, str] | None:
+    """Return path and manifest text of the newest checkpoint in `scanned`; None if any is corrupt, or a file of it has another size."""
+    valid = [(path, content) for path, content in scanned if isinstance(content, Manifest)]
+    if not valid or len(valid) < len(scanned):
+        return None
+    path, content = max(valid, key=lambda pair: (pair[1].generation, pair[1].step))
+    return (path, content.to_text()) if manifest.has_right_file_sizes(path, content) else None
 
 
 def _build_checkpoint_identity(checkpoint_manifest: Manifest) -> _CheckpointIdentity:

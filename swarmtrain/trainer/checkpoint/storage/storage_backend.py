@@ -11,7 +11,7 @@ newest checkpoint   found in the folder                 complete on one node, or
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from swarmtrain.trainer.checkpoint.storage.discovery import (
     NodeLocalFolders,
     WarningReporter,
     find_newest_checkpoint_in_folder,
+    find_unverified_checkpoint_in_folder,
 )
 from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
 from swarmtrain.trainer.checkpoint.storage.node_local_writer import NodeLocalWriter
@@ -81,11 +82,27 @@ class StorageBackend(Protocol):
         """
         ...
 
+    @property
+    def reader_groups(self) -> Sequence[Sequence[int]]:
+        """Groups of ranks that read the same copy of a checkpoint."""
+        ...
+
+    def find_unverified_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
+        """Return path and manifest of the newest checkpoint, whose files are not verified, but seem complete everywhere.
+
+        Return None if `find_newest_checkpoint` should be called instead. `generation`: generation of this world.
+        """
+        ...
+
     def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
-        """Return path and manifest of the newest complete checkpoint; None if there is none.
+        """Return path and manifest of the newest complete checkpoint, after verifying its files; None if there is none.
 
         `generation`: generation of this world. Raises CheckpointError if a node cannot write its copy.
         """
+        ...
+
+    def sync_sidecar_files(self, step: int) -> None:
+        """Bring the files next to the checkpoints up to `step` to this rank's disk. A no-op on a shared disk."""
         ...
 
 
@@ -120,8 +137,17 @@ class SharedStorage:
             lambda: commit_files(collect_completion_markers(staging_folder, range(self._runtime.world_size), all_shards_written)),
         )
 
+    @property
+    def reader_groups(self) -> Sequence[Sequence[int]]:
+        return [range(self._runtime.world_size)]
+
+    def find_unverified_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
+        return find_unverified_checkpoint_in_folder(self._save_dir)
+
     def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
         return find_newest_checkpoint_in_folder(self._runtime, self._save_dir, self._report_warning)
+
+    def sync_sidecar_files(self, step: int) -> None: ...
 
 
 class NodeLocalStorage:
@@ -177,17 +203,24 @@ class NodeLocalStorage:
         files = exchange_files(staging_folder, available, self.nodes)
         return self.nodes.run_on_leaders(lambda: commit_files(files), self._save_dir)
 
+    @property
+    def reader_groups(self) -> Sequence[Sequence[int]]:
+        nodes = range(len(self.nodes.node_names))
+        return [[rank for rank, node in enumerate(self.nodes.node_of_rank) if node == number] for number in nodes]
+
+    def find_unverified_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
+        return NodeLocalFolders(self.nodes, self._save_dir, generation, self._report_warning).find_unverified_checkpoint()
+
     def find_newest_checkpoint(self, generation: int) -> CheckpointWithManifest | None:
-        checkpoint = NodeLocalFolders(self.nodes, self._save_dir, generation, self._report_warning).find_newest_checkpoint()
-        if checkpoint:
-            step = checkpoint[1].step
-            try:
-                collectives.run_on_all_ranks(lambda: sidecar_files.sync_sidecar_files(self.nodes, self._save_dir, step))
-            except CheckpointError as error:
-                self._report_warning(
-                    f"metrics.jsonl begins at step {step} on this node; earlier lines cannot be copied from another node: {error}"
-                )
-        return checkpoint
+        return NodeLocalFolders(self.nodes, self._save_dir, generation, self._report_warning).find_newest_checkpoint()
+
+    def sync_sidecar_files(self, step: int) -> None:
+        try:
+            collectives.run_on_all_ranks(lambda: sidecar_files.sync_sidecar_files(self.nodes, self._save_dir, step))
+        except CheckpointError as error:
+            self._report_warning(
+                f"metrics.jsonl begins at step {step} on this node; earlier lines cannot be copied from another node: {error}"
+            )
 
     def _obtain_next_generation(self, highest_generation: int) -> int:
         """Return a generation that is higher than `highest_generation` and unused by any other world of this run.

@@ -1,7 +1,8 @@
 """Storage for torch's distributed checkpoint (DCP): raw tensor bytes in one file per rank (its shard), everything else as JSON.
 
 torch's own storage pickles the metadata, and unpickling can execute code. Here torch's planners shard and reshard tensors as usual, but
-this module reads and writes the files: nothing is pickled or unpickled, and entries that are not tensors are rejected.
+this module writes the files, and tensor_reader.py reads them: nothing is pickled or unpickled, and entries that are not tensors are
+rejected.
 """
 
 from __future__ import annotations
@@ -14,17 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -153,82 +148,6 @@ class TensorStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-class TensorStorageReader(StorageReader):
-    """Reads tensors from the shards of the checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
-
-    def __init__(self, folder: Path, tensor_index: Mapping[str, Any]) -> None:
-        """Parse `tensor_index`. Raises CheckpointError if it is invalid."""
-        self.folder = folder
-        self._locations: dict[MetadataIndex, tuple[str, int, torch.dtype, torch.Size]] = {}
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        try:
-            for name, entry in tensor_index.items():
-                dtype = DTYPES_BY_NAME[entry["dtype"]]
-                chunks = [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in entry["chunks"]]
-                entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
-                for chunk, location in zip(chunks, entry["chunks"], strict=True):
-                    self._locations[MetadataIndex(name, chunk.offsets)] = (
-                        Path(location["file"]).name,
-                        int(location["offset"]),
-                        dtype,
-                        chunk.sizes,
-                    )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the tensor index in its manifest is invalid: {error!r}", place=str(folder)) from None
-        self._metadata = Metadata(entries)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            self._read_item(item, target)
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _read_item(self, item: ReadItem, target_tensor: Tensor) -> None:
-        """Read the values of `item` into `target_tensor`.
-
-        If they are contiguous in the file and `target_tensor` has their dtype and layout, they are read into `target_tensor` without an
-        intermediate copy.
-        """
-        name, offset, dtype, sizes = self._locations[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
-        starts, lengths = item.storage_offsets, item.lengths
-        if sizes:  # only the requested rows of a chunk are read
-            offset += starts[0] * sizes[1:].numel() * dtype.itemsize
-            starts, sizes = torch.Size([0, *starts[1:]]), torch.Size([lengths[0], *sizes[1:]])
-        is_direct = (
-            sizes == lengths and target_tensor.is_contiguous() and target_tensor.device.type == "cpu" and target_tensor.dtype == dtype
-        )
-        chunk_values = target_tensor if is_direct else torch.empty(sizes, dtype=dtype)
-        data = chunk_values.reshape(-1).view(torch.uint8).numpy().data
-        with (self.folder / name).open("rb") as file:
-            file.seek(offset)
-            if file.readinto(data) != len(data):
-                raise CheckpointError(f"{name} is truncated", place=str(self.folder))
-        if is_direct:
-            torch.autograd.graph.increment_version(target_tensor)  # as copy_() does: weights that are cast from it are then cast again
-        else:
-            for dimension, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-                chunk_values = chunk_values.narrow(dimension, start, length)
-            target_tensor.copy_(chunk_values)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
     @classmethod

@@ -1,0 +1,298 @@
+"""Reads the tensors of a checkpoint (see tensor_storage.py): several files at once, each in one pass.
+
+While a block of a file is hashed, the next one is read. Wherever possible, a block is read straight into the tensor that it belongs to. So
+when a digest turns out to differ, tensors have already changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.futures import Future
+
+from swarmtrain.config.user_files import describe_os_error
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, describe_first_failure
+
+_BLOCK_BYTES = 1 << 24
+_MAX_FILES_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class FileVerification:
+    """Files to verify while tensors are read, and the ranks that verify them."""
+
+    digests: FileDigests
+    groups: Sequence[Sequence[int]]
+    """Groups of ranks that read the same copy of the files. Each group verifies all files."""
+
+
+class DamagedFiles(CheckpointError):
+    """Files of a checkpoint are missing or corrupt, or cannot be read."""
+
+
+def load_tensors(
+    tensors: dict[str, Any], path: Path, manifest: Manifest, verification: FileVerification | None = None, *, is_collective: bool = True
+) -> None:
+    """Load `tensors`, by name, from the checkpoint at `path`, in place.
+
+    Collective, unless `is_collective` is False: all ranks must call it. `verification`: also verify files. Raises DamagedFiles if a file
+    cannot be read or differs from its digest; the tensors may have changed then. Raises CheckpointError if the manifest is invalid.
+    """
+    reader = TensorStorageReader(path, manifest.tensors, verification)
+    with warnings.catch_warnings():
+        if not is_collective:
+            warnings.simplefilter("ignore")  # torch announces that this process loads alone
+        try:
+            dcp.load(tensors, storage_reader=reader, no_dist=not is_collective)
+        except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
+            raise DamagedFiles(describe_first_failure(error), place=str(path)) from None
+
+
+class TensorStorageReader(StorageReader):
+    """Reads tensors from the shards of the checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
+
+    def __init__(self, folder: Path, tensor_index: Mapping[str, Any], verification: FileVerification | None = None) -> None:
+        """Parse `tensor_index`. Raises CheckpointError if it is invalid.
+
+        `verification`: also verify files. If one differs from its digest, load() of torch.distributed.checkpoint (DCP) fails on all ranks,
+        after tensors have changed.
+        """
+        self.folder = folder
+        self._verification = verification
+        self._chunks: dict[MetadataIndex, _Chunk] = {}
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        try:
+            for name, entry in tensor_index.items():
+                dtype = DTYPES_BY_NAME[entry["dtype"]]
+                chunks = [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in entry["chunks"]]
+                entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
+                for chunk, location in zip(chunks, entry["chunks"], strict=True):
+                    file, offset = Path(location["file"]).name, int(location["offset"])
+                    self._chunks[MetadataIndex(name, chunk.offsets)] = _Chunk(file, offset, dtype, chunk.sizes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the tensor index in its manifest is invalid: {error!r}", place=str(folder)) from None
+        self._metadata = Metadata(entries)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Assign the files to verify: each to a rank of each group, which reads the file anyway if any does. Called on one rank."""
+        verified_names: list[list[str]] = [[] for _ in plans]
+        if self._verification:
+            digests = self._verification.digests
+            read_names = [{self._find_chunk(item).file for item in plan.items} for plan in plans]
+            for group in self._verification.groups:
+                assigned_bytes = dict.fromkeys(group, 0)
+                for name in sorted(digests):
+                    rank = min(group, key=lambda rank: (name not in read_names[rank], assigned_bytes[rank], rank))
+                    assigned_bytes[rank] += digests[name]["size"]
+                    verified_names[rank].append(name)
+        return [replace(plan, storage_data=names) for plan, names in zip(plans, verified_names, strict=True)]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        targets = {item: planner.resolve_tensor(item).detach() for item in plan.items}
+        items_by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items_by_file[self._find_chunk(item).file].append(item)
+        names = sorted({*items_by_file, *plan.storage_data})
+        with ThreadPoolExecutor(min(len(names), _MAX_FILES_AT_ONCE) or 1) as pool:
+            list(pool.map(lambda name: self._read_file(name, items_by_file[name], targets, verify=name in plan.storage_data), names))
+        for item, target in targets.items():
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def _find_chunk(self, item: ReadItem) -> _Chunk:
+        return self._chunks[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+
+    def _read_file(self, name: str, items: Sequence[ReadItem], targets: Mapping[ReadItem, Tensor], *, verify: bool) -> None:
+        """Read `items` from the file `name` into their tensors in `targets`. `verify`: read the whole file, and compare its digest.
+
+        Raises CheckpointError if the file cannot be read, is truncated, or differs from its digest.
+        """
+        expected = self._verification.digests[name] if self._verification and verify else None
+        try:
+            with (self.folder / name).open("rb", buffering=0) as file, _BlockReader(file, is_hashed=verify) as reader:
+                size = os.fstat(file.fileno()).st_size
+                if expected and size != expected["size"]:
+                    raise CheckpointError(f"{name} has {size} bytes instead of {expected['size']}", place=str(self.folder))
+                for segment in self._plan_segments(items, targets, whole_chunks=verify):
+                    memory = segment.allocate()
+                    reader.advance_to(segment.start)
+                    reader.read(memory)
+                    segment.copy_parts(memory)
+                if expected:
+                    reader.advance_to(size)
+                    if reader.compute_digest() != expected["sha256"]:
+                        raise CheckpointError(f"{name} is corrupt: its SHA-256 does not match", place=str(self.folder))
+        except EOFError:
+            raise CheckpointError(f"{name} is truncated", place=str(self.folder)) from None
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read: {describe_os_error(error)}", place=str(self.folder)) from None
+
+    def _plan_segments(self, items: Sequence[ReadItem], targets: Mapping[ReadItem, Tensor], *, whole_chunks: bool) -> list[_Segment]:
+        """Return the segments of a file that contain `items`, in the file's order. `whole_chunks`: do not divide chunks."""
+        segments: dict[tuple[int, torch.Size], _Segment] = {}
+        for item in items:
+            chunk, starts, sizes = self._find_chunk(item), item.storage_offsets, item.lengths
+            offset, chunk_sizes = chunk.offset, chunk.sizes
+            if chunk_sizes and not whole_chunks:  # only the requested rows of a chunk are read
+                offset += starts[0] * chunk_sizes[1:].numel() * chunk.dtype.itemsize
+                starts, chunk_sizes = torch.Size([0, *starts[1:]]), torch.Size([sizes[0], *chunk_sizes[1:]])
+            segment = segments.setdefault((offset, chunk_sizes), _Segment(offset, chunk_sizes, chunk.dtype, []))
+            segment.parts.append(_Part(starts, sizes, targets[item]))
+        return sorted(segments.values(), key=lambda segment: segment.start)
+
+
+class _Chunk(NamedTuple):
+    """A part of a tensor that is stored contiguously."""
+
+    file: str
+    offset: int
+    dtype: torch.dtype
+    sizes: torch.Size
+
+
+class _Part(NamedTuple):
+    """A part of a segment, and the tensor that it is read into."""
+
+    starts: torch.Size
+    sizes: torch.Size
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Rows of a chunk, which are contiguous in the file."""
+
+    start: int
+    """Byte offset in the file."""
+    sizes: torch.Size
+    dtype: torch.dtype
+    parts: list[_Part]
+
+    def allocate(self) -> Tensor:
+        """Return the memory to read this segment into, as bytes: that of its target, if there is one that has the same layout."""
+        if (target := self._find_direct_target()) is not None:
+            return target.view(-1).view(torch.uint8)
+        return torch.empty(self.sizes.numel() * self.dtype.itemsize, dtype=torch.uint8)
+
+    def copy_parts(self, memory: Tensor) -> None:
+        """Copy the parts from `memory`, which the segment was read into, to their targets."""
+        if (target := self._find_direct_target()) is not None:
+            torch.autograd.graph.increment_version(target)  # as copy_() does: weights that are cast from it are then cast again
+            return
+        values = memory.view(self.dtype).view(self.sizes)
+        for starts, sizes, target in self.parts:
+            part = values
+            for dimension, (start, length) in enumerate(zip(starts, sizes, strict=True)):
+                part = part.narrow(dimension, start, length)
+            target.copy_(part)
+
+    def _find_direct_target(self) -> Tensor | None:
+        if len(self.parts) == 1:
+            _, sizes, target = self.parts[0]
+            if sizes == self.sizes and target.is_contiguous() and target.dtype == self.dtype:
+                return target
+        return None
+
+
+class _BlockReader:
+    """Context manager that reads a file in blocks, and hashes each block while the next one is read."""
+
+    def __init__(self, file: RawIOBase, *, is_hashed: bool) -> None:
+        self._file, self._position = file, 0
+        self._digest = hashlib.sha256() if is_hashed else None
+        self._hash_thread = ThreadPoolExecutor(1) if is_hashed else None
+        self._pending: deque[ThreadFuture[None]] = deque()
+        self._staging_blocks: deque[Tensor] = deque()
+
+    def __enter__(self) -> _BlockReader:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self._hash_thread:
+            self._hash_thread.shutdown()
+
+    def advance_to(self, offset: int) -> None:
+        """Continue at byte `offset`. If the file is hashed, the bytes up to there are read."""
+        if self._hash_thread is None:
+            self._file.seek(offset)
+            return
+        while self._position < offset:
+            self._read_block(self._take_staging_block(min(offset - self._position, _BLOCK_BYTES), pin=False))
+
+    def read(self, memory: Tensor) -> None:
+        """Read the next bytes into `memory`, a tensor of bytes on any device. Raises EOFError if the file ends before."""
+        for part in torch.split(memory, _BLOCK_BYTES) if memory.numel() else ():
+            if part.device.type == "cpu":
+                self._read_block(part)
+            else:
+                staging_block = self._take_staging_block(part.numel(), pin=True)
+                self._read_block(staging_block)
+                part.copy_(staging_block)
+
+    def compute_digest(self) -> str:
+        """Return the SHA-256 of all bytes that were read. Raises ValueError if the file is not hashed."""
+        if self._digest is None:
+            raise ValueError("the file is not hashed")
+        while self._pending:
+            self._pending.popleft().result()
+        return self._digest.hexdigest()
+
+    def _take_staging_block(self, size: int, *, pin: bool) -> Tensor:
+        """Return one of two blocks in turn: by the time that one is used again, it is hashed."""
+        if len(self._staging_blocks) < 2:
+            self._staging_blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
+        self._staging_blocks.rotate()
+        return self._staging_blocks[0][:size]
+
+    def _read_block(self, block: Tensor) -> None:
+        data, count = block.numpy().data, 0
+        while count < len(data):
+            read = self._file.readinto(data[count:])
+            if not read:
+                raise EOFError
+            count += read
+        self._position += count
+        if self._digest is not None and self._hash_thread is not None:
+            self._pending.append(self._hash_thread.submit(self._digest.update, data))
+            if len(self._pending) > 1:
+                self._pending.popleft().result()
