@@ -16,6 +16,7 @@ from swarmtrain.trainer.checkpoint_scheduler import CheckpointScheduler
 from swarmtrain.trainer.data import vocabulary_check
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.health import replica_check
+from swarmtrain.trainer.health.peer_monitor import PeerMonitor
 from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.inference.periodic_sampling import TrainingSampler
@@ -65,6 +66,7 @@ def train_model(
         RunReporter(runtime, trial) as reporter,
         StopFlag(trial.should_preempt) as stop,
         StepInstruments(runtime, model, optimizer, collective_timeout) as instruments,
+        PeerMonitor(model.mesh.process_groups, runtime.device) as peer_monitor,
     ):
         _check_same_data_on_all_ranks(runtime, data, validation_data)
         training_state = TrainingState(model, optimizer, trainable_only=not config.save_frozen_parameters)
@@ -131,6 +133,7 @@ def train_model(
                         request_save=request_save,
                         timer=timer,
                         after_backward=instruments.record_tensor_statistics,
+                        check_results=peer_monitor.raise_if_peer_failed,
                     )
                     non_finite_policy.apply_policy(result, position, data)
                 audit_log.write_step_record(result)  # before `progress` advances, so every step in a just-in-time checkpoint is recorded

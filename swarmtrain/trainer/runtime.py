@@ -123,8 +123,11 @@ def read_options(options_class: type[OptionsT], config: Config) -> OptionsT:
 
 
 @contextmanager
-def start_runtime(config: Config) -> Iterator[Runtime]:
+def start_runtime(config: Config, *, monitors_peers: bool = False) -> Iterator[Runtime]:
     """Context manager: initialize logging, device and process group from environment variables; destroy the process group at the end.
+
+    `monitors_peers`: the body only calls `train_model`, which notices dead peers itself. Otherwise torch ends the process if a peer dies
+    during a collective over NCCL, and no just-in-time checkpoint is saved.
 
     A process group that the script has already initialized is used unchanged, and not destroyed. Raises TrainingError if the environment
     variables are invalid; and on every rank, if the config enables float8 and any rank's device does not support it.
@@ -155,7 +158,7 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
         run_id=environ.get(ENV_RUN_ID, ""),
     )
     if not already_initialized:
-        _init_process_group(runtime)
+        _init_process_group(runtime, monitors_peers=monitors_peers)
     _check_same_device_type(runtime)
     _install_excepthook()  # init_process_group has installed its own hook, which prefixes every line with the rank
     if config.transformer_architecture.float8_layers:
@@ -171,15 +174,30 @@ def start_runtime(config: Config) -> Iterator[Runtime]:
 
 
 def set_collective_timeout(timeout_seconds: float | None, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Set the timeout, in seconds, after which a collective of `groups` that waits for a peer raises an error. None: 30 min."""
+    """Set the timeout, in seconds, after which a collective of `groups` over gloo that waits for a peer raises an error. None: 30 min.
+
+    Over NCCL, a collective that waits too long ends the process instead, so its timeout stays that of torch (see health/peer_monitor.py).
+    """
     timeout = _DEFAULT_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     for group in groups:
-        # torch has no public function for this. Without it, a frozen peer is detected only after 30 min.
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        backend = _find_gloo_backend(group)
+        if backend is not None:
+            backend._set_default_timeout(timeout)  # torch has no public function for this; a frozen peer would be detected after 30 min
 
 
-def _init_process_group(runtime: Runtime) -> None:
+def _find_gloo_backend(group: dist.ProcessGroup) -> dist.ProcessGroupGloo | None:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # the group has no backend for the CPU
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def _init_process_group(runtime: Runtime, *, monitors_peers: bool) -> None:
     backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
+    if monitors_peers:
+        # Otherwise torch ends the process if a peer dies. torch's agent sets this variable to 1 for all ranks, so it is set here.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     if "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

@@ -71,12 +71,13 @@ def train_step(
     request_save: bool = False,
     timer: StepTimer | None = None,
     after_backward: Callable[[], None] | None = None,
+    check_results: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run optimizer step `step` on the global batch that begins at sample `first_sample_position`, and return its result.
 
     A step with a NaN/Inf loss or gradient changes no parameters. `stop_flag`: this rank's stop flag. `request_save`: whether this rank
     requests a checkpoint. `timer` is notified at the start of each phase. `after_backward` is called once the backward passes are
-    complete.
+    complete. `check_results` is called when the results of collectives are known, before they are used (see Optimizer.prepare_step).
     """
     topology, mesh = runtime.config.topology, model.mesh
     timer = timer or StepTimer(runtime.device)
@@ -105,7 +106,7 @@ def train_step(
         with timer.time_phase(LOGGING):
             after_backward()
     timer.start_phase(OPTIMIZER)
-    update = optimizer.prepare_step(step, *local_sums)
+    update = optimizer.prepare_step(step, *local_sums, check_results=check_results)
     # The last collective comes before the first parameter update. A rank that has completed it can finish the step without its peers.
     # If a peer dies earlier, the state after the previous step is intact.
     timer.start_phase(COMMUNICATION)

@@ -31,6 +31,11 @@ from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWr
 train_step, write, folder = loop.train_step, TensorStorageWriter.write_staged_shards, pathlib.Path(sys.argv[1])
 def slowly(*args, **options):
     time.sleep(0.02)
+    try:
+        (folder / "pause").unlink()
+        time.sleep(30)
+    except FileNotFoundError:
+        pass
     return train_step(*args, **options)
 def watched(writer):
     if (folder / "slow").exists():
@@ -44,6 +49,13 @@ home = folder / os.environ.get("SWARMTRAIN_NODE", "")
 home.mkdir(exist_ok=True)
 os.chdir(home)
 training_code.main()
+"""
+TRAIN_WITH_DEVICE_COLLECTIVES = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import device_collectives
+device_collectives.install()
+{TRAIN}
 """
 STEPS = 80
 CONFIG: dict[str, Any] = {
@@ -83,15 +95,15 @@ def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, fl
 class TrainingRun:
     """A small run of two nodes that really trains, and the audit of its ranks."""
 
-    def __init__(self, run: Any, *, own_disks: bool = False, **topology: Any) -> None:
-        self.run = run
+    def __init__(self, run: Any, *, own_disks: bool = False, script: str = TRAIN, **topology: Any) -> None:
+        self.run, self._script = run, script
         write_config(run.folder, topology, own_disks=own_disks)
         run.start_coordinator()
         for number in (0, 1):
             self.start_node(number)
 
     def start_node(self, number: int) -> None:
-        self.run.start_node(number, TRAIN, str(self.run.folder))
+        self.run.start_node(number, self._script, str(self.run.folder))
 
     def read_audit(self) -> dict[int, dict[int, list[dict[str, Any]]]]:
         """Return the audit lines of all ranks by generation and step."""
@@ -229,3 +241,34 @@ def test_a_sharded_model_is_saved_by_parts_of_several_replicas(small_run: Any, u
     assert trained.count_lost_steps({ranks[victim] for victim in victims}) == [0]
     assert len(small_run.read_events("checkpoint")[0].data["surviving_ranks"]) == 2
     assert trained.read_losses() == pytest.approx(undisturbed_losses, rel=1e-5)
+
+
+def test_surviving_ranks_save_while_collectives_wait_for_dead_peers(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
+    """Collectives as over NCCL, which raise nothing: a rank is killed, and then two that are in different steps, or in none."""
+    trained = TrainingRun(small_run, script=TRAIN_WITH_DEVICE_COLLECTIVES)
+    trained.wait_for_steps(1)
+    ranks, first = trained.ranks(), small_run.find_ranks(1)[0]
+    kill_processes(first)
+    trained.wait_for_steps(2)
+    later_ranks, others = trained.ranks(), (small_run.find_ranks(0)[1], small_run.find_ranks(1)[1])
+    kill_processes(*others)
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert trained.count_lost_steps({ranks[first]}, {later_ranks[other] for other in others}) == [0, 0]
+    assert [len(event.data["surviving_ranks"]) for event in small_run.read_events("checkpoint")[:2]] == [1, 1]
+    assert trained.read_losses() == undisturbed_losses
+
+
+@pytest.mark.test_all_only("takes over a minute: a pause of 30 s, and a peer that does not respond for 25 s")
+def test_a_slow_rank_is_waited_for_and_a_frozen_one_is_not(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
+    """Over gloo, the peers of a rank that pauses for 30 s would give up; as over NCCL, they wait while it responds."""
+    trained = TrainingRun(small_run, script=TRAIN_WITH_DEVICE_COLLECTIVES)
+    trained.wait_for_steps(1)
+    (small_run.folder / "pause").touch()
+    trained.wait_for_steps(1, 30)
+    assert not (small_run.folder / "pause").exists()
+    ranks, stopped = trained.ranks(), small_run.find_ranks(0)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert len(small_run.read_events("world")) == 2, "the pause has not ended a world"
+    assert trained.count_lost_steps({ranks[stopped]}) == [0]
+    assert trained.read_losses() == undisturbed_losses

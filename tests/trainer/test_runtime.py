@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel
 from torch.distributed import TCPStore
 from worlds import LocalWorld
@@ -17,7 +19,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.random_seeds import seed_everything
-from swarmtrain.trainer.runtime import Runtime, _create_store, read_config, read_options
+from swarmtrain.trainer.runtime import Runtime, _create_store, read_config, read_options, set_collective_timeout, start_runtime
 
 
 class ScriptOptions(BaseModel, extra="forbid"):
@@ -114,3 +116,23 @@ def test_a_run_that_uses_gpus_never_trains_on_cpus(config: dict[str, Any], tmp_p
     reason = "the run uses GPUs, but torch cannot use CUDA: "  # followed by the words of torch, which depend on its build
     assert f"TrainingError: node node7: {reason}" in world.read_log() or f"error: node node7: {reason}" in world.read_log()
     assert "step 1" not in world.read_log()
+
+
+class _GroupOverNccl:
+    """A process group with a backend for each type of device, as on GPUs."""
+
+    def __init__(self, gloo_backend: object) -> None:
+        self._gloo_backend = gloo_backend
+
+    def _get_backend(self, device: torch.device) -> object:
+        return self._gloo_backend if device.type == "cpu" else pytest.fail("the timeout of NCCL is torch's")
+
+
+def test_the_timeout_is_that_of_collectives_over_gloo_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: list[timedelta] = []
+    monkeypatch.setattr(dist.ProcessGroupGloo, "_set_default_timeout", lambda _backend, timeout: timeouts.append(timeout))
+    with start_runtime(Config()):
+        gloo_backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        for group in (_GroupOverNccl(gloo_backend), _GroupOverNccl(object())):
+            set_collective_timeout(12.0, [group])  # type: ignore[list-item]  # it has the method that is called
+    assert timeouts == [timedelta(seconds=12)]

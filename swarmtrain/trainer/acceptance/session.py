@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,21 +35,31 @@ class TrainingSession:
     optimizer: Optimizer
     data: TokenDataset
 
-    def run_step(self, number: int) -> StepResult:
-        """Run step `number`, the first of which is 1, and return its result. Collective: all ranks must call it."""
+    def run_step(self, number: int, check_results: Callable[[], None] | None = None) -> StepResult:
+        """Run step `number`, the first of which is 1, and return its result. Collective: all ranks must call it.
+
+        `check_results`: see train_step.
+        """
         position = (number - 1) * self.runtime.config.topology.samples_per_step
         return train_step(
-            self.runtime, self.model, self.optimizer, self.data, first_sample_position=position, step=number, stop_flag=StopFlag()
+            self.runtime,
+            self.model,
+            self.optimizer,
+            self.data,
+            first_sample_position=position,
+            step=number,
+            stop_flag=StopFlag(),
+            check_results=check_results,
         )
 
 
 @contextmanager
-def open_session(config: Config, *, initialize: bool = True) -> Iterator[TrainingSession]:
+def open_session(config: Config, *, initialize: bool = True, monitors_peers: bool = False) -> Iterator[TrainingSession]:
     """Context manager: a session that trains `config` on random tokens. Collective: all ranks must call it.
 
-    `initialize`: False leaves all parameters zero until a checkpoint is loaded.
+    `initialize`: False leaves all parameters zero until a checkpoint is loaded. `monitors_peers`: the body has a PeerMonitor.
     """
-    with start_runtime(config) as runtime, open_or_generate_data(runtime) as (data, _):
+    with start_runtime(config, monitors_peers=monitors_peers) as runtime, open_or_generate_data(runtime) as (data, _):
         model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime, initialize=initialize)
         yield TrainingSession(runtime, model, Optimizer(model, config), data)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from swarmtrain.config import Config
@@ -46,10 +48,10 @@ class _TrackedOptimizer(Optimizer):
         tracker.assign_allocation_kind(self.collect_state_tensors().values(), AllocationKind.optimizer_state)
         tracker.track_gradients(model.local_model.parameters())
 
-    def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
+    def prepare_step(self, number: int, *extra_scalars: Tensor, check_results: Callable[[], None] | None = None) -> OptimizerUpdate:
         self._tracker.assign_allocation_kind([parameter.grad for parameter in self.parameters.values()], AllocationKind.gradients)
         with self._tracker.attribute_allocations_to_phase(AllocationKind.optimizer_step):
-            return super().prepare_step(number, *extra_scalars)
+            return super().prepare_step(number, *extra_scalars, check_results=check_results)
 
     def step(self, step_number: int) -> OptimizerUpdate:
         with self._tracker.attribute_allocations_to_phase(AllocationKind.optimizer_step):

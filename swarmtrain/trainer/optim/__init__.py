@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -91,17 +91,19 @@ class Optimizer:
         return update is not None and (update.skipped or math.isfinite(update.gradient_norm))
 
     @torch.no_grad()
-    def prepare_step(self, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
+    def prepare_step(self, number: int, *extra_scalars: Tensor, check_results: Callable[[], None] | None = None) -> OptimizerUpdate:
         """Unscale and clip the gradients of step `number`, and run all collectives of the step. Return the update that `step` will apply.
 
         `extra_scalars`, tensors on the device, are read together with the gradient norm: this is the only point in a step at which the
         host waits for the device.
 
         Parameters and optimizer state do not change, so they remain valid if a peer dies in the meantime. With loss scaling, a step with
-        non-finite gradients is skipped, on all ranks: all have the same norm.
+        non-finite gradients is skipped, on all ranks: all have the same norm. `check_results` is called whenever the results of collectives
+        are known, and raises an exception if they are invalid; the step is then not prepared.
 
         Raises TrainingError if gradients are non-finite at the lowest loss scale.
         """
+        check_results = check_results or _accept_results
         self._zero_frozen_row_gradients()
         gradients = {name: get_gradient_or_raise(parameter) for name, parameter in self.parameters.items()}
         loss_scale = self._loss_scaler.current_state.factor if self._loss_scaler else None
@@ -109,6 +111,7 @@ class Optimizer:
             loss_scaler.unscale_gradients(list(gradients.values()), self._loss_scaler)
         norm_tensor = self._shard_layout.compute_global_norm(gradients)
         norm, *read_scalars = torch.stack([value.to(norm_tensor.device, torch.float64) for value in (norm_tensor, *extra_scalars)]).tolist()
+        check_results()
         is_finite = math.isfinite(norm)
         if is_finite:
             self._clip_gradients(norm_tensor)
@@ -116,6 +119,9 @@ class Optimizer:
         if not skipped:
             for _, _, rule in self._update_rules:
                 rule.prepare_step()
+            if norm_tensor.is_cuda and any(rule.communicates for _, _, rule in self._update_rules):
+                torch.cuda.current_stream().synchronize()
+                check_results()
         non_finite = {} if is_finite else gradient_checks.count_non_finite_values(gradients)
         if skipped and self._loss_scaler and self._loss_scaler.is_at_minimum:
             raise _build_min_loss_scale_error(self._loss_scaler, number, non_finite)
@@ -193,6 +199,9 @@ class Optimizer:
     def _clip_gradients(self, norm_tensor: Tensor) -> None:
         if self._max_gradient_norm:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor, foreach=True)
+
+
+def _accept_results() -> None: ...
 
 
 def _build_min_loss_scale_error(scaler: LossScaler, step: int, non_finite_counts: Mapping[str, int]) -> TrainingError:

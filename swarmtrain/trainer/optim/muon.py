@@ -26,6 +26,8 @@ _NEWTON_SCHULZ_ITERATIONS = 5
 class Muon:
     """Muon update rule for matrices (2-dimensional parameters)."""
 
+    communicates = True
+
     def __init__(
         self,
         parameters: NamedParameters,

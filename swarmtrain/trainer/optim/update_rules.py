@@ -34,6 +34,9 @@ class UpdateRule(Protocol):
     Different update rules use different moment names.
     """
 
+    communicates: bool
+    """Whether `prepare_step` runs collectives."""
+
     def prepare_step(self) -> None:
         """Run all collectives of the next step, without changing parameters or optimizer state."""
 
@@ -43,6 +46,8 @@ class UpdateRule(Protocol):
 
 class AdamW:
     """AdamW update rule: Loshchilov and Hutter 2017 (arXiv 1711.05101)."""
+
+    communicates = False
 
     def __init__(
         self, parameters: NamedParameters, config: OptimizerConfig, shapes: Mapping[str, Sequence[int]], device_type: str | None = None
@@ -111,6 +116,8 @@ class AdamW:
 
 class Sgd:
     """SGD update rule with momentum: like torch.optim.SGD, except that weight decay is decoupled."""
+
+    communicates = False
 
     def __init__(self, parameters: NamedParameters, config: OptimizerConfig) -> None:
         self._parameters, self._momentum = parameters, config.momentum

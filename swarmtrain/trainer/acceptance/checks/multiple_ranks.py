@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +17,8 @@ from swarmtrain.trainer.acceptance.rows import Outcome, Row
 from swarmtrain.trainer.acceptance.session import Sections, build_config, open_session
 from swarmtrain.trainer.acceptance.stages import StageContext
 from swarmtrain.trainer.acceptance.worker import run_worker, run_worker_ranks
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer
+from swarmtrain.trainer.health.peer_monitor import PeerMonitor
 
 _STEPS = 3
 _TOLERANCE = 1e-5
@@ -32,7 +37,7 @@ _RUN_SECONDS = 40.0
 
 
 def run(context: StageContext) -> Iterator[Row]:
-    """Yield the comparisons of two ranks with one.
+    """Yield the comparisons of two ranks with one, and whether a rank survives its peer.
 
     With at least two GPUs over NCCL, in all topologies, with the speed of all GPUs. With one GPU, two ranks share it, which NCCL refuses:
     they reduce gradients over gloo. Without a GPU, all topologies over gloo.
@@ -48,6 +53,10 @@ def run(context: StageContext) -> Iterator[Row]:
             continue
         rows = run_worker_ranks(train, {"sections": merge_sections(base, topology), "shares_gpu": shares_gpu}, 2, timeout=limit)
         yield _compare(f"{name}, two ranks", rows, reference)
+    if shares_gpu:
+        yield Row("killed rank", Outcome.skipped, reason="needs two GPUs: over gloo, a collective ends when a peer dies")
+    else:
+        yield _find_row("killed rank", run_worker_ranks(lose_peer, {"sections": base}, 2, timeout=limit))
     if context.is_cuda:
         yield from run_worker(run_out_of_memory, {}, timeout=limit)
     if context.gpu_count > 1:
@@ -65,6 +74,32 @@ def train(sections: Mapping[str, Any], shares_gpu: bool) -> Iterator[Row]:
         dist.destroy_process_group()
 
 
+def lose_peer(sections: Mapping[str, Any]) -> Iterator[Row]:
+    """Train a few steps, after which the last rank is killed. On the others, yield whether the next step ends and changes nothing."""
+    with (
+        open_session(build_config(sections), monitors_peers=True) as session,
+        PeerMonitor(session.model.mesh.process_groups, session.runtime.device) as monitor,
+    ):
+        for number in range(1, _STEPS + 1):
+            session.run_step(number, monitor.raise_if_peer_failed)
+        before = {name: parameter.detach().clone() for name, parameter in session.model.parameters.items()}
+        if session.runtime.rank == session.runtime.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start_time, ending = time.perf_counter(), "the step did not fail"
+        try:
+            session.run_step(_STEPS + 1, monitor.raise_if_peer_failed)
+        except RuntimeError as error:
+            ending = str(error).partition("\n")[0]
+        values = {"seconds": time.perf_counter() - start_time, "error": ending}
+        staged = bytes(StagingBuffer(session.runtime.device).stage_tensors(list(session.model.parameters.values())))
+        expected = b"".join(tensor.cpu().numpy().tobytes() for tensor in before.values())
+        is_unchanged = staged == expected and not session.optimizer.is_prepared
+        yield Row.from_check(
+            "killed rank", ending != "the step did not fail" and is_unchanged, values, "the state of the step before is lost"
+        )
+        os._exit(0)  # the group of a dead peer cannot be destroyed
+
+
 def run_out_of_memory() -> Iterator[Row]:
     """Train with a micro batch that no GPU can hold, and yield whether the error says which memory was used for what."""
     sections = merge_sections(MODEL_1B, {"topology": {"global_batch_size": 512, "micro_batch_size": 512}})
@@ -76,6 +111,11 @@ def run_out_of_memory() -> Iterator[Row]:
         yield Row.from_check("out of memory", "memory" in error.message, {"error": error.plain_text.strip()}, "does not explain the memory")
     except torch.OutOfMemoryError as error:
         yield Row("out of memory", Outcome.failed, reason=f"not explained: {error}")
+
+
+def _find_row(name: str, rows: list[Row]) -> Row:
+    """Return the row `name`; if there is none, a failed row with the reasons of the others."""
+    return next((row for row in rows if row.name == name), Row(name, Outcome.failed, reason="\n".join(row.reason for row in rows)))
 
 
 def _compare(name: str, rows: list[Row], reference: Row) -> Row:

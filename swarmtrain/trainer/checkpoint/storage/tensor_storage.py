@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,24 @@ class StagingBuffer:
         size, offset = sum(source.numel() for source in sources), 0
         if size > self._buffer.numel():
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        for source in sources:
-            self._buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
-            offset += source.numel()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        with _use_copy_stream(self._device):
+            for source in sources:
+                self._buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
+                offset += source.numel()
         return self._buffer[:size].numpy().data
+
+
+@contextmanager
+def _use_copy_stream(device: torch.device) -> Iterator[None]:
+    """Context manager: copies in the body wait for the operations before them on `device`, and are complete at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # not typed in torch
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()  # not the whole device: other streams may still have collectives that wait for a dead peer
 
 
 def format_shard_file_name(number: int) -> str:

@@ -38,7 +38,7 @@ class Options(BaseModel, extra="forbid"):
 def main() -> None:
     config = read_config(sys.argv[1:])
     options = read_options(Options, config)
-    with start_runtime(config) as runtime:
+    with start_runtime(config, monitors_peers=True) as runtime:
         extra_metrics = prepare_data(config, runtime) if options.dataset == "python_sources" else {}
         data, validation_data = open_data(config)
         model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime, initialize=False)
