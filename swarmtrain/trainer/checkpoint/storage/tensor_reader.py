@@ -38,7 +38,7 @@ from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, describe_first_failure
 
-_BLOCK_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 22
 _MAX_FILES_AT_ONCE = 8
 
 
