@@ -22,12 +22,12 @@ def main() -> None:
         position = options["first_sample_position"]
         return original_train_step(*args, **options)
 
-    def prepare(optimizer: Optimizer, number: int, *extra_scalars: Tensor) -> OptimizerUpdate:
+    def prepare(optimizer: Optimizer, number: int, *extra_scalars: Tensor, **options: Any) -> OptimizerUpdate:
         if position in positions and os.environ["RANK"] == "1":
             gradient = optimizer.parameters["norm.weight"].grad
             assert gradient is not None
             gradient[3] = float("nan")
-        return original_prepare(optimizer, number, *extra_scalars)
+        return original_prepare(optimizer, number, *extra_scalars, **options)
 
     loop.train_step = train_step
     Optimizer.prepare_step = prepare  # type: ignore[method-assign]
