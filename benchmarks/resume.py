@@ -62,7 +62,7 @@ def measure_resume() -> Iterator[BenchmarkRow]:
 
 
 def _choose_layer_count(folder: Path) -> int:
-    """Return the number of layers of the largest model that can be saved. Raises BenchmarkUnavailableError if even one does not fit."""
+    """Return the number of layers of the largest model that can be saved. Raises BenchmarkUnavailableError if not even one layer fits."""
     # A save holds the state twice in memory; a third of the memory is left to everything else.
     memory = 2 / 3 * machine_description.get_available_memory() / (2 * _STATE_BYTES)
     disk = shutil.disk_usage(folder).free / (2 * _STATE_BYTES)

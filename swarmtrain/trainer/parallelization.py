@@ -96,7 +96,7 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
     plain_parameters = dict(zip(local_parameters, wrapped_model.parameters, strict=True))
     initial_values = InitialValues(model.initial_values, shard_layout, plain_parameters)
     if initialize:
-        initial_values.write_missing()
+        initial_values.write_missing_values()
     return ParallelModel(
         layout,
         model,

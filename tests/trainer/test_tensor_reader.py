@@ -133,6 +133,16 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path, *, verify: bool) -
         )
 
 
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    """A file is read once from its beginning to its end, so a second tensor at the same place would get other bytes."""
+    manifest, expected = write_checkpoint(tmp_path, files=1)
+    [chunk] = manifest.tensors["vector"]["chunks"]
+    chunk["offset"] = manifest.tensors["matrix"]["chunks"][0]["offset"] + 4
+    tensors = {name: torch.zeros_like(expected[name]) for name in ("matrix", "vector")}
+    with pytest.raises(DamagedFiles, match="tensors overlap at byte"):
+        load_tensors(tensors, tmp_path, manifest, verify_alone(manifest), is_collective=False)
+
+
 def test_each_group_verifies_each_file_once_and_prefers_those_who_read_it(tmp_path: Path) -> None:
     manifest, _ = write_checkpoint(tmp_path)
     reader = TensorStorageReader(tmp_path, manifest.tensors, FileVerification(manifest.files, [[0, 1], [2]]))

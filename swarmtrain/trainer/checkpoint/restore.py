@@ -53,14 +53,16 @@ def restore_training_state(
         has_changed = True
         loader.load_training_state([(path, manifest)], rules, verification)
 
-    newest = checkpoint_manager.load_newest_checkpoint(load_own_checkpoint, verify_first=training_state.model.initial_values.are_written)
+    # Values that a script has set cannot be restored if the checkpoint turns out to be damaged.
+    has_values = not training_state.model.initial_values.has_missing_values
+    newest = checkpoint_manager.load_newest_checkpoint(load_own_checkpoint, verify_first=has_values)
     if newest:
         return loader.build_progress(*newest, is_from_other_run=False), newest[0]
     if has_changed:
         training_state.optimizer.reset_state()
     sources = [loader.find_source_checkpoint(folder) for folder in runtime.config.trainer.load_dir]
     if not sources:
-        training_state.model.initial_values.write_missing()
+        training_state.model.initial_values.write_missing_values()
         return Progress(), None
     progress = loader.build_progress(*sources[0], is_from_other_run=True)
     loader.load_training_state(sources, LoadRules.from_config(runtime.config.trainer))
@@ -137,7 +139,7 @@ class _CheckpointLoader:
         for number, (path, manifest) in enumerate(source_checkpoints):
             loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
             load_tensors(loadable, path, manifest, verification)
-        self.training_state.model.initial_values.write_missing({name.removeprefix("model/") for name in names})
+        self.training_state.model.initial_values.write_missing_values({name.removeprefix("model/") for name in names})
 
     def _describe_config_changes(self, manifest: Manifest, section: str) -> str:
         """Return a text that lists the values in `section` that differ between the checkpoint's config and the current config.

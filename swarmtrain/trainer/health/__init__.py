@@ -1,1 +1,1 @@
-"""Detection of hangs, stragglers, non-finite losses, diverged replicas and out-of-memory errors in a training process."""
+"""Detection of hangs, dead peers, stragglers, non-finite losses, diverged replicas and out-of-memory errors in a training process."""

@@ -44,12 +44,12 @@ def draw_normals(target: Tensor, standard_deviation: float, *, seed: int, column
     first_pair, skipped = divmod(first_column, 2)
     pairs = (skipped + width + 1) // 2
     table = _build_quantile_table().to(target.device).mul(standard_deviation / 2**0.5)
-    pair_numbers = torch.arange(first_pair, first_pair + pairs, device=target.device).mul_(_to_signed(_GOLDEN_GAMMA))
+    pair_numbers = torch.arange(first_pair, first_pair + pairs, device=target.device).mul_(_wrap_to_int64(_GOLDEN_GAMMA))
     pairs_per_row = (columns + 1) // 2
 
     def draw_block(start: int, stop: int) -> None:
         row_numbers = torch.arange(first_row + start, first_row + stop, device=target.device)
-        first_words = row_numbers.mul_(_to_signed(pairs_per_row * _GOLDEN_GAMMA)).add_(_to_signed(seed + _GOLDEN_GAMMA))
+        first_words = row_numbers.mul_(_wrap_to_int64(pairs_per_row * _GOLDEN_GAMMA)).add_(_wrap_to_int64(seed + _GOLDEN_GAMMA))
         words = _mix_words(first_words[:, None] + pair_numbers).view(torch.int32).view(-1)
         values = table.index_select(0, words & _TABLE_MASK)
         values += table.index_select(0, words.bitwise_right_shift_(_TABLE_BITS).bitwise_and_(_TABLE_MASK))
@@ -73,7 +73,7 @@ def _mix_words(words: Tensor) -> Tensor:
         torch.bitwise_right_shift(words, shift, out=shifted)
         words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # the mask makes it a logical shift
         if multiplier != 1:
-            words.mul_(_to_signed(multiplier))
+            words.mul_(_wrap_to_int64(multiplier))
     return words
 
 
@@ -99,6 +99,6 @@ def _start_worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(cores)
 
 
-def _to_signed(word: int) -> int:
+def _wrap_to_int64(word: int) -> int:
     """Return the signed integer with the lowest 64 bits of `word`."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)

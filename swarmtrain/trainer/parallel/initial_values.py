@@ -19,12 +19,12 @@ class InitialValues:
         self._source, self._shard_layout, self._missing = source, shard_layout, dict(parameters)
 
     @property
-    def are_written(self) -> bool:
-        """Whether all parameters have values."""
-        return not self._missing
+    def has_missing_values(self) -> bool:
+        """Whether any parameter has no value yet."""
+        return bool(self._missing)
 
     @torch.no_grad()
-    def write_missing(self, loaded_names: Collection[str] = ()) -> None:
+    def write_missing_values(self, loaded_names: Collection[str] = ()) -> None:
         """Write the initial values of all parameters that have none yet, except `loaded_names`, which a checkpoint has provided.
 
         Raises CheckpointError if the values are from files that cannot be read.

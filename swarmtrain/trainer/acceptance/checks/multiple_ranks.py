@@ -85,18 +85,17 @@ def lose_peer(sections: Mapping[str, Any]) -> Iterator[Row]:
         before = {name: parameter.detach().clone() for name, parameter in session.model.parameters.items()}
         if session.runtime.rank == session.runtime.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        start_time, ending = time.perf_counter(), "the step did not fail"
+        start_time, failure = time.perf_counter(), ""
         try:
             session.run_step(_STEPS + 1, monitor.raise_if_peer_failed)
         except RuntimeError as error:
-            ending = str(error).partition("\n")[0]
-        values = {"seconds": time.perf_counter() - start_time, "error": ending}
+            failure = str(error).partition("\n")[0]
+        values = {"seconds": time.perf_counter() - start_time, "error": failure}
         staged = bytes(StagingBuffer(session.runtime.device).stage_tensors(list(session.model.parameters.values())))
         expected = b"".join(tensor.cpu().numpy().tobytes() for tensor in before.values())
         is_unchanged = staged == expected and not session.optimizer.is_prepared
-        yield Row.from_check(
-            "killed rank", ending != "the step did not fail" and is_unchanged, values, "the state of the step before is lost"
-        )
+        reason = "the state before the step has changed" if failure else "the step did not fail"
+        yield Row.from_check("killed rank", bool(failure) and is_unchanged, values, reason)
         os._exit(0)  # the group of a dead peer cannot be destroyed
 
 

@@ -252,10 +252,12 @@ class _BlockReader:
             self._hash_thread.shutdown()
 
     def advance_to(self, offset: int) -> None:
-        """Continue at byte `offset`. If the file is hashed, the bytes up to there are read."""
+        """Continue at byte `offset`. If the file is hashed, the bytes up to there are read; raises ValueError if they already were."""
         if self._hash_thread is None:
             self._file.seek(offset)
             return
+        if offset < self._position:
+            raise ValueError(f"tensors overlap at byte {offset} of the file")
         while self._position < offset:
             self._read_block(self._take_staging_block(min(offset - self._position, _BLOCK_BYTES), pin=False))
 
