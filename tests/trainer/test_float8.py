@@ -101,9 +101,11 @@ def test_sharded_or_interrupted_it_is_the_same_run_and_near_the_one_in_fp32(tmp_
     """
     plain = merge_config(config, topology={"micro_batch_size": 4}, trainer={"train_iterations": 6, "save_interval": 3})
     plain = merge_config(plain, transformer_architecture={"attention_bias": True, "mlp_bias": True})
+    # With the config's learning rate, of twice this, the loss jumps from the fifth step on, and any rounding changes where it lands.
+    plain = merge_config(plain, learning_rate_scheduler={"learning_rate": 5e-3})
     base = merge_config(plain, transformer_architecture=FLOAT8)
     wide, one = run_training(tmp_path / "wide", plain), run_training(tmp_path / "one", base)
-    assert 1e-6 < compute_deviation(wide, one) < 0.01
+    assert 1e-6 < compute_deviation(wide, one) < 3e-3
     assert one[6] < 0.95 * one[1]
     assert run_training(tmp_path / "fsdp", merge_config(base, topology={"data_parallel_type": "fsdp"}), 3) == one
     tensor = {"model_parallel_size": 2, "sequence_parallel": True}
