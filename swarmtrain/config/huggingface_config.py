@@ -361,6 +361,9 @@ def _list_family_mismatches(architecture: TransformerArchitectureConfig, model_f
     mapped_paths = {field.config_path for field in model_family.field_mappings}
     expected = dict(model_family.fixed_values) | {
         "adapter_config": None,
+        "local_attention_layers": None,
+        "attention_softcap": None,
+        "logit_softcap": None,
         "attention_output_bias": architecture.attention_bias if model_family.output_bias_follows_attention else False,
     }
     if model_family.has_sliding_window and architecture.local_attention_window_size is not None:

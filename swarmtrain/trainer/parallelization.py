@@ -14,6 +14,7 @@ from torch.distributed.tensor import Placement
 from swarmtrain.config import Config
 from swarmtrain.config.pipeline_layout import partition_layers
 from swarmtrain.config.schema.topology import DataParallelType, TopologyConfig
+from swarmtrain.config.schema.trainer import AttentionKernel
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
@@ -46,11 +47,12 @@ from swarmtrain.trainer.runtime import Runtime
 def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True) -> ParallelModel:
     """Distribute `model` over all ranks according to the config's topology, and write the initial values of this rank's part.
 
-    Return the parallel model. `initialize`: False leaves all parameters zero. train_model then loads the newest checkpoint, or writes the
-    initial values if there is none, so that no values are computed only to be replaced.
+    Return the parallel model. `initialize`: False leaves all parameters uninitialized. train_model then loads the newest checkpoint, or
+    writes the initial values if there is none, so that no values are computed only to be replaced.
 
-    Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled or its objective
-    is invalid, and CheckpointError if trainer.init_from cannot be read or is a checkpoint of another model.
+    Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled, if its attention
+    kernel needs a compiler that is missing, or if its objective is invalid, and CheckpointError if trainer.init_from cannot be read or is a
+    checkpoint of another model.
     """
     config, layout = runtime.config, mesh.build_mesh(runtime)
     model.objective = build_objective(config)
@@ -80,6 +82,9 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
         model, runtime, layout, materialize, tied_parameter_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
     )
     model.loss_chunk_size = None if precision is Precision.float16 else config.trainer.loss_chunk_size
+    model.attention_kernel = config.trainer.attention_kernel
+    if config.trainer.attention_kernel is AttentionKernel.flex and runtime.device.type == "cuda":
+        compilation.check_compiler(runtime.device, "trainer.attention_kernel")
     if config.trainer.compile:
         compilation.compile_model(model, runtime.device)
     pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None

@@ -193,10 +193,13 @@ def test_bad_shapes(error_case: ErrorCase) -> None:
         "{num_local_attention_heads: 2}",
         "{local_attention_window_size: 64}",
         "{num_local_attention_heads: 8, local_attention_window_size: 64}",
+        "{local_attention_layers: [true, false]}",
+        "{num_local_attention_heads: 4, local_attention_window_size: 64, local_attention_layers: [false]}",
         "{rotary_percentage: 0.3}",
         "{norm_type: rms, layernorm: {layernorm_bias: true}}",
         "{umup: {enable: true}}",
         "{weight_tying: false, umup: {enable: true}}",
+        "{weight_tying: false, umup: {enable: true}, attention_softcap: 50}",
     ):
         error_case.write_config(f"transformer_architecture: {shape}")
         error_case("swarmtrain plan config.yml", expect_hint=False)

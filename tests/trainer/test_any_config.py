@@ -53,6 +53,7 @@ INDEPENDENT_KEYS: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] =
             "learned_positions": [False, True],
             "num_local_attention_heads": [0, 2],
             "local_attention_window_size": [None, 3],
+            "local_attention_layers": [None, [True, False], [False]],
             "rotary_percentage": [0.0, 0.5, 1.0],
             "mlp_factor": [0.5, 1.0, 2.7],
             "lora_config": [None, {"layers": ["gate"]}],
@@ -141,6 +142,8 @@ def draw_architecture(rng: Random, topology: Values) -> Values:
     if pick_value(rng, False, False, True):
         local = heads_per_group if shape["attention_num_kv_heads"] else 1
         shape |= {"num_local_attention_heads": local, "local_attention_window_size": pick_value(rng, 1, 3)}
+        shape["local_attention_layers"] = pick_value(rng, None, [True, False], [True])
+    shape |= {"attention_softcap": pick_value(rng, None, None, 5.0), "logit_softcap": pick_value(rng, None, None, 5.0)}
     return shape
 
 
@@ -200,6 +203,7 @@ def add_objective(rng: Random, values: Values, objective: str) -> None:
         values["data"] = {"data_prefixes": ["a"], "rejected_prefixes": ["b"]}
     elif objective == "contrastive":
         shape["embedding_head_config"] = pick_value(rng, {}, {"proj_layers": [6, 5], "pooling": "last_token"}, {"pooling": "mean"})
+        shape["logit_softcap"] = None
         trainer["contrastive_config"] = {"query_side_only": pick_value(rng, False, True)}
         values["data"] = {f"{name}_prefixes": ["a"] for name in ("data", "positive", "negative")}
     else:
@@ -214,6 +218,7 @@ def add_objective(rng: Random, values: Values, objective: str) -> None:
             trainer["finetunable_parameters"] = ["norm"]
         elif extra == "umup":
             shape |= {"umup": {"enable": True}, "weight_tying": False, "learned_positions": False, "parallel_residual": False}
+            shape |= {"attention_softcap": None, "logit_softcap": None}
             values["optimizer"] |= {"method": "adamw", "gradient_clipping": 0.0}
 
 

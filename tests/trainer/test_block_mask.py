@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from swarmtrain.trainer.model.attention import masks
 from swarmtrain.trainer.model.attention.block_mask import build_block_mask
+from swarmtrain.trainer.model.attention.visibility import Visibility
 
 CPU = torch.device("cpu")
 MEMORY_SCRIPT = """
 import resource, torch
 from swarmtrain.trainer.model.attention.block_mask import build_block_mask
-from swarmtrain.trainer.model.attention.masks import build_mask_mod
+from swarmtrain.trainer.model.attention.visibility import Visibility
 
 def build(length):
     documents = (torch.arange(length) * 8 // length)[None]
-    options = {"document_ids": documents, "window_size": None, "query_positions": None}
-    build_block_mask(build_mask_mod(documents, None), (length, length), torch.device("cpu"), **options)
+    build_block_mask(Visibility(1, length, torch.device("cpu"), documents))
 
 build(256)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -46,11 +45,11 @@ def test_blocks_are_those_of_torch(window_size: int | None, has_documents: bool,
             continue
         documents = draw_documents(length) if has_documents else None
         quarter = length // 4
-        positions = torch.cat((torch.arange(quarter), torch.arange(3 * quarter, length))) if is_context_parallel else None
-        size = (length if positions is None else len(positions)), length
-        mask_mod = masks._remap_query_positions(masks.build_mask_mod(documents, window_size), positions)
-        mask = build_block_mask(mask_mod, size, CPU, document_ids=documents, window_size=window_size, query_positions=positions)
-        expected = create_block_mask(mask_mod, 2 if has_documents else 1, None, *size, device="cpu")
+        ranges = (range(quarter), range(3 * quarter, length)) if is_context_parallel else None
+        visibility = Visibility(2, length, CPU, documents, window_size, ranges)
+        mask = build_block_mask(visibility)
+        size = visibility.query_count, length
+        expected = create_block_mask(visibility.build_mask_mod(), 2 if has_documents else 1, None, *size, device="cpu")
         assert torch.equal(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
         visible, expected_visible = mask.to_dense() != 0, expected.to_dense() != 0
         assert not (expected_visible & ~visible).any(), "a visible block would be skipped"
@@ -64,9 +63,9 @@ def test_blocks_are_those_of_torch(window_size: int | None, has_documents: bool,
 
 def test_documents_need_not_be_in_order() -> None:
     documents = torch.tensor([[3] * 200 + [1] * 100 + [3] * 84])
-    mask_mod = masks.build_mask_mod(documents, None)
-    mask = build_block_mask(mask_mod, (384, 384), CPU, document_ids=documents, window_size=None, query_positions=None)
-    expected = create_block_mask(mask_mod, 1, None, 384, 384, device="cpu")
+    visibility = Visibility(1, 384, CPU, documents)
+    mask = build_block_mask(visibility)
+    expected = create_block_mask(visibility.build_mask_mod(), 1, None, 384, 384, device="cpu")
     assert not ((expected.to_dense() != 0) & (mask.to_dense() == 0)).any()
     assert torch.equal(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
 

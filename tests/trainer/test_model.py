@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from swarmtrain.config.schema.transformer_architecture import (
     LayerNormConfig,
@@ -18,7 +17,6 @@ from swarmtrain.config.schema.transformer_architecture import (
 )
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.model import dropout
-from swarmtrain.trainer.model.attention import masks
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.rotary import RotaryEmbedding, apply_rotary_embedding
 from swarmtrain.trainer.model.transformer import InPlaceCrossEntropyLoss
@@ -170,15 +168,23 @@ def test_without_positions_a_token_sees_a_set() -> None:
     assert torch.allclose(model(TOKENS)[0, -1], model(swapped)[0, -1], atol=1e-6)
 
 
-def test_flex_attention_sees_what_a_boolean_mask_shows() -> None:
-    documents = torch.tensor([[0] * 100 + [1] * 156, [0] * 30 + [1] * 200 + [2] * 26])
-    random = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(2, heads, 256, 16, generator=random) for heads in (4, 2, 2))
-    for seen in (masks.build_mask_mod(documents, None), masks.build_mask_mod(documents, 20), masks.build_mask_mod(None, 20)):
-        blocks = create_block_mask(seen, 2, None, 256, 256, device="cpu")
-        flex = flex_attention(query, key, value, block_mask=blocks, enable_gqa=True)
-        shown = masks.compute_attention(query, key, value, masks.build_dense_mask(seen, 2, (256, 256), torch.device("cpu")))
-        assert torch.allclose(flex, shown, atol=1e-5)
+def test_only_the_selected_layers_have_local_heads() -> None:
+    """One layer with a window of 3 reaches three tokens back, a layer without one reaches all."""
+    local = {"num_local_attention_heads": 4, "local_attention_window_size": 3}
+    changed = TOKENS.clone()
+    changed[0, 2] = 63
+    for pattern, reach in ({(True,): 6, (True, False): 13, (False, True, True): 13, (True, True, False): 6}).items():
+        model = build_small_model(**local, local_attention_layers=pattern)
+        difference = (model(TOKENS) - model(changed))[0].abs().amax(1)
+        assert int(difference.nonzero().max()) == 2 + reach, pattern
+    every_second = build_small_model(**local, local_attention_layers=(True, False), num_layers=5)
+    assert [block.attention.num_local_attention_heads for block in every_second.blocks] == [4, 0, 4, 0, 4]
+
+
+def test_logits_are_soft_capped() -> None:
+    plain, capped = (build_small_model(logit_softcap=softcap)(100 * TOKENS % 64) for softcap in (None, 0.1))
+    torch.testing.assert_close(capped, 0.1 * torch.tanh(plain / 0.1))
+    assert plain.abs().max() > 0.1 > capped.abs().max()
 
 
 def test_dropout_is_a_function_of_step_sample_layer_place_and_token() -> None:

@@ -50,6 +50,8 @@ UNTIED = {
     "key_query_norm": True,
     "num_local_attention_heads": 2,
     "local_attention_window_size": 5,
+    "local_attention_layers": [True, True, False],
+    "logit_softcap": 5.0,
     "rotary_percentage": 0.5,
     "rotary_scaling": {"original_sequence_length": 16},
     "attention_head_size": 12,

@@ -30,6 +30,14 @@ class DeterminismMode(StrEnum):
     require = "require"
 
 
+class AttentionKernel(StrEnum):
+    """Kernels for attention to a window or to documents."""
+
+    auto = "auto"
+    flex = "flex"
+    dense = "dense"
+
+
 class NonFiniteAction(StrEnum):
     """How to handle a NaN or Inf loss or gradient."""
 
@@ -184,6 +192,13 @@ class TrainerConfig(Section):
         description="Compile the blocks, the output layer and the loss with torch.compile. The first step takes about 60 s longer, or a "
         "few seconds if docker_config.cache_dir has the compilation cache of an earlier run. Needs a C++ compiler in the "
         "image, and Triton on GPUs.",
+    )
+    attention_kernel: AttentionKernel = Field(
+        AttentionKernel.auto,
+        description="Kernel for windows, documents and context parallelism on GPUs. auto: flash attention on segments (varlen_attn), if "
+        "precision is bfloat16 or float16. flex: flex attention, which needs a C++ compiler in the image; the fastest with "
+        "attention_softcap. dense: masks of one byte per pair of tokens, at most 64 MiB at a time; also used where the chosen kernel "
+        "cannot be.",
     )
     loss_chunk_size: int = Field(
         2048,

@@ -181,6 +181,18 @@ class TransformerArchitectureConfig(Section):
     local_attention_window_size: int | None = Field(
         None, ge=1, description="Sliding window of the local heads: earlier tokens that a token attends to. null: no local heads."
     )
+    local_attention_layers: tuple[bool, ...] | None = Field(
+        None,
+        min_length=1,
+        description="Which layers have the local heads, as a pattern that is repeated for all layers: [true, false] is every second "
+        "layer, starting with the first. null: all layers.",
+    )
+    attention_softcap: float | None = Field(
+        None, gt=0, description="Soft-capping of attention scores s at this value c, to c tanh(s / c), as in Gemma 2. null: none."
+    )
+    logit_softcap: float | None = Field(
+        None, gt=0, description="Soft-capping of the logits s of the output layer at this value c, to c tanh(s / c). null: none."
+    )
     attention_bias: bool = Field(False, description="Add biases to the query, key, value and output projections of attention.")
     attention_output_bias: bool | None = Field(None, description="Add a bias to attention's output projection. null: as attention_bias.")
     key_query_norm: bool = Field(False, description="Normalize each head's queries and keys (QK norm), before the rotary embedding.")
@@ -283,9 +295,19 @@ class TransformerArchitectureConfig(Section):
             raise build_field_error(
                 "num_local_attention_heads", f"{local} local heads exceed num_attention_heads {self.num_attention_heads}"
             )
+        if self.local_attention_layers is not None and not local:
+            raise build_field_error("local_attention_layers", "applies only to local heads, but num_local_attention_heads is 0")
+        if self.local_attention_layers is not None and not any(self.count_local_heads(layer) for layer in range(self.num_layers)):
+            raise build_field_error("local_attention_layers", f"selects none of the {self.num_layers} layers", "leave out the window")
         check_is_multiple(
             "num_local_attention_heads", local, "the number of query heads per key/value head,", self.num_attention_heads // self.kv_heads
         )
+        return self
+
+    @model_validator(mode="after")
+    def _check_logit_softcap(self) -> TransformerArchitectureConfig:
+        if self.logit_softcap is not None and self.embedding_head_config is not None:
+            raise build_field_error("logit_softcap", "applies to logits, but embedding_head_config returns vectors", "leave it out")
         return self
 
     @model_validator(mode="after")
@@ -304,7 +326,8 @@ class TransformerArchitectureConfig(Section):
 
     @model_validator(mode="after")
     def _check_umup_compatibility(self) -> TransformerArchitectureConfig:
-        for name in ("learned_positions", "parallel_residual", "lora_config", "adapter_config", "embedding_head_config"):
+        unsupported = ("learned_positions", "parallel_residual", "lora_config", "adapter_config", "embedding_head_config")
+        for name in (*unsupported, "attention_softcap", "logit_softcap"):
             if self.umup.enable and getattr(self, name):
                 raise build_field_error(name, "has no u-muP scaling rule", f"leave {name} out, or set umup.enable: false")
         if self.umup.enable and self.weight_tying:
@@ -396,6 +419,16 @@ class TransformerArchitectureConfig(Section):
     def has_attention_output_bias(self) -> bool:
         """Whether attention's output projection has a bias."""
         return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
+
+    def count_local_heads(self, layer: int) -> int:
+        """Return the number of local heads of the layer with the index `layer`."""
+        pattern = self.local_attention_layers or (True,)
+        return self.num_local_attention_heads if pattern[layer % len(pattern)] else 0
+
+    @property
+    def has_full_attention(self) -> bool:
+        """Whether any head attends to all earlier tokens."""
+        return any(self.count_local_heads(layer) < self.num_attention_heads for layer in range(self.num_layers))
 
     @property
     def kv_heads(self) -> int:

@@ -21,7 +21,7 @@ from swarmtrain.trainer.checkpoint.compatibility import (
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import discovery
 from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
-from swarmtrain.trainer.checkpoint.storage.tensor_reader import FileVerification, load_tensors
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import DamagedFiles, FileVerification, load_tensors
 from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.runtime import Runtime
 
@@ -36,37 +36,27 @@ def restore_training_state(
     """Load the newest valid checkpoint in save_dir into model and optimizer; if there is none, load the checkpoints in trainer.load_dir.
 
     Collective: all ranks must call it. `data_fingerprint`: fingerprint of the training data. `report_warning` is called
-    with a message for each skipped checkpoint, and with a summary of the tensors that are loaded from other runs. Parameters that are not
-    loaded get their initial values, if they have none yet. Return the progress and the path of the checkpoint; if no checkpoint is loaded,
-    an initial Progress and None.
+    with a message for each skipped checkpoint, and with a summary of the tensors that are loaded from other runs. If the model has no
+    values yet, the tensors that are not loaded get their initial values. Return the progress and the path of the checkpoint; if no
+    checkpoint is loaded, an initial Progress and None.
 
     Raises IncompatibleCheckpoint if the checkpoint belongs to another model or other data, CheckpointError if load_dir has no complete
     checkpoint.
     """
     loader = _CheckpointLoader(runtime, training_state, data_fingerprint, report_warning)
-    has_changed = False
 
     def load_own_checkpoint(path: Path, manifest: Manifest, verification: FileVerification | None) -> None:
-        nonlocal has_changed
         loader.build_progress(path, manifest, is_from_other_run=False)  # raises IncompatibleCheckpoint before anything changes
-        rules = loader.build_load_rules_for_resume(path, manifest)
-        has_changed = True
-        loader.load_training_state([(path, manifest)], rules, verification)
+        loader.load_training_state([(path, manifest)], loader.build_load_rules_for_resume(path, manifest), [verification])
 
     # Values that a script has set cannot be restored if the checkpoint turns out to be damaged.
-    has_values = not training_state.model.initial_values.has_missing_values
-    newest = checkpoint_manager.load_newest_checkpoint(load_own_checkpoint, verify_first=has_values)
-    if newest:
+    verify_first = not training_state.model.initial_values.has_missing_values
+    if newest := checkpoint_manager.load_newest_checkpoint(load_own_checkpoint, verify_first=verify_first):
         return loader.build_progress(*newest, is_from_other_run=False), newest[0]
-    if has_changed:
-        training_state.optimizer.reset_state()
-    sources = [loader.find_source_checkpoint(folder) for folder in runtime.config.trainer.load_dir]
-    if not sources:
-        training_state.model.initial_values.write_missing_values()
-        return Progress(), None
-    progress = loader.build_progress(*sources[0], is_from_other_run=True)
-    loader.load_training_state(sources, LoadRules.from_config(runtime.config.trainer))
-    return progress, sources[0][0]
+    if source := loader.load_source_checkpoints(verify_first=verify_first):
+        return loader.build_progress(*source, is_from_other_run=True), source[0]
+    training_state.write_missing_values()
+    return Progress(), None
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,30 @@ class _CheckpointLoader:
     data_fingerprint: str
     report_warning: WarningReporter
 
-    def find_source_checkpoint(self, folder: Path) -> CheckpointWithManifest:
+    def load_source_checkpoints(self, *, verify_first: bool) -> CheckpointWithManifest | None:
+        """Load the checkpoints in trainer.load_dir. Return path and manifest of the first one; None if load_dir is not set.
+
+        `verify_first`: verify the files before anything changes; else while they are loaded. Raises CheckpointError if a folder has no
+        complete checkpoint, IncompatibleCheckpoint if the tensors are not those of this model.
+        """
+        folders, rules = self.runtime.config.trainer.load_dir, LoadRules.from_config(self.runtime.config.trainer)
+        if not folders:
+            return None
+        unverified = [] if verify_first else [discovery.find_unverified_checkpoint_in_folder(folder) for folder in folders]
+        sources = [checkpoint for checkpoint in unverified if checkpoint]
+        if len(sources) == len(folders):
+            try:
+                all_ranks = [range(self.runtime.world_size)]
+                self.load_training_state(sources, rules, [FileVerification(manifest.files, all_ranks) for _, manifest in sources])
+            except DamagedFiles:
+                pass  # the search below reports the damage
+            else:
+                return sources[0]
+        sources = [self._find_source_checkpoint(folder) for folder in folders]
+        self.load_training_state(sources, rules, [None] * len(sources))
+        return sources[0]
+
+    def _find_source_checkpoint(self, folder: Path) -> CheckpointWithManifest:
         checkpoint = discovery.find_newest_checkpoint_in_folder(self.runtime, folder, self.report_warning)
         if checkpoint is None:
             raise CheckpointError(
@@ -118,11 +131,11 @@ class _CheckpointLoader:
         )
 
     def load_training_state(
-        self, source_checkpoints: Sequence[CheckpointWithManifest], rules: LoadRules, verification: FileVerification | None = None
+        self, source_checkpoints: Sequence[CheckpointWithManifest], rules: LoadRules, verifications: Sequence[FileVerification | None]
     ) -> None:
-        """Load the tensors that `rules` select, and write the initial values of the parameters that are not loaded.
+        """Load the tensors that `rules` select; if the model has no values yet, write the initial values of those that are not loaded.
 
-        `verification`: also verify these files; only with a single source. Raises DamagedFiles if they are damaged; tensors may have
+        `verifications`: the files of each checkpoint that are also verified. Raises DamagedFiles if any is damaged; tensors may have
         changed then. Raises IncompatibleCheckpoint if the tensors are not those of this model.
         """
         tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in source_checkpoints)
@@ -136,10 +149,10 @@ class _CheckpointLoader:
         )
         if rules.should_log or len(source_checkpoints) > 1:
             self.report_warning(f"{place}: {describe_loaded_tensors(available, expected, names)}")
-        for number, (path, manifest) in enumerate(source_checkpoints):
+        for number, ((path, manifest), verification) in enumerate(zip(source_checkpoints, verifications, strict=True)):
             loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
             load_tensors(loadable, path, manifest, verification)
-        self.training_state.model.initial_values.write_missing_values({name.removeprefix("model/") for name in names})
+        self.training_state.write_missing_values(names)
 
     def _describe_config_changes(self, manifest: Manifest, section: str) -> str:
         """Return a text that lists the values in `section` that differ between the checkpoint's config and the current config.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,3 +67,12 @@ class TrainingState:
 
     def collect_non_tensor_state(self) -> dict[str, Any]:
         return {BASE_KEY: self.model.base_fingerprint} if self.trainable_only else {}
+
+    def write_missing_values(self, loaded_names: Collection[str] = ()) -> None:
+        """If the model has no values yet, write the initial values of all tensors except `loaded_names`, which a checkpoint has provided.
+
+        Raises CheckpointError if the values are from files that cannot be read.
+        """
+        if self.model.initial_values.has_missing_values:
+            self.optimizer.reset_state({name.removeprefix("optimizer/") for name in loaded_names})
+            self.model.initial_values.write_missing_values({name.removeprefix("model/") for name in loaded_names})

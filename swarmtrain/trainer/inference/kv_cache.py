@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from swarmtrain.trainer.model.attention import Attention
@@ -24,9 +23,9 @@ class CachedPrefix:
     def __init__(self) -> None:
         self.cached_length = 0
 
-    def select_positions(self, length: int, device: torch.device) -> Tensor | None:
+    def select_ranges(self, length: int) -> tuple[range, ...] | None:
         """Return the positions of the new tokens in sequences of `length` tokens; None if all tokens are new."""
-        return torch.arange(self.cached_length, length, device=device) if self.cached_length else None
+        return (range(self.cached_length, length),) if self.cached_length else None
 
 
 class _LayerCache:

@@ -87,7 +87,7 @@ def select_all(size: torch.Size) -> Region:
 
 
 def materialize_parameters(module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Replace the meta parameters of `module` with parameters of zeros on `device`, and move the buffers of `module` there.
+    """Replace the meta parameters of `module` with uninitialized parameters on `device`, and move the buffers of `module` there.
 
     A parameter that several modules share remains shared.
     """
@@ -97,7 +97,7 @@ def materialize_parameters(module: nn.Module, device: torch.device, dtype: torch
             if parameter is not None and parameter.device.type == "meta":
                 if parameter not in materialized:
                     materialized[parameter] = nn.Parameter(
-                        torch.zeros(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
+                        torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
                     )
                 setattr(owner, key, materialized[parameter])
         for key, buffer in list(owner.named_buffers(recurse=False)):

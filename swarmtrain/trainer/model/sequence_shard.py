@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -18,7 +17,7 @@ class SequenceShard(Protocol):
     size: int
     """Number of ranks that share each sequence."""
 
-    def select_positions(self, length: int, device: torch.device) -> Tensor | None:
+    def select_ranges(self, length: int) -> tuple[range, ...] | None:
         """Return the positions of this rank's tokens in sequences of `length` tokens; None if this rank has all tokens."""
 
 

@@ -3,7 +3,6 @@
 attention            queries, keys, values and their weighted sum
 rotary               rotary position embeddings
 learned_positions    learned position embeddings
-masks                which tokens attend to which, and the kernels that apply the masks
 mlp                  feed-forward blocks (MLP)
 norm                 normalization
 dropout              dropout that is the same in every topology
@@ -14,6 +13,7 @@ umup                 u-muP scaling
 peft                 parameters added for fine-tuning
 lora                 LoRA: low-rank updates added to linear layers
 adapter              bottleneck blocks after layers
+output_layer         logits
 embedding_head       one vector per text
 loss_targets         the target value of positions without a loss
 chunked_loss         loss computed without materializing all logits
@@ -32,10 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from swarmtrain.config.schema.trainer import AttentionKernel
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import chunked_loss, dropout, umup
-from swarmtrain.trainer.model.attention import Attention, masks
-from swarmtrain.trainer.model.attention.masks import Masks
+from swarmtrain.trainer.model.attention import Attention
+from swarmtrain.trainer.model.attention.selection import AttentionMethods, build_attention_methods
+from swarmtrain.trainer.model.attention.visibility import Visibility
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
 from swarmtrain.trainer.model.initialization import ParameterInitializer, ParameterSource, materialize_parameters, write_parameters
@@ -44,6 +46,7 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.mlp import build_mlp
 from swarmtrain.trainer.model.norm import build_norm
 from swarmtrain.trainer.model.objective import Objective
+from swarmtrain.trainer.model.output_layer import build_output_layer
 from swarmtrain.trainer.model.peft.adapter import LayerAdapters
 from swarmtrain.trainer.model.rotary import RotaryEmbedding, Rotation, find_document_starts
 from swarmtrain.trainer.model.sequence_shard import SequenceShard
@@ -56,7 +59,7 @@ class ForwardContext(NamedTuple):
     rotation: Rotation | None
     position_ids: Tensor | None
     """Position of each token of this rank, (sequence) or (batch, sequence); None without learned positions."""
-    masks: Masks
+    attention_methods: AttentionMethods
     noise: Tensor | None
     """Dropout noise (batch, sequence) inside attention and feed-forward blocks; None without dropout.
 
@@ -88,6 +91,7 @@ class Transformer(nn.Module):
         """Index of this rank's first layer, and this rank's index among the ranks that hold the same layers."""
         self.loss_chunk_size: int | None = None
         """Number of tokens whose logits are materialized at a time. None: all tokens at once."""
+        self.attention_kernel = AttentionKernel.auto
         self.objective = Objective()
         """Computes the loss from the losses of the tokens."""
         self.refresh_weights: Callable[[], None] = _do_nothing
@@ -103,7 +107,7 @@ class Transformer(nn.Module):
             self.norm = build_norm(architecture.hidden_size, architecture)
             embedding_head_config = architecture.embedding_head_config
             self.head: nn.Module = (
-                EmbeddingHead(architecture, embedding_head_config) if embedding_head_config else umup.build_output_layer(architecture)
+                EmbeddingHead(architecture, embedding_head_config) if embedding_head_config else build_output_layer(architecture)
             )
         self.loss: nn.Module = InPlaceCrossEntropyLoss()
         if self.has_tied_embeddings:
@@ -127,10 +131,10 @@ class Transformer(nn.Module):
         copies = self.objective.copies_per_row
         tokens, documents = _repeat_rows(tokens, copies), None if documents is None else _repeat_rows(documents, copies)
         length = self._infer_sequence_length(tokens)
-        positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
-        if positions is not None and targets is not None:
-            targets = targets[:, positions]
-        hidden = self._compute_hidden_states(tokens, length, documents, positions)
+        ranges = None if self.sequence_shard is None else self.sequence_shard.select_ranges(length)
+        if ranges is not None and targets is not None:
+            targets = _select_positions(targets, ranges, dim=1)
+        hidden = self._compute_hidden_states(tokens, length, documents, ranges)
         if targets is None:
             logits: Tensor = self.head(hidden)
             return logits
@@ -153,21 +157,21 @@ class Transformer(nn.Module):
     def compute_next_token_logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits (batch, vocabulary) for the token that follows the last of `tokens`. For `documents`, see `forward`."""
         length = self._infer_sequence_length(tokens)
-        positions = None if self.sequence_shard is None else self.sequence_shard.select_positions(length, tokens.device)
+        ranges = None if self.sequence_shard is None else self.sequence_shard.select_ranges(length)
         with self.objective.enter_generation_mode(self):
-            logits: Tensor = self.head(self._compute_hidden_states(tokens, length, documents, positions)[:, -1:])
+            logits: Tensor = self.head(self._compute_hidden_states(tokens, length, documents, ranges)[:, -1:])
         return logits[:, -1]
 
-    def _compute_hidden_states(self, tokens: Tensor, length: int, documents: Tensor | None, positions: Tensor | None) -> Tensor:
+    def _compute_hidden_states(self, tokens: Tensor, length: int, documents: Tensor | None, ranges: tuple[range, ...] | None) -> Tensor:
         """Return the input of the head (batch, sequence, hidden size).
 
-        `positions`: positions of this rank's tokens in sequences of `length` tokens; None: all tokens.
+        `ranges`: positions of this rank's tokens in sequences of `length` tokens; None: all tokens.
         """
-        if positions is not None and tokens.dim() == 2:
-            tokens = tokens[:, positions]
+        if ranges is not None and tokens.dim() == 2:
+            tokens = _select_positions(tokens, ranges, dim=1)
         self.refresh_weights()
         hidden = self.embedding(tokens)
-        context = self._build_forward_context(tokens, length, documents, positions, hidden.dtype)
+        context = self._build_forward_context(tokens, length, documents, ranges, hidden.dtype)
         if self.positions is not None:
             hidden = self.positions(hidden, context.position_ids)
         hidden = self.embedding_dropout(hidden, context.residual_noise)
@@ -197,19 +201,20 @@ class Transformer(nn.Module):
         return inputs.shape[1] * (1 if inputs.dim() == 2 else shard_count)
 
     def _build_forward_context(
-        self, inputs: Tensor, length: int, documents: Tensor | None, positions: Tensor | None, dtype: torch.dtype
+        self, inputs: Tensor, length: int, documents: Tensor | None, ranges: tuple[range, ...] | None, dtype: torch.dtype
     ) -> ForwardContext:
         """Return the inputs that all layers share, for sequences of `length` tokens, whose hidden states have the type `dtype`.
 
-        `positions`: positions of this rank's tokens in their sequences; None if this rank has full sequences.
+        `ranges`: positions of this rank's tokens in their sequences; None if this rank has full sequences.
         """
         attention_documents = documents if self.architecture.reset_attention_mask else None
+        visibility = Visibility(len(inputs), length, inputs.device, attention_documents, query_ranges=ranges)
         document_starts = find_document_starts(documents) if documents is not None and self.architecture.reset_position_ids else None
         rotation = self.rotary(length, dtype, document_starts)
-        if rotation is not None and positions is not None:
-            rotation = rotation[0][..., positions, :], rotation[1][..., positions, :]
+        if rotation is not None and ranges is not None:
+            rotation = _select_positions(rotation[0], ranges, dim=-2), _select_positions(rotation[1], ranges, dim=-2)
         shard_index, shard_count = self.sequence_parallel_coordinate
-        token_positions = torch.arange(length, device=inputs.device) if positions is None else positions
+        token_positions = visibility.compute_query_positions()
         local_positions = token_positions.view(shard_count, -1)[shard_index]
         noise = dropout.compute_token_noise(inputs.shape[0], token_positions) if self.architecture.has_dropout else None
         residual_noise = None if noise is None else noise.view(len(noise), shard_count, -1)[:, shard_index]
@@ -218,13 +223,16 @@ class Transformer(nn.Module):
             position_ids = local_positions if document_starts is None else local_positions - document_starts[:, local_positions]
         if self.architecture.dropout_attention_probs:
             seed_torch(derive_seed(torch.initial_seed(), *self.model_coordinate))
-        attention_masks = masks.build_masks(
-            self.architecture, inputs.shape[0], length, attention_documents, inputs.device, query_positions=positions
-        )
-        return ForwardContext(rotation, position_ids, attention_masks, noise, residual_noise)
+        methods = build_attention_methods(self.architecture, visibility, dtype, self.attention_kernel)
+        return ForwardContext(rotation, position_ids, methods, noise, residual_noise)
 
 
 def _do_nothing() -> None: ...
+
+
+def _select_positions(values: Tensor, ranges: tuple[range, ...], dim: int) -> Tensor:
+    """Return the parts of `values` at the positions `ranges` of the dimension `dim`."""
+    return torch.cat([values.narrow(dim, each.start, len(each)) for each in ranges], dim)
 
 
 def _repeat_rows(rows: Tensor, copies: int) -> Tensor:
@@ -306,7 +314,9 @@ class TransformerBlock(nn.Module):
 
     def _run_attention(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         # By keyword: tensor parallelism transforms positional arguments.
-        attended = self.attention(self.attention_norm(hidden), rotation=context.rotation, masks=context.masks, noise=context.noise)
+        attended = self.attention(
+            self.attention_norm(hidden), rotation=context.rotation, methods=context.attention_methods, noise=context.noise
+        )
         return self.adapter.apply_adapter("after_attention", self.attention_dropout(attended, context.residual_noise))
 
     def _run_mlp(self, hidden: Tensor, context: ForwardContext) -> Tensor:

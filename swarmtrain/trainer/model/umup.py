@@ -71,15 +71,6 @@ class _ScaleForwardBackward(torch.autograd.Function):
         return gradient if ctx.backward_factor == 1 else gradient * ctx.backward_factor, None, None
 
 
-def build_output_layer(architecture: TransformerArchitectureConfig) -> nn.Linear:
-    """Return the output layer (hidden size to vocabulary), with u-muP scaling if the architecture enables it."""
-    return (
-        UnitScaledHead(architecture)
-        if architecture.umup.enable
-        else nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
-    )
-
-
 def compute_attention_scales(architecture: TransformerArchitectureConfig) -> tuple[float, float]:
     """Return the u-muP factors of the attention scores and of the attention output.
 

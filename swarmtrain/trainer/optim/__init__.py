@@ -30,6 +30,9 @@ from swarmtrain.trainer.optim.param_groups import ParameterGroup
 from swarmtrain.trainer.optim.update_rules import AdamW, Sgd, UpdateRule, get_gradient_or_raise
 from swarmtrain.trainer.parallel import EMBEDDING_WEIGHT, ParallelModel
 
+_LOSS_SCALE = "loss_scale/state"
+"""Name of the loss scaler's state among the tensors of the optimizer state."""
+
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
@@ -62,6 +65,7 @@ class Optimizer:
     def __init__(self, model: ParallelModel, config: Config, *, device_type: str | None = None) -> None:
         """Create the update rules of all groups. Raises TrainingError if the training_groups do not match the model's parameters.
 
+        If parameters of `model` have no values yet, the optimizer state has none either, until train_model loads or writes both.
         `device_type`: use the kernels for this type of device, such as "cuda"; default: that of the parameters.
         """
         self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained_names}
@@ -79,6 +83,8 @@ class Optimizer:
         """Number of the last step that this process ran; 0 before the first."""
         self.is_updating = False
         """True while an update is in progress: some parameters and moments are already updated, others not yet."""
+        if not model.initial_values.has_missing_values:
+            self.reset_state()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale, to be differentiated in its place; without loss scaling `loss` itself."""
@@ -185,16 +191,17 @@ class Optimizer:
             for kind, state in rule.moments.items()
             for name, tensor in state.items()
         }
-        return {**tensors, "loss_scale/state": self._loss_scaler.state} if self._loss_scaler else tensors
+        return {**tensors, _LOSS_SCALE: self._loss_scaler.state} if self._loss_scaler else tensors
 
-    def reset_state(self) -> None:
-        """Set the optimizer state to that at the start of a run."""
-        for _, _, rule in self._update_rules:
-            for state in rule.moments.values():
-                for tensor in state.values():
-                    tensor.zero_()
-        if self._loss_scaler:
-            self._loss_scaler.reset()
+    def reset_state(self, kept_names: Collection[str] = ()) -> None:
+        """Set the optimizer state to that at the start of a run, except the tensors `kept_names`, as `collect_state_tensors` names them."""
+        for name, tensor in self.collect_state_tensors().items():
+            if name in kept_names:
+                continue
+            if name == _LOSS_SCALE and self._loss_scaler:
+                self._loss_scaler.reset()
+            else:
+                tensor.zero_()
 
     def _clip_gradients(self, norm_tensor: Tensor) -> None:
         if self._max_gradient_norm:

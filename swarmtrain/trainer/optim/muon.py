@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from swarmtrain.config.schema.optimizer import OptimizerConfig
-from swarmtrain.trainer.optim.update_rules import NamedParameters, create_zero_state, get_gradient_or_raise
+from swarmtrain.trainer.optim.update_rules import NamedParameters, allocate_state, get_gradient_or_raise
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
 
 _NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -48,7 +48,7 @@ class Muon:
             shard_layout,
             full_precision,
         )
-        self.moments = {"muon_momentum": create_zero_state(parameters, config)}
+        self.moments = {"muon_momentum": allocate_state(parameters, config)}
         self._replica_group = replica_group
         # DTensor parameters are gathered on every replica, so all replicas compute their updates.
         costs = {

@@ -31,7 +31,7 @@ class UpdateRule(Protocol):
     moments: dict[str, NamedTensors]
     """Optimizer state: maps the name of each moment, such as exp_avg, to its tensors by parameter name.
 
-    Different update rules use different moment names.
+    Different update rules use different moment names. The tensors are allocated by the update rule, and initialized by the optimizer.
     """
 
     communicates: bool
@@ -61,7 +61,7 @@ class AdamW:
         self._fused_names = {
             name for name, parameter in parameters.items() if can_use_fused_kernel(shapes[name], device_type or parameter.device.type)
         }
-        self.moments = {kind: create_zero_state(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
+        self.moments = {kind: allocate_state(parameters, config) for kind in ("exp_avg", "exp_avg_sq")}
         # Step counters, one per parameter, since torch increments each. They are set before every step, so they are not saved.
         self._step_counters = torch.zeros(len(parameters), device=next(iter(parameters.values())).device)
 
@@ -121,7 +121,7 @@ class Sgd:
 
     def __init__(self, parameters: NamedParameters, config: OptimizerConfig) -> None:
         self._parameters, self._momentum = parameters, config.momentum
-        self.moments = {"sgd_momentum": create_zero_state(parameters, config)}
+        self.moments = {"sgd_momentum": allocate_state(parameters, config)}
 
     def prepare_step(self) -> None: ...
 
@@ -148,10 +148,10 @@ def get_gradient_or_raise(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def create_zero_state(parameters: NamedParameters, config: OptimizerConfig) -> NamedTensors:
-    """Return zero-initialized optimizer state for `parameters`, with the same shape and layout, in the configured state precision."""
+def allocate_state(parameters: NamedParameters, config: OptimizerConfig) -> NamedTensors:
+    """Return uninitialized optimizer state for `parameters`, with the same shape and layout, in the configured state precision."""
     use_bfloat16 = config.state_precision is StatePrecision.bfloat16
     return {
-        name: torch.zeros_like(parameter, dtype=torch.bfloat16 if use_bfloat16 else None, memory_format=torch.preserve_format)
+        name: torch.empty_like(parameter, dtype=torch.bfloat16 if use_bfloat16 else None, memory_format=torch.preserve_format)
         for name, parameter in parameters.items()
     }

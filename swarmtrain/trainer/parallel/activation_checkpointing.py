@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers the operation
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -34,6 +35,7 @@ _SAVED_OPERATIONS = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )
 """Operations whose results are saved by selective checkpointing, since recomputing them costs more than storing them."""

@@ -29,7 +29,7 @@ def compile_model(model: Transformer, device: torch.device) -> None:
 
     Raises TrainingError if this machine has no C++ compiler, or a GPU but no Triton.
     """
-    _check_compiler(device)
+    check_compiler(device, "trainer.compile")
     recompile_limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(recompile_limit, _GRAPHS_PER_BLOCK * len(model.blocks))  # for blocks that differ slightly
     for block in model.blocks:
@@ -53,13 +53,14 @@ def _use_compiled_forward_in_training(compiled_forward: Callable[..., Any], eage
     return forward
 
 
-def _check_compiler(device: torch.device) -> None:
+def check_compiler(device: torch.device, setting: str) -> None:
+    """Raise TrainingError if this machine lacks what torch.compile needs. `setting`: the config key that needs it."""
     from torch._inductor import config, cpp_builder, exc
     from torch.utils._triton import has_triton
 
     if device.type == "cuda" and not has_triton():
         raise TrainingError(
-            "needs Triton, which is not installed", place="config trainer.compile", hint="run pip install triton, or remove trainer.compile"
+            "needs Triton, which is not installed", place=f"config {setting}", hint=f"run pip install triton, or remove {setting}"
         )
     try:
         compiler = cpp_builder.get_cpp_compiler()
@@ -69,6 +70,6 @@ def _check_compiler(device: torch.device) -> None:
         tried = ", ".join(str(name) for name in config.cpp.cxx if name)
         raise TrainingError(
             f"needs a C++ compiler, but found none of {tried}",
-            place="config trainer.compile",
-            hint="use an image whose BASE_IMAGE has one, such as python:3.11-bookworm, or remove trainer.compile",
+            place=f"config {setting}",
+            hint=f"use an image whose BASE_IMAGE has one, such as python:3.11-bookworm, or remove {setting}",
         )

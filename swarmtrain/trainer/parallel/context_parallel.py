@@ -25,12 +25,13 @@ class ContextParallelGroup:
         self.size = mesh.size()
         self._mesh, self._rank = mesh, mesh.get_local_rank()
 
-    def select_positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of this rank's tokens in sequences of `length` tokens.
+    def select_ranges(self, length: int) -> tuple[range, ...]:
+        """Return the positions of this rank's tokens in sequences of `length` tokens: a chunk from the start and one from the end.
 
         `length` must be a multiple of twice the group size.
         """
-        return self._compute_all_positions(length, device)[self._rank]
+        size, last = length // (2 * self.size), 2 * self.size - 1
+        return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (self._rank, last - self._rank))
 
     def gather_key_value(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values (batch, head, sequence, head size) of the full sequence.
@@ -42,13 +43,9 @@ class ContextParallelGroup:
     def _gather_sequence(self, heads: Tensor) -> Tensor:
         sharded = DTensor.from_local(heads, self._mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
         gathered = sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        order = self._compute_all_positions(gathered.shape[_SEQUENCE_DIM], heads.device).flatten().argsort()
-        return gathered.index_select(_SEQUENCE_DIM, order)
-
-    def _compute_all_positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of each rank's tokens (ranks, tokens per rank)."""
-        chunks = torch.arange(length, device=device).view(2 * self.size, -1)
-        return torch.cat((chunks[: self.size], chunks[self.size :].flip(0)), dim=1)
+        # Each rank has a chunk from the start and one from the end. Unlike index_select, cat needs no atomic sums in its backward pass.
+        chunks = gathered.chunk(2 * self.size, _SEQUENCE_DIM)
+        return torch.cat((*chunks[::2], *reversed(chunks[1::2])), _SEQUENCE_DIM)
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:

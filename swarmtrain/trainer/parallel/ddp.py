@@ -103,7 +103,8 @@ class DdpModel:
         # pass runs before the first step.
         length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
         empty_batch = torch.zeros((rows_per_sample, length), dtype=torch.int64, device=device)
-        torch.autograd.backward(self(empty_batch, torch.full_like(empty_batch, IGNORE_INDEX)).sum())
+        with torch.autograd.set_detect_anomaly(False):  # parameters may have no values yet
+            torch.autograd.backward(self(empty_batch, torch.full_like(empty_batch, IGNORE_INDEX)).sum())
         for tensor in (*self._weights.weights, *self.parameters):
             tensor.grad = None
 

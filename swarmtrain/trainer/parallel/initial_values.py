@@ -12,7 +12,7 @@ from swarmtrain.trainer.parallel.shard_layout import ShardLayout
 
 
 class InitialValues:
-    """The initial values of this rank's parameters or shards, which are zero until they are written."""
+    """The initial values of this rank's parameters or shards, which are uninitialized until they are written."""
 
     def __init__(self, source: ParameterSource, shard_layout: ShardLayout, parameters: Mapping[str, nn.Parameter]) -> None:
         """`parameters`: this rank's parameters or shards, by parameter name in the full model."""

@@ -1,4 +1,4 @@
-"""Time and memory of the attention masks of long samples with several documents."""
+"""Time and memory of building the attention methods of long samples with several documents, which includes their masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from swarmtrain.trainer.acceptance.models import DOCUMENTS, MODEL_1B, TINY, merg
 from swarmtrain.trainer.acceptance.rows import Row
 from swarmtrain.trainer.acceptance.session import build_config
 from swarmtrain.trainer.acceptance.stages import StageContext
-from swarmtrain.trainer.model.attention import masks
+from swarmtrain.trainer.model.attention.selection import build_attention_methods
+from swarmtrain.trainer.model.attention.visibility import Visibility
 
 _LENGTHS = {"cuda": (8192, 16384, 32768), "cpu": (512, 1024)}
 _DOCUMENTS_PER_SAMPLE = 8
@@ -30,7 +31,7 @@ def run(context: StageContext) -> Iterator[Row]:
                 torch.cuda.reset_peak_memory_stats()
                 allocated = torch.cuda.memory_allocated()
             start_time = time.perf_counter()
-            built = masks.build_masks(architecture, 1, length, documents, device)
+            built = build_attention_methods(architecture, Visibility(1, length, device, documents), torch.bfloat16)
             if context.is_cuda:
                 torch.cuda.synchronize()
                 values["peak_gib"] = (torch.cuda.max_memory_allocated() - allocated) / 2**30

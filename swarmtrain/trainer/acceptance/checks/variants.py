@@ -25,6 +25,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 }
 """The model's size, by the type of the device."""
 _ROWWISE: Mapping[str, Any] = {name: {"scaling": "rowwise"} for name in FLOAT8["transformer_architecture"] if name.startswith("fp8")}
+_WINDOW: Mapping[str, Any] = {"num_local_attention_heads": 4, "local_attention_window_size": 32}
+_FLEX: Sections = {"trainer": {"attention_kernel": "flex"}}
 _LORA: Mapping[str, Any] = {"lora_config": {"rank": 4}, "weight_tying": False}
 
 
@@ -67,8 +69,19 @@ VARIANTS = (
     Variant("grouped-query attention", _architecture(attention_num_kv_heads=2), _bfloat16()),
     Variant("grouped-query attention, float32", _architecture(attention_num_kv_heads=2), tolerance=_FLOAT32_TOLERANCE),
     Variant("QK norm", _architecture(key_query_norm=True), _bfloat16()),
-    Variant("sliding window", _architecture(num_local_attention_heads=4, local_attention_window_size=32), _bfloat16()),
+    Variant("sliding window", _architecture(**_WINDOW), _bfloat16()),
     Variant("window in half of the heads", _architecture(num_local_attention_heads=2, local_attention_window_size=32), _bfloat16()),
+    Variant(
+        "window in every second layer",
+        _architecture(**_WINDOW, local_attention_layers=[True, False]),
+        _bfloat16(),
+    ),
+    Variant("window, grouped-query attention", _architecture(**_WINDOW, attention_num_kv_heads=2), _bfloat16()),
+    Variant("window and documents", merge_sections(DOCUMENTS, _architecture(**_WINDOW)), _bfloat16()),
+    Variant("window and documents, flex attention", merge_sections(DOCUMENTS, _architecture(**_WINDOW)), _bfloat16(_FLEX), needs_gpu=True),
+    Variant("documents, dense masks", DOCUMENTS, _bfloat16({"trainer": {"attention_kernel": "dense"}})),
+    Variant("soft-capping", _architecture(attention_softcap=20.0, logit_softcap=30.0), _bfloat16()),
+    Variant("soft-capping, flex attention", _architecture(**_WINDOW, attention_softcap=20.0), _bfloat16(_FLEX), needs_gpu=True),
     Variant("documents", DOCUMENTS, _bfloat16()),
     Variant("documents, float32", DOCUMENTS, tolerance=_FLOAT32_TOLERANCE),
     Variant("dropout", _architecture(dropout_embedding=0.1, dropout_after_attention=0.1, dropout_after_mlp=0.1), _bfloat16()),

@@ -1,7 +1,12 @@
 """Causal self-attention with grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-masks         which tokens attend to which, and the kernels that apply it
-block_mask    masks for flex attention
+visibility        which tokens attend to which
+attention_method  the interface of attention methods
+selection         the choice of a method
+dense             torch's scaled_dot_product_attention, without or with a mask
+varlen            flash attention on documents and windows
+flex              flex attention
+block_mask        the masks of flex attention
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ from torch import Tensor, nn
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
-from swarmtrain.trainer.model.attention.masks import AttentionOptions, Masks, compute_attention
+from swarmtrain.trainer.model.attention.attention_method import AttentionOptions
+from swarmtrain.trainer.model.attention.selection import AttentionMethods
 from swarmtrain.trainer.model.linear import build_linear
 from swarmtrain.trainer.model.norm import build_norm
 from swarmtrain.trainer.model.peft.lora import LoraAdapters
@@ -29,9 +35,9 @@ class Attention(nn.Module):
         self.gather_key_value: KeyValueGather | None = None
         """Function that gathers the keys and values of the full sequence (context parallelism); None without context parallelism."""
         self.head_size = architecture.head_size
-        self.num_local_attention_heads = architecture.num_local_attention_heads
+        self.num_local_attention_heads = architecture.count_local_heads(layer)
         self.position_type = architecture.relative_position_embedding_type
-        self.dropout = architecture.dropout_attention_probs
+        self.dropout, self.softcap = architecture.dropout_attention_probs, architecture.attention_softcap
         bias, key_value_width, fp8 = (
             architecture.attention_bias,
             architecture.kv_heads * architecture.head_size,
@@ -54,7 +60,7 @@ class Attention(nn.Module):
         self.query_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
         self.key_norm = build_norm(architecture.head_size, architecture) if architecture.key_query_norm else None
 
-    def forward(self, hidden: Tensor, *, rotation: Rotation | None, masks: Masks, noise: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, *, rotation: Rotation | None, methods: AttentionMethods, noise: Tensor | None) -> Tensor:
         """Return the attention output (batch, sequence, hidden size).
 
         `noise` (batch, sequence): the dropout noise of the tokens in `hidden`, see Dropout.
@@ -70,28 +76,28 @@ class Attention(nn.Module):
         if self.gather_key_value is not None:
             key, value = self.gather_key_value(key, value)
         if self.umup_scales is None:
-            attended = self._compute_attention(query, key, value, masks, None)
+            attended = self._compute_attention(query, key, value, methods, None)
         else:
             score_scale, output_scale = self.umup_scales
             query, key, value = (umup.scale_values_and_gradients(heads, 1.0, output_scale) for heads in (query, key, value))
-            attended = umup.scale_values_and_gradients(self._compute_attention(query, key, value, masks, score_scale), output_scale)
+            attended = umup.scale_values_and_gradients(self._compute_attention(query, key, value, methods, score_scale), output_scale)
         return self.lora.forward_with_lora("output", self.output, attended.transpose(1, 2).flatten(2), noise)
 
-    def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
+    def _compute_attention(self, query: Tensor, key: Tensor, value: Tensor, methods: AttentionMethods, scale: float | None) -> Tensor:
         """Return the attention output of each head (batch, head, sequence, head size).
 
         The first `num_local_attention_heads` heads of the full model use local (sliding-window) attention.
         """
-        how = AttentionOptions(self.dropout if self.training else 0.0, scale)
+        options = AttentionOptions(self.dropout if self.training else 0.0, scale, self.softcap)
         num_local_heads = min(max(0, self.num_local_attention_heads - self.first_head), query.shape[1])
         if num_local_heads in (0, query.shape[1]):
-            return compute_attention(query, key, value, masks.local if num_local_heads else masks.full, how)
+            return (methods.local if num_local_heads else methods.full).compute(query, key, value, options)
         num_local_key_heads = num_local_heads * key.shape[1] // query.shape[1]
-        local_output = compute_attention(
-            query[:, :num_local_heads], key[:, :num_local_key_heads], value[:, :num_local_key_heads], masks.local, how
+        local_output = methods.local.compute(
+            query[:, :num_local_heads], key[:, :num_local_key_heads], value[:, :num_local_key_heads], options
         )
-        full_output = compute_attention(
-            query[:, num_local_heads:], key[:, num_local_key_heads:], value[:, num_local_key_heads:], masks.full, how
+        full_output = methods.full.compute(
+            query[:, num_local_heads:], key[:, num_local_key_heads:], value[:, num_local_key_heads:], options
         )
         return torch.cat((local_output, full_output), dim=1)
 

@@ -6,15 +6,13 @@ compiler and a minute. Here only the range of positions and of document ids of e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Mask function: maps the indices of sample, head, query and key to whether the query attends to the key."""
+from swarmtrain.trainer.model.attention.visibility import Visibility
 
 BLOCK_SIZE = 128
 """Number of queries, and of keys, per block."""
@@ -27,23 +25,14 @@ class _BlockRanges(NamedTuple):
     highest: Tensor
 
 
-def build_block_mask(
-    mask_mod: MaskMod,
-    size: tuple[int, int],
-    device: torch.device,
-    *,
-    document_ids: Tensor | None,
-    window_size: int | None,
-    query_positions: Tensor | None,
-) -> BlockMask:
-    """Return the block mask of `mask_mod`, which masks later tokens, tokens outside the window, and tokens of other documents.
+def build_block_mask(visibility: Visibility) -> BlockMask:
+    """Return the block mask of `visibility`.
 
-    `size`: numbers of queries and keys. `document_ids` (batch, keys), `window_size` and `query_positions` (queries) as in
-    masks.build_masks. A block without visible keys may be marked as partly visible, in which case attention evaluates `mask_mod` for it.
+    A block without visible keys may be marked as partly visible, in which case attention evaluates the mask function for it.
     """
-    query_count, key_count = size
-    positions = torch.arange(key_count, device=device)
-    local_positions = positions[:query_count] if query_positions is None else query_positions
+    query_count, key_count = visibility.query_count, visibility.key_count
+    window_size, document_ids = visibility.window_size, visibility.document_ids
+    positions, local_positions = torch.arange(key_count, device=visibility.device), visibility.compute_query_positions()
     queries, keys = _find_block_ranges(local_positions[None]), _find_block_ranges(positions[None])
     visible = queries.highest[:, :, None] >= keys.lowest[:, None]
     full = queries.lowest[:, :, None] >= keys.highest[:, None]
@@ -60,7 +49,11 @@ def build_block_mask(
     full[:, query_count // BLOCK_SIZE :] = False
     full[:, :, key_count // BLOCK_SIZE :] = False
     block_mask: BlockMask = BlockMask.from_kv_blocks(
-        *_list_blocks(visible & ~full), *_list_blocks(full), BLOCK_SIZE, mask_mod=mask_mod, seq_lengths=size
+        *_list_blocks(visible & ~full),
+        *_list_blocks(full),
+        BLOCK_SIZE,
+        mask_mod=visibility.build_mask_mod(),
+        seq_lengths=(query_count, key_count),
     )
     return block_mask
 
