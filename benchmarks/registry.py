@@ -10,6 +10,7 @@ from benchmarks import (
     costs,
     data,
     heartbeats,
+    host_time,
     idle_services,
     lab_startup,
     launchers,
@@ -64,5 +65,8 @@ BENCHMARKS = (
     Benchmark("train-hf", "the trainer against Hugging Face's", training.measure_hugging_face),
     Benchmark("train-nanogpt", "the trainer against nanoGPT's", training.measure_nanogpt),
     Benchmark("train-whole", "overhead of a complete run, relative to its steps", training.measure_full_run),
+    Benchmark(
+        "tensor-parallel", "host time of a tensor-parallel layer, against one that is not sharded", host_time.measure_layer_host_time
+    ),
     Benchmark("costs", "kernels, casts, waits and bytes of a step on a GPU, against torchtitan's model", costs.measure_costs),
 )

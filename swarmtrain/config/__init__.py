@@ -75,11 +75,6 @@ class Config(Section):
                 "transformer_architecture.mlp_factor",
                 f"gives an MLP width of {architecture.mlp_width}, which is not a multiple of topology.model_parallel_size {tensor}",
             )
-        for name, size in (("model_parallel_size", tensor), ("context_parallel_size", self.topology.context_parallel_size)):
-            if self.trainer.compile and size > 1:
-                raise build_field_error(
-                    "trainer.compile", f"does not work with tensor or context parallelism, but topology.{name} is {size}"
-                )
         partition_layers(self.topology, architecture)
         _check_float8_layer_sizes(architecture, self.topology)
         if architecture.umup.enable:

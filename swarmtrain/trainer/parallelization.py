@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
 from swarmtrain.trainer.parallel.working_weights import get_sum_dtype
 from swarmtrain.trainer.runtime import Runtime
+
+LOG = logging.getLogger("swarmtrain")
 
 
 def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True) -> ParallelModel:
@@ -85,7 +88,7 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
     model.attention_kernel = config.trainer.attention_kernel
     if config.trainer.attention_kernel is AttentionKernel.flex and runtime.device.type == "cuda":
         compilation.check_compiler(runtime.device, "trainer.attention_kernel")
-    if config.trainer.compile:
+    if compilation.should_compile(config.trainer.compile, runtime.device, LOG.warning if runtime.is_rank_zero else LOG.debug):
         compilation.compile_model(model, runtime.device)
     pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None
     fsdp_names = frozenset(local_parameters if _has_sharded_state(config) else ())

@@ -16,19 +16,33 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.compilation import compile_model
 
+HYBRID_PIPELINE = {
+    **{"pipe_parallel_size": 2, "activation_checkpointing_type": "every_pipe_stage"},
+    **{"data_parallel_type": "hsdp", "data_parallel_shard_size": 2},
+}
+
 
 @pytest.mark.test_all_only("compiles with inductor")
-def test_compiled_replicas_equal_one_process_that_is_not(tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [
+        (HYBRID_PIPELINE, 4),
+        ({"model_parallel_size": 2, "sequence_parallel": True, "activation_checkpointing_type": "selective"}, 2),
+        ({"context_parallel_size": 2}, 2),
+    ],
+    ids=["pipeline x hsdp", "tensor and sequence parallel", "context parallel"],
+)
+def test_compiled_replicas_equal_one_process_that_is_not(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, topology: dict[str, Any], ranks: int
+) -> None:
     """With activation checkpointing, which wraps the compiled blocks; whichever rank holds parameters and optimizer state."""
     monkeypatch.setattr(worlds, "TIMEOUT_SECONDS", 300.0)  # a C++ compiler on a busy machine
     base = merge_config(config, trainer={"train_iterations": 4, "eval_iterations": 1}, topology={"micro_batch_size": 4})
     one = run_training(tmp_path / "one", base)
     # Each rank compiles in its own process, and for a generic processor: that halves the compile time.
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1", "ATEN_CPU_CAPABILITY": "default"}
-    stages = {"pipe_parallel_size": 2, "activation_checkpointing_type": "every_pipe_stage"}
-    divided = stages | {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2}
-    compiled = merge_config(base, trainer={"compile": True}, topology=divided)
-    assert compute_deviation(one, run_training(tmp_path / "compiled", compiled, 4, cache)) < 1e-5
+    compiled = merge_config(base, trainer={"compile": True}, topology=topology)
+    assert compute_deviation(one, run_training(tmp_path / "compiled", compiled, ranks, cache)) < 1e-5
     assert compute_deviation(read_validation_losses(tmp_path / "one"), read_validation_losses(tmp_path / "compiled")) < 1e-5
     assert list((tmp_path / "cache").rglob("*.so")), "nothing was compiled"
 

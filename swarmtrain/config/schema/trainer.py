@@ -187,11 +187,11 @@ class TrainerConfig(Section):
         description="Deterministic operations. ignore: the fastest operations. prefer: deterministic ones on GPUs if "
         "there are any. require: only deterministic ones.",
     )
-    compile: bool = Field(
-        False,
+    compile: bool | None = Field(
+        None,
         description="Compile the blocks, the output layer and the loss with torch.compile. The first step takes about 60 s longer, or a "
         "few seconds if docker_config.cache_dir has the compilation cache of an earlier run. Needs a C++ compiler in the "
-        "image, and Triton on GPUs.",
+        "image, and Triton on GPUs. null: on GPUs, unless something is missing, which is logged.",
     )
     attention_kernel: AttentionKernel = Field(
         AttentionKernel.auto,

@@ -20,7 +20,7 @@ TINY: Sections = {
     },
     "topology": {"global_batch_size": 4, "micro_batch_size": 4},
     "learning_rate_scheduler": {"learning_rate": 1e-4},
-    "trainer": {"train_iterations": _STEPS, "deterministic": "ignore"},
+    "trainer": {"train_iterations": _STEPS, "deterministic": "ignore", "compile": False},
 }
 """A Llama-like model that trains in milliseconds on a CPU."""
 MODEL_1B: Sections = {

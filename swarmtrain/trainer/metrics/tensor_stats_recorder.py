@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.schema.tensor_statistics import Statistic, TensorKind
 from swarmtrain.trainer import collectives
@@ -142,13 +141,12 @@ class TensorStatsRecorder:
         key = tensor_kind, tensor_name
         if key not in self._statistics_by_key:
             return
-        local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        row = tensor_stats.compute_partial_statistics(local_tensor, self._compute_dtype)
+        row = tensor_stats.compute_partial_statistics(tensor, self._compute_dtype)
         self._columns_by_key[key] = (
             tensor_stats.merge_partial_statistics(self._columns_by_key[key], row) if key in self._columns_by_key else row
         )
         if tensor_stats.needs_histogram(self._statistics_by_key[key]):
-            self._histograms[key] += tensor_stats.compute_histogram(local_tensor).cpu()
+            self._histograms[key] += tensor_stats.compute_histogram(tensor).cpu()
 
     def _find_configured_statistics(self, tensor_name: str) -> tuple[Statistic, ...]:
         """Return the statistics configured for the module or parameter `tensor_name`; empty if no pattern matches.
@@ -170,4 +168,4 @@ class TensorStatsRecorder:
 def _get_module_type(module: nn.Module) -> str:
     """Return the class name of `module`, without the prefixes that sharding and parametrization add."""
     name = type(module).__name__
-    return name.removeprefix("FSDP").removeprefix("Parametrized")
+    return name.removeprefix("FSDP").removeprefix("Parametrized").removeprefix("VocabularyParallel")

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from swarmtrain.config.schema.transformer_architecture import EmbeddingHeadConfig, Pooling, TransformerArchitectureConfig
@@ -31,7 +30,6 @@ class EmbeddingHead(nn.Module):
 
         `hidden` (texts, sequence, hidden size); `targets` (texts, sequence): tokens whose target is IGNORE_INDEX are not pooled.
         """
-        hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         vectors = (self._compute_pooling_weights(targets, hidden.dtype)[:, None] @ hidden).squeeze(1)
         for number, projection in enumerate(self.projections):

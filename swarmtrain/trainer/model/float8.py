@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.nn import functional
 
 from swarmtrain.config.schema.fp8 import FP8DType, FP8LinearConfig, FP8MatmulConfig, FP8Scaling
@@ -71,7 +70,8 @@ def compute_linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: F
     """Return `input` times the transpose of `weight` plus `bias`, like `functional.linear`, computed in float8 according to `recipe`."""
     if not input.numel():
         return functional.linear(input, weight, bias)  # an empty tensor has no maximum to compute a scale from
-    output = _matmul_sharded(input, weight, recipe) if isinstance(input, DTensor) else _matmul_local(input, weight, recipe)
+    matrix: Tensor = _Float8Matmul.apply(input.flatten(0, -2), weight, recipe)  # type: ignore[no-untyped-call]  # not typed in torch
+    output = matrix.view(*input.shape[:-1], -1)
     return output if bias is None else output + bias
 
 
@@ -87,27 +87,6 @@ def check_float8_support(architecture: TransformerArchitectureConfig, device: to
         place=f"config transformer_architecture.{next(iter(architecture.float8_layers))}",
         hint="remove it, or set transformer_architecture.fp8_emulate: true for a slow emulation of float8",
     )
-
-
-def _matmul_local(input: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
-    output: Tensor = _Float8Matmul.apply(input.flatten(0, -2), weight, recipe)  # type: ignore[no-untyped-call]  # not typed in torch
-    return output.view(*input.shape[:-1], -1)
-
-
-def _matmul_sharded(input: DTensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
-    """Return `input` times the transpose of `weight` as a DTensor.
-
-    `weight` is sharded over outputs (column-parallel) or over inputs (row-parallel).
-    """
-    if not isinstance(weight, DTensor):
-        raise TypeError("the input is a DTensor and the weight is not")
-    mesh, last_dimension = input.device_mesh, input.dim() - 1
-    is_colwise = weight.placements[0].is_shard(0)
-    # Column-parallel: a rank has complete values of some outputs. Row-parallel: it has a partial sum of every output.
-    output_placement, input_gradient_placement = (Shard(last_dimension), Partial()) if is_colwise else (Partial(), Shard(last_dimension))
-    placement: Placement = output_placement
-    output = _matmul_local(input.to_local(grad_placements=[input_gradient_placement]), weight.to_local(), recipe)
-    return DTensor.from_local(output, mesh, [placement], run_check=False)
 
 
 class _Float8Matmul(torch.autograd.Function):

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.schema.trainer import AttentionKernel
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
@@ -143,11 +142,10 @@ class Transformer(nn.Module):
             return vectors
         if not self.objective.is_sum_over_tokens or self.loss_chunk_size is None or targets.numel() <= self.loss_chunk_size:
             return self._compute_loss(hidden, targets)
-        local_hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         parameters = list(self.head.parameters())
         return chunked_loss.compute_chunked_loss(
             self._compute_loss,
-            local_hidden,
+            hidden,
             targets,
             parameters,
             chunk_size=self.loss_chunk_size,

@@ -19,9 +19,25 @@ from torch.nn import functional
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.vocabulary_parallel_loss import VocabularyParallelLoss
 
 _GRAPHS_PER_BLOCK = 2
 """Number of compiled graphs per block: one for a full micro batch, and one for an empty micro batch."""
+
+
+def should_compile(setting: bool | None, device: torch.device, report_warning: Callable[[str], None]) -> bool:
+    """Return whether to compile a model on `device`, given trainer.compile: by default on GPUs, if nothing is missing.
+
+    `report_warning` is called with what is missing. Raises TrainingError if something is missing although `setting` is True.
+    """
+    if setting is not None or device.type != "cuda":
+        return bool(setting)
+    try:
+        check_compiler(device, "trainer.compile")
+    except TrainingError as error:
+        report_warning(f"{error.place}: off, which makes training slower: {error.message}; {error.hint}")
+        return False
+    return True
 
 
 def compile_model(model: Transformer, device: torch.device) -> None:
@@ -39,6 +55,9 @@ def compile_model(model: Transformer, device: torch.device) -> None:
         # torch's own loss: its kernels are fused with the conversion of the logits, which then need no memory in float32.
         logits: Tensor = model.head(hidden)
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        if isinstance(model.loss, VocabularyParallelLoss):
+            losses: Tensor = model.loss(logits, targets.flatten())
+            return losses
         return functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
 
     compiled = torch.compile(compute_token_losses, dynamic=False)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.differentiable_collectives import RankGroup, gather_parts
 
 _SEQUENCE_DIM = 2
 """The sequence dimension of heads (batch, head, sequence, dimension)."""
@@ -23,7 +23,7 @@ class ContextParallelGroup:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
-        self._mesh, self._rank = mesh, mesh.get_local_rank()
+        self._group, self._rank = RankGroup.from_process_group(mesh.get_group()), mesh.get_local_rank()
 
     def select_ranges(self, length: int) -> tuple[range, ...]:
         """Return the positions of this rank's tokens in sequences of `length` tokens: a chunk from the start and one from the end.
@@ -41,10 +41,8 @@ class ContextParallelGroup:
         return self._gather_sequence(key), self._gather_sequence(value)
 
     def _gather_sequence(self, heads: Tensor) -> Tensor:
-        sharded = DTensor.from_local(heads, self._mesh, [Shard(_SEQUENCE_DIM)], run_check=False)
-        gathered = sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         # Each rank has a chunk from the start and one from the end. Unlike index_select, cat needs no atomic sums in its backward pass.
-        chunks = gathered.chunk(2 * self.size, _SEQUENCE_DIM)
+        chunks = gather_parts(heads, self._group, _SEQUENCE_DIM).chunk(2 * self.size, _SEQUENCE_DIM)
         return torch.cat((*chunks[::2], *reversed(chunks[1::2])), _SEQUENCE_DIM)
 
 

@@ -1,66 +1,72 @@
-"""Tensor parallelism: `parallelize_module` shards the model, then every shard becomes a plain tensor again.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): each rank has some of the attention heads, and a part of each MLP.
 
-parallelize_module creates DTensor parameters, which DistributedDataParallel cannot reduce and some optimizers do not support. So the local
-shard of each is registered as the parameter, with a parametrization that presents it to the layer as a DTensor. All code that handles
-parameters (DDP, fully_shard, AdamW, gradient clipping) receives plain tensors.
+A layer's first projections are column-parallel: a rank computes some of their outputs. Its last projection is row-parallel: a rank computes
+a partial sum of all outputs, and these are summed over ranks. So attention and MLP each need one collective in the forward pass, and one in
+the backward pass, for the gradient of their input. With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198) each rank has only
+a part of the sequence between them: the two collectives become an all-gather and a reduce-scatter.
+
+Parameters are plain tensors: this rank's shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Placement, Shard
+from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
-from swarmtrain.trainer.model.peft import ADAPTER_KEY, LORA_KEY
-from swarmtrain.trainer.model.peft.lora import Lora
+from swarmtrain.trainer.model.linear import FunctionalLinear
+from swarmtrain.trainer.model.mlp import Mlp, SwiGlu
+from swarmtrain.trainer.model.peft.lora import LoraAdapters
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.model.umup import LinearFunction, UnitScaledLinear
+from swarmtrain.trainer.parallel import differentiable_collectives
+from swarmtrain.trainer.parallel.differentiable_collectives import RankGroup
 from swarmtrain.trainer.parallel.vocabulary_parallel_loss import VocabularyParallelLoss
 
-_ROWWISE_LAYERS = ("output", "down")
+_SEQUENCE_DIM = 1
+_COLUMN_PARALLEL_LAYERS, _ROW_PARALLEL_LAYERS = ("query", "key", "value", "up", "gate"), ("output", "down")
 _PER_HEAD_MODULES = ("query_norm", "key_norm")
-_PER_POSITION_MODULES = ("positions",)
-_SEQUENCE_SHARDED_ADAPTERS = ("output.b", "down.b", "down_projection", "up_projection")
-"""Name suffixes of PEFT modules whose input under sequence parallelism has only this rank's positions.
+_PER_POSITION_MODULES = ("attention_norm", "mlp_norm", "norm", "positions", "down_projection", "up_projection")
+"""Modules outside of attention and MLP. With sequence parallelism, their input has only this rank's positions."""
 
-These are adapters, and LoRA's B matrices of row-parallel layers.
-"""
-
-
-class _AsDTensor(nn.Module):
-    """Parametrization that presents a layer's local shard as the DTensor that the layer's parallel style expects."""
-
-    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
-        super().__init__()
-        self.mesh = mesh
-        self.placement = placement
-
-    def forward(self, local: Tensor) -> Tensor:
-        return DTensor.from_local(local, self.mesh, [self.placement], run_check=False)
+TensorFunction = Callable[[Tensor], Tensor]
 
 
 class _SummedGradient(nn.Module):
     """Parametrization of a replicated parameter that sums its gradient over ranks.
 
-    Each rank computes the gradient from only its own heads or positions.
+    Each rank computes the gradient from only its own heads, outputs or positions.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, group: RankGroup) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.group = group
 
-    def forward(self, local: Tensor) -> Tensor:
-        return DTensor.from_local(local, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    def forward(self, parameter: Tensor) -> Tensor:
+        return differentiable_collectives.sum_gradients(parameter, self.group)
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Token embedding of which each rank has some of the rows."""
+
+    def __init__(self, weight: nn.Parameter, first_token: int, combine: TensorFunction) -> None:
+        """`weight`: the rows of the tokens from `first_token` on. `combine`: adds the ranks' embeddings."""
+        super().__init__()
+        self.weight, self.first_token, self._combine = weight, first_token, combine
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local_tokens = tokens - self.first_token
+        is_remote = (local_tokens < 0) | (local_tokens >= len(self.weight))
+        embedded = functional.embedding(local_tokens.masked_fill(is_remote, 0), self.weight)
+        return self._combine(embedded.masked_fill(is_remote.unsqueeze(-1), 0))
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> dict[str, Placement]:
@@ -71,39 +77,13 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     """
     if mesh.size() == 1:
         return {}
-    parallelize_module(model, mesh, _build_parallelize_plan(model, sequence_parallel=sequence_parallel), src_data_rank=None)
     model.loss = VocabularyParallelLoss(mesh.get_group())
     model.model_coordinate = model.model_coordinate[0], mesh.get_local_rank()
     if sequence_parallel:
         model.sequence_parallel_coordinate = mesh.get_local_rank(), mesh.size()
-    placements: dict[str, Placement] = {}
-    for name, module in model.named_modules():
-        for parameter_name, parameter in list(module._parameters.items()):
-            if isinstance(parameter, DTensor):
-                placement = parameter.placements[0]
-                if placement.is_shard():
-                    placements[f"{name}.{parameter_name}"] = placement
-                setattr(module, parameter_name, nn.Parameter(parameter.to_local().clone()))
-                parametrize.register_parametrization(module, parameter_name, _AsDTensor(mesh, placement), unsafe=True)
-            elif parameter is not None and _has_partial_gradient(name, sequence_parallel=sequence_parallel):
-                parametrize.register_parametrization(module, parameter_name, _SummedGradient(mesh), unsafe=True)
-        if isinstance(module, Lora) and name.endswith(_ROWWISE_LAYERS):
-            module.dropout.first_dimension = mesh.get_local_rank() * module.a.in_features // mesh.size()
-        if isinstance(module, Attention):
-            module.first_head = mesh.get_local_rank() * (model.architecture.num_attention_heads // mesh.size())
-    if model.has_tied_embeddings:
-        head, embedding = model.head.get_submodule("parametrizations.weight"), model.embedding.get_submodule("parametrizations.weight")
-        head.original = embedding.original
-        placements.pop("head.weight")
-    return placements
-
-
-def _has_partial_gradient(module_name: str, *, sequence_parallel: bool) -> bool:
-    """Return whether the parameters of `module_name` are replicated, but each rank computes only a part of their gradient."""
-    is_per_position = module_name.endswith(_PER_POSITION_MODULES) or (
-        (LORA_KEY in module_name or ADAPTER_KEY in module_name) and module_name.endswith(_SEQUENCE_SHARDED_ADAPTERS)
-    )
-    return module_name.endswith(_PER_HEAD_MODULES) or (sequence_parallel and is_per_position)
+    sharding = _TensorSharding(model, mesh, sequence_parallel=sequence_parallel)
+    sharding.shard_model()
+    return sharding.placements
 
 
 def collect_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -111,35 +91,107 @@ def collect_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("parametrizations.", "").removesuffix(".original"): parameter for name, parameter in model.named_parameters()}
 
 
-def _build_parallelize_plan(model: Transformer, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    residual_layout: Placement = Shard(1) if sequence_parallel else Replicate()
-    rowwise, colwise = RowwiseParallel(output_layouts=residual_layout), ColwiseParallel()
-    plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual_layout),
-    }
-    if not isinstance(model.head, EmbeddingHead):
-        plan["head"] = ColwiseParallel(input_layouts=residual_layout)
-    elif sequence_parallel:
-        plan["head"] = PrepareModuleInput(input_layouts=residual_layout, desired_input_layouts=Replicate())
-    for name, _ in model.named_modules():
-        parent, _, leaf = name.rpartition(".")
-        if LORA_KEY in name:
-            is_rowwise = parent.endswith(_ROWWISE_LAYERS)
-            if leaf == "a" and is_rowwise:
-                plan[name] = rowwise
-            elif leaf == "b" and not is_rowwise:
-                plan[name] = colwise
-        elif leaf in ("query", "key", "value", "up", "gate"):
-            plan[name] = colwise
-        elif leaf in _ROWWISE_LAYERS:
-            plan[name] = rowwise
-        elif sequence_parallel and leaf in ("attention_norm", "mlp_norm", "norm"):
-            plan[name] = SequenceParallel()
-        elif sequence_parallel and leaf in ("attention", "mlp"):
-            plan[name] = PrepareModuleInput(input_layouts=residual_layout, desired_input_layouts=Replicate())
-    # Modules of other pipeline stages are not on this rank, so it cannot shard them.
-    return {name: style for name, style in plan.items() if _is_local_module(model.get_submodule(name))}
+class _TensorSharding:
+    """Shards the modules of a model."""
+
+    def __init__(self, model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+        self.placements: dict[str, Placement] = {}
+        """The placements of sharded parameters, by name."""
+        self._model, self._rank, self._size = model, mesh.get_local_rank(), mesh.size()
+        self._group = RankGroup.from_process_group(mesh.get_group())
+        self._sequence_parallel = sequence_parallel
+        self._names = {module: name for name, module in model.named_modules()}
+        self._enter, self._leave = (
+            (
+                partial(differentiable_collectives.gather_parts, group=self._group, dim=_SEQUENCE_DIM),
+                partial(differentiable_collectives.sum_and_divide, group=self._group, dim=_SEQUENCE_DIM),
+            )
+            if sequence_parallel
+            else (
+                partial(differentiable_collectives.sum_gradients, group=self._group),
+                partial(differentiable_collectives.sum_over_ranks, group=self._group),
+            )
+        )
+
+    def shard_model(self) -> None:
+        """Shard all modules that are on this rank. Modules of other pipeline stages and custom blocks are left unchanged."""
+        for module in list(self._model.modules()):
+            if isinstance(module, Attention):
+                module.first_head = self._rank * (self._model.architecture.num_attention_heads // self._size)
+            if isinstance(module, Attention | Mlp | SwiGlu):
+                module.register_forward_pre_hook(partial(_transform_first_input, self._enter))
+                self._shard_layers(module)
+                self._shard_lora(module.lora)
+            if self._has_partial_gradient(module):
+                self._sum_gradients(module, *(name for name, _ in module.named_parameters(recurse=False)))
+        self._shard_vocabulary()
+
+    def _shard_layers(self, module: Attention | Mlp | SwiGlu) -> None:
+        for name, layer in module.named_children():
+            if name in _COLUMN_PARALLEL_LAYERS:
+                self._shard_parameters(layer, {"weight": 0, "bias": 0})
+            elif name in _ROW_PARALLEL_LAYERS and isinstance(layer, FunctionalLinear | UnitScaledLinear):
+                self._shard_parameters(layer, {"weight": 1})
+                layer.multiply = partial(_multiply_row_parallel, layer.multiply, self._leave)
+                if self._sequence_parallel and layer.bias is not None:
+                    self._sum_gradients(layer, "bias")
+
+    def _shard_lora(self, adapters: LoraAdapters) -> None:
+        for name, lora in adapters.items():
+            if name in _COLUMN_PARALLEL_LAYERS:
+                # A has the same output on all ranks; its gradient is that of this rank's outputs of B.
+                self._sum_gradients(lora.a, "weight")
+                self._shard_parameters(lora.b, {"weight": 0})
+            else:
+                lora.dropout.first_dimension = self._rank * lora.a.in_features // self._size
+                self._shard_parameters(lora.a, {"weight": 1})
+                lora.a.register_forward_hook(partial(_transform_output, self._leave))
+                if self._sequence_parallel:
+                    self._sum_gradients(lora.b, "weight")
+
+    def _shard_vocabulary(self) -> None:
+        embedding, head = self._model.embedding, self._model.head
+        if isinstance(embedding, nn.Embedding):
+            self._shard_parameters(embedding, {"weight": 0})
+            first_token = self._rank * len(embedding.weight)
+            self._model.embedding = VocabularyParallelEmbedding(embedding.weight, first_token, self._leave)
+        if isinstance(head, EmbeddingHead):
+            if self._sequence_parallel:
+                head.register_forward_pre_hook(partial(_transform_first_input, self._enter))
+        elif isinstance(head, nn.Linear):
+            head.register_forward_pre_hook(partial(_transform_first_input, self._enter))
+            if self._model.has_tied_embeddings:
+                head.weight = self._model.embedding.weight
+            else:
+                self._shard_parameters(head, {"weight": 0})
+
+    def _shard_parameters(self, module: nn.Module, dimensions: dict[str, int]) -> None:
+        """Replace parameters of `module`, by name, with this rank's shards along the given dimensions."""
+        for name, dim in dimensions.items():
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                shard = parameter.detach().chunk(self._size, dim)[self._rank]
+                setattr(module, name, nn.Parameter(shard.clone(), requires_grad=parameter.requires_grad))
+                self.placements[f"{self._names[module]}.{name}"] = Shard(dim)
+
+    def _sum_gradients(self, module: nn.Module, *names: str) -> None:
+        for name in names:
+            parametrize.register_parametrization(module, name, _SummedGradient(self._group), unsafe=True)
+
+    def _has_partial_gradient(self, module: nn.Module) -> bool:
+        """Return whether each rank computes only a part of the gradients of the replicated `module`."""
+        name = self._names.get(module, "").rpartition(".")[2]
+        return name in _PER_HEAD_MODULES or (self._sequence_parallel and name in _PER_POSITION_MODULES)
 
 
-def _is_local_module(module: nn.Module) -> bool:
-    return isinstance(module, EmbeddingHead) or next(module.parameters(), None) is not None
+def _multiply_row_parallel(multiply: LinearFunction, combine: TensorFunction, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    output = combine(multiply(input, weight, None))
+    return output if bias is None else output + bias
+
+
+def _transform_first_input(transform: TensorFunction, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return transform(inputs[0]), *inputs[1:]
+
+
+def _transform_output(transform: TensorFunction, _module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return transform(output)

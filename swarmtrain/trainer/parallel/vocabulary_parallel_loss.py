@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
+from swarmtrain.trainer.parallel.differentiable_collectives import RankGroup, reduce_tensor
 
 
 class VocabularyParallelLoss(nn.Module):
@@ -20,34 +21,34 @@ class VocabularyParallelLoss(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._rank = RankGroup.from_process_group(group), dist.get_rank(group)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = _VocabularyParallelCrossEntropy.apply(logits, targets, self._group)  # type: ignore[no-untyped-call]  # not typed in torch
+        local_targets = targets - self._rank * logits.shape[1]
+        loss: Tensor = _VocabularyParallelCrossEntropy.apply(logits, local_targets, targets != IGNORE_INDEX, self._group)  # type: ignore[no-untyped-call]  # not typed in torch
         return loss
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the loss of each token in nats. `logits` (tokens, vocabulary shard), `targets` (tokens)."""
-        max_logits = logits.amax(1)
-        dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=group)
-        shifted = logits - max_logits[:, None]
-        rows, columns = torch.arange(len(targets), device=targets.device), targets - dist.get_rank(group) * logits.shape[1]
+    def forward(ctx: Any, logits: Tensor, columns: Tensor, valid: Tensor, group: RankGroup) -> Tensor:
+        """Return the loss of each token in nats, 0 if it is not `valid`.
+
+        `logits` (tokens, vocabulary shard), `columns` (tokens): columns of the targets in this rank's shard, if they are in it.
+        """
+        shifted = logits - reduce_tensor(logits.amax(1), "max", group)[:, None]
+        rows = torch.arange(len(columns), device=columns.device)
         is_local = (columns >= 0) & (columns < logits.shape[1])
         columns = torch.where(is_local, columns, 0)
         target_logits = torch.where(is_local, shifted[rows, columns], 0)
         exponentials = shifted.exp_()
-        sums = torch.stack((exponentials.sum(1), target_logits))
-        dist.all_reduce(sums, group=group)
-        valid = targets != IGNORE_INDEX
+        sums = reduce_tensor(torch.stack((exponentials.sum(1), target_logits)), "sum", group)
         ctx.save_for_backward(exponentials.div_(sums[0][:, None]), rows, columns, is_local, valid)
         return torch.where(valid, sums[0].log() - sums[1], 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, rows, columns, is_local, valid = ctx.saved_tensors
         gradients = torch.where(valid[:, None], probabilities, 0)
         gradients[rows, columns] -= is_local.to(gradients.dtype)
-        return gradients.mul_(gradient[:, None]), None, None
+        return gradients.mul_(gradient[:, None]), None, None, None

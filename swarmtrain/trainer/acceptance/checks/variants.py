@@ -17,7 +17,7 @@ _CONTRASTIVE_TOLERANCE = 5e-2
 BASE: Sections = {
     "topology": {"global_batch_size": 4, "micro_batch_size": 2},
     "learning_rate_scheduler": {"learning_rate": 1e-3},
-    "trainer": {"train_iterations": 100, "deterministic": "ignore"},
+    "trainer": {"train_iterations": 100, "deterministic": "ignore", "compile": False},
 }
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"vocab_size": 1024, "hidden_size": 256, "num_layers": 4, "num_attention_heads": 4, "sequence_length": 512},

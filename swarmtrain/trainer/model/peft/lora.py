@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from swarmtrain.config.schema.transformer_architecture import LoraConfig, TransformerArchitectureConfig
 from swarmtrain.trainer.model.dropout import Dropout
@@ -28,9 +27,7 @@ class Lora(nn.Module):
         self.scale = config.alpha / config.rank
 
     def forward(self, input: Tensor, noise: Tensor | None) -> Tensor:
-        # Parallel layers may receive their input as a replicated DTensor; each rank holds all of it.
-        local_input = input.to_local() if isinstance(input, DTensor) else input
-        output: Tensor = self.b(self.a(self.dropout(local_input, noise)))
+        output: Tensor = self.b(self.a(self.dropout(input, noise)))
         return output * self.scale
 
 
