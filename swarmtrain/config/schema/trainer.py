@@ -185,7 +185,8 @@ class TrainerConfig(Section):
     deterministic: DeterminismMode = Field(
         DeterminismMode.prefer,
         description="Deterministic operations. ignore: the fastest operations. prefer: deterministic ones on GPUs if "
-        "there are any. require: only deterministic ones.",
+        "there are any, except for gradients of attention, which torch may sum in any order. require: only deterministic ones, so that a "
+        "resumed run equals an uninterrupted one bit for bit; an error if an operation has none.",
     )
     compile: bool | None = Field(
         None,
