@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 from benchmarks.measurement import ROOT, BenchmarkRow, measure_in_turns
 from swarmtrain import process
@@ -27,7 +28,7 @@ def measure_layer_host_time() -> Iterator[BenchmarkRow]:
     """Measure the host time, in milliseconds, of the forward and backward pass of a layer, with two tensor-parallel ranks and without."""
     for name, topology in (("", {}), ("/sequence-parallel", {"sequence_parallel": True})):
         result, baseline = measure_in_turns(
-            _REPEATS, lambda topology=topology: _measure({"model_parallel_size": 2, **topology}), lambda: _measure({}), warm_up=False
+            _REPEATS, partial(_measure, {"model_parallel_size": 2, **topology}), partial(_measure, {}), warm_up=False
         )
         description = f"host time of a layer's forward and backward pass, on one of two tensor-parallel ranks{name.replace('/', ', ')}"
         yield BenchmarkRow(f"tensor-parallel{name}", description, "ms", result, baseline, "a layer that is not sharded", goal=_GOAL)

@@ -1,4 +1,4 @@
-"""Print the milliseconds that the host needs for the forward and backward pass of one layer, on rank 0 of a simulated tensor-parallel world.
+"""Print the milliseconds of host time of one layer's forward and backward pass, on rank 0 of a simulated tensor-parallel world.
 
 The layer is tiny and collectives return at once, so the time is that of Python and of torch's dispatch: what a GPU would wait for.
 """
@@ -14,6 +14,7 @@ import torch
 from swarmtrain.config import Config
 from swarmtrain.trainer import Transformer, parallelize
 from swarmtrain.trainer.memory.simulated_rank import init_fake_process_group
+from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.runtime import Runtime
 
 _PASSES = 30
@@ -34,12 +35,14 @@ def _measure_pass(config: Config, world_size: int, layers: int) -> float:
     architecture = config.transformer_architecture.model_copy(update={"num_layers": layers})
     config = config.model_copy(update={"transformer_architecture": architecture})
     runtime = Runtime(config, 0, world_size, 0, torch.device("cpu"), run_name="benchmark", node="node0", coordinator_address=None)
-    model = parallelize(Transformer(architecture, 0), runtime)
+    model = parallelize(Transformer(architecture, 0), runtime).wrapped_model
+    if isinstance(model, PipelineModel):
+        raise TypeError("a pipeline stage cannot be measured alone")
     tokens = torch.zeros((1, architecture.sequence_length), dtype=torch.int64)
     seconds = []
     for _ in range(_PASSES):
         started_at = time.perf_counter()
-        torch.autograd.backward(model.wrapped_model(tokens, tokens))
+        torch.autograd.backward(model(tokens, tokens))
         seconds.append(time.perf_counter() - started_at)
     return statistics.median(seconds)
 

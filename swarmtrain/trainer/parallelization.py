@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement
 from swarmtrain.config import Config
 from swarmtrain.config.pipeline_layout import partition_layers
 from swarmtrain.config.schema.topology import DataParallelType, TopologyConfig
-from swarmtrain.config.schema.trainer import AttentionKernel
+from swarmtrain.config.schema.trainer import AttentionKernel, FrozenPrecision
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
@@ -41,7 +41,7 @@ from swarmtrain.trainer.parallel.initial_values import InitialValues
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
-from swarmtrain.trainer.parallel.working_weights import get_sum_dtype
+from swarmtrain.trainer.parallel.working_weights import get_sum_dtype, get_working_dtype
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
@@ -80,6 +80,7 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
         initialization.materialize_parameters,
         device=runtime.device,
         dtype=torch.float64 if precision is Precision.float64 else torch.float32,
+        frozen_dtype=get_working_dtype(precision) if config.trainer.frozen_precision is FrozenPrecision.working else None,
     )
     wrapped_model = _wrap_model(
         model, runtime, layout, materialize, tied_parameter_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None

@@ -86,6 +86,34 @@ def test_large_models_fit_into_gpus_of_80_gb(layers: int, width: int, ranks: int
     assert simulate_memory_peaks(config, ranks, 0)[1].size < 0.5 * 80e9
 
 
+def build_fine_tuning_config(layers: int, **sections: Any) -> Config:
+    """Return the config of a model with layers of 8 B parameters and a vocabulary of 128,256 tokens, that is tuned with LoRA on one GPU."""
+    shape = {
+        **{"vocab_size": 128256, "hidden_size": 4096, "num_layers": layers, "num_attention_heads": 32, "attention_num_kv_heads": 8},
+        **{"mlp_factor": 3.5, "sequence_length": 4096, "norm_type": "rms", "mlp_type": "swiglu", "weight_tying": False},
+        **{"precision": "bfloat16", "lora_config": {}},
+    }
+    topology = {"activation_checkpointing_type": "every_layer", "micro_batch_size": 1, "global_batch_size": 1}
+    return Config.model_validate_json(json.dumps({"topology": topology, "transformer_architecture": shape, **sections}))
+
+
+@pytest.mark.test_all_only("simulates a large model; the gate compares the memory of frozen parameters")
+def test_lora_on_a_model_of_8_b_parameters_fits_into_20_gib() -> None:
+    assert max(peak.size for peak in simulate_memory_peaks(build_fine_tuning_config(32), 1, 0)) < 20 * 2**30
+
+
+def test_frozen_parameters_take_two_bytes_each() -> None:
+    few, many = (simulate_memory_peaks(build_fine_tuning_config(layers), 1, 0)[1] for layers in (1, 2))
+    layer = (2 + 2 / 4 + 3 * 3.5) * 4096**2
+    assert (many.breakdown[AllocationKind.parameters] - few.breakdown[AllocationKind.parameters]) / layer == pytest.approx(2, rel=0.01)
+
+
+def test_preference_tuning_has_the_logits_of_one_chunk_in_memory() -> None:
+    data = {"data_prefixes": ["a"], "rejected_prefixes": ["b"]}
+    peak = simulate_memory_peaks(build_fine_tuning_config(1, data=data, trainer={"preference_config": {}}), 1, 0)[1]
+    assert 0 < peak.breakdown[AllocationKind.logits] < 2 * 2**30
+
+
 @pytest.mark.test_all_only("simulates many configs; the gate compares estimate and allocation")
 def test_memory_of_a_pipeline_with_many_micro_batches(config: Mapping[str, Any]) -> None:
     """The estimate extrapolated from short steps equals the peak of the full step."""

@@ -164,7 +164,6 @@ def test_it_generates_as_it_is_tuned(base_run: tuple[Path, dict[str, Any]], tmp_
     tokens = torch.randint(64, (2, 8))
     wanted = made(tokens)[:, -1]
     made.objective = PreferenceObjective(PreferenceConfig())
-    made.objective.prepare_model(made)
     torch.testing.assert_close(made.compute_next_token_logits(tokens), wanted)
     tuned, reference = made(tokens)[:, -1].chunk(2)
     torch.testing.assert_close(tuned, wanted)

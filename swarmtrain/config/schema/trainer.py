@@ -38,6 +38,13 @@ class AttentionKernel(StrEnum):
     dense = "dense"
 
 
+class FrozenPrecision(StrEnum):
+    """Data types of frozen parameters."""
+
+    working = "working"
+    float32 = "float32"
+
+
 class NonFiniteAction(StrEnum):
     """How to handle a NaN or Inf loss or gradient."""
 
@@ -150,6 +157,12 @@ class TrainerConfig(Section):
     save_frozen_parameters: bool = Field(
         True,
         description="false: checkpoints have only trained parameters; frozen ones are read from init_from at every start.",
+    )
+    frozen_precision: FrozenPrecision = Field(
+        FrozenPrecision.working,
+        description="Data type of frozen parameters. working: transformer_architecture.precision, in which the model computes with them "
+        "anyway; with bfloat16 they take 2 bytes each, not 6. float32: as those that are trained, so that checkpoints have the values of "
+        "init_from unrounded, if these are float32.",
     )
     ignore_keys_in_checkpoint: RegexPatterns = Field(
         (), description="Regular expressions, searched in parameter names: matches are not loaded from load_dir."

@@ -1,9 +1,9 @@
 """Cross-entropy loss over many tokens, with the logits of only one chunk of tokens in memory at a time.
 
-Logits are the largest activation of a model: tokens x vocabulary, in float32. Since the loss is the last operation of the forward pass,
-the backward pass of each chunk can run right after its loss is computed, down to the hidden states and the head's parameters. Then the
-chunk's logits are freed. The model's backward pass only multiplies these gradients by the gradient of the loss, a scalar. Nothing is
-computed twice.
+Logits are the largest activation of a model: tokens x vocabulary, in float32. If the loss is a sum over tokens, the last operation of the
+forward pass, the backward pass of each chunk can run right after its loss is computed, down to the hidden states and the head's parameters.
+Then the chunk's logits are freed. The model's backward pass only multiplies these gradients by the gradient of the loss, a scalar. Nothing
+is computed twice.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Maps hidden states (1, tokens, hidden size) and targets (tokens) to the summed loss."""
+"""Maps hidden states (1, tokens, hidden size) and targets (tokens) to the summed loss, or to the loss of each token."""
 
 
 def compute_chunked_loss(
@@ -33,18 +34,12 @@ def compute_chunked_loss(
     ranks that each hold a part of every sequence; `loss_function` gathers and concatenates these parts. `parameters`: the parameters
     that `loss_function` uses; they receive gradients.
     """
-    flat_hidden, ordered_targets = hidden.flatten(0, 1), targets.view(len(targets), sequence_shards, -1).transpose(0, 1).flatten(1)
-    local_chunk_size = -(-chunk_size // sequence_shards)
-    target_chunks = [target_chunk.flatten() for target_chunk in torch.split(ordered_targets, local_chunk_size, 1)]
+    hidden_chunks, target_chunks = _divide_into_chunks(hidden, targets, chunk_size, sequence_shards)
+    flat_targets = [chunk.flatten() for chunk in target_chunks]
     if not torch.is_grad_enabled():
-        return torch.stack(
-            [
-                loss_function(hidden_chunk[None], target_chunk)
-                for hidden_chunk, target_chunk in zip(torch.split(flat_hidden, local_chunk_size), target_chunks, strict=True)
-            ]
-        ).sum()
+        return torch.stack([loss_function(chunk[None], target) for chunk, target in zip(hidden_chunks, flat_targets, strict=True)]).sum()
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    loss: Tensor = _ChunkedLoss.apply(flat_hidden, loss_function, local_chunk_size, target_chunks, *trainable)  # type: ignore[no-untyped-call]  # not typed in torch
+    loss: Tensor = _ChunkedLoss.apply(hidden.flatten(0, 1), loss_function, len(hidden_chunks[0]), flat_targets, *trainable)  # type: ignore[no-untyped-call]  # not typed in torch
     return loss
 
 
@@ -83,3 +78,26 @@ class _ChunkedLoss(torch.autograd.Function):
             None,
             *(parameter_gradient.mul_(gradient) for parameter_gradient in parameter_gradients),  # autograd casts them
         )
+
+
+def compute_token_losses(loss_function: LossFunction, hidden: Tensor, targets: Tensor, *, chunk_size: int, sequence_shards: int) -> Tensor:
+    """Return the loss of each token, flattened to one dimension, computed in chunks of `chunk_size` tokens.
+
+    Arguments as for compute_chunked_loss, except that `loss_function` returns the loss of each token. The gradients depend on what is
+    computed from the losses, so the logits of each chunk are computed again in the backward pass.
+    """
+    flat_hidden, target_chunks = _divide_into_chunks(hidden, targets, chunk_size, sequence_shards)
+    losses = [
+        checkpoint(loss_function, hidden_chunk[None], target_chunk.flatten(), use_reentrant=False).view(sequence_shards, -1)
+        for hidden_chunk, target_chunk in zip(flat_hidden, target_chunks, strict=True)
+    ]
+    return torch.cat(losses, dim=1).view(sequence_shards, len(targets), -1).transpose(0, 1).flatten()
+
+
+def _divide_into_chunks(
+    hidden: Tensor, targets: Tensor, chunk_size: int, sequence_shards: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the chunks of this rank's hidden states (tokens, hidden size), and of the targets (sequence shards, tokens)."""
+    ordered_targets = targets.view(len(targets), sequence_shards, -1).transpose(0, 1).flatten(1)
+    local_chunk_size = -(-chunk_size // sequence_shards)
+    return torch.split(hidden.flatten(0, 1), local_chunk_size), torch.split(ordered_targets, local_chunk_size, 1)

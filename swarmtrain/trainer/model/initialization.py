@@ -86,18 +86,21 @@ def select_all(size: torch.Size) -> Region:
     return tuple(slice(0, length) for length in size)
 
 
-def materialize_parameters(module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+def materialize_parameters(
+    module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32, frozen_dtype: torch.dtype | None = None
+) -> None:
     """Replace the meta parameters of `module` with uninitialized parameters on `device`, and move the buffers of `module` there.
 
-    A parameter that several modules share remains shared.
+    `frozen_dtype`: type of the parameters that need no gradient; None: `dtype`. A parameter that several modules share remains shared.
     """
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter.device.type == "meta":
                 if parameter not in materialized:
+                    own_dtype = dtype if parameter.requires_grad or frozen_dtype is None else frozen_dtype
                     materialized[parameter] = nn.Parameter(
-                        torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
+                        torch.empty(parameter.shape, dtype=own_dtype, device=device), requires_grad=parameter.requires_grad
                     )
                 setattr(owner, key, materialized[parameter])
         for key, buffer in list(owner.named_buffers(recurse=False)):

@@ -7,7 +7,6 @@ this module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +30,9 @@ class Objective:
     is_sum_over_tokens = True
     """True if the loss is a sum with one term per token. It can then be computed in chunks, which saves memory, and with context
     parallelism, where each rank has only a part of every sequence. False if the loss needs full sequences."""
-    copies_per_row = 1
-    """Number of copies of each row in a forward pass, such as 2 for a tuned and a reference model. The batch has all rows, then all rows
-    again. If it is above 1, `is_sum_over_tokens` must be False."""
+    has_reference = False
+    """True if each row is also processed by the reference model: the model without LoRA and adapters, and without gradients. Hidden states
+    are those of all rows, then those of the reference model. `is_sum_over_tokens` must then be False."""
 
     def prepare_model(self, model: nn.Module) -> None:
         """Modify `model` in place as the objective requires. `model` is the full model, before it is parallelized."""
@@ -41,8 +40,8 @@ class Objective:
     def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss, a scalar that the backward pass differentiates.
 
-        `token_losses`: cross-entropy of each token in nats, 0 for tokens without a target; one dimension, with all rows of the first
-        copy, then those of the next. `targets`: IGNORE_INDEX for tokens without a loss; (rows, sequence), or one dimension if the loss is
+        `token_losses`: cross-entropy of each token in nats, 0 for tokens without a target; one dimension, with all rows, then those of the
+        reference model. `targets`: IGNORE_INDEX for tokens without a loss; (rows, sequence), or one dimension if the loss is
         a sum over tokens. The rows of a sample are consecutive.
         """
         return token_losses.sum()
@@ -51,9 +50,10 @@ class Objective:
         """Return how many loss units were correct since the last call, and reset the counter. None if nothing was counted."""
         return None
 
-    def enter_generation_mode(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context manager for text generation: `model` returns the trained model's logits once for each row."""
-        return nullcontext()
+    @property
+    def copies_per_row(self) -> int:
+        """Number of hidden states of each token: one for each model that processes it."""
+        return 2 if self.has_reference else 1
 
 
 @dataclass(frozen=True)

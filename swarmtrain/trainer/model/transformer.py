@@ -25,7 +25,8 @@ docs/explanation/model.md has the formulas and their sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ from swarmtrain.trainer.model.norm import build_norm
 from swarmtrain.trainer.model.objective import Objective
 from swarmtrain.trainer.model.output_layer import build_output_layer
 from swarmtrain.trainer.model.peft.adapter import LayerAdapters
+from swarmtrain.trainer.model.peft.lora import LoraAdapters
 from swarmtrain.trainer.model.rotary import RotaryEmbedding, Rotation, find_document_starts
 from swarmtrain.trainer.model.sequence_shard import SequenceShard
 from swarmtrain.trainer.random_seeds import derive_seed, seed_torch
@@ -69,6 +71,8 @@ class ForwardContext(NamedTuple):
 
     None without dropout.
     """
+    has_reference: bool
+    """Whether the second half of the batch is processed by the reference model."""
 
 
 class Transformer(nn.Module):
@@ -100,7 +104,8 @@ class Transformer(nn.Module):
         self.embedding_dropout = Dropout(architecture.dropout_embedding, "embedding")
         self.rotary = RotaryEmbedding(architecture)
         with torch.device("meta"):
-            self.embedding = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+            embedding = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+            self.embedding: nn.Module = embedding
             self.positions = LearnedPositions(architecture) if architecture.learned_positions else None
             self.blocks = nn.ModuleList(TransformerBlock(architecture, layer) for layer in range(architecture.num_layers))
             self.norm = build_norm(architecture.hidden_size, architecture)
@@ -110,7 +115,7 @@ class Transformer(nn.Module):
             )
         self.loss: nn.Module = InPlaceCrossEntropyLoss()
         if self.has_tied_embeddings:
-            self.head.weight = self.embedding.weight
+            self.head.weight = embedding.weight
 
     def init_weights(self, device: torch.device | None = None) -> Transformer:
         """Initialize all parameters on `device` (default: CPU), and return this model."""
@@ -127,13 +132,11 @@ class Transformer(nn.Module):
         If the output layer is tensor-parallel, logits are those of this rank's vocabulary shard. With context parallelism, logits and
         loss are those of this rank's part of the sequences.
         """
-        copies = self.objective.copies_per_row
-        tokens, documents = _repeat_rows(tokens, copies), None if documents is None else _repeat_rows(documents, copies)
         length = self._infer_sequence_length(tokens)
         ranges = None if self.sequence_shard is None else self.sequence_shard.select_ranges(length)
         if ranges is not None and targets is not None:
             targets = _select_positions(targets, ranges, dim=1)
-        hidden = self._compute_hidden_states(tokens, length, documents, ranges)
+        hidden = self._compute_hidden_states(tokens, length, documents, ranges, has_reference=self.objective.has_reference)
         if targets is None:
             logits: Tensor = self.head(hidden)
             return logits
@@ -156,32 +159,53 @@ class Transformer(nn.Module):
         """Return the logits (batch, vocabulary) for the token that follows the last of `tokens`. For `documents`, see `forward`."""
         length = self._infer_sequence_length(tokens)
         ranges = None if self.sequence_shard is None else self.sequence_shard.select_ranges(length)
-        with self.objective.enter_generation_mode(self):
-            logits: Tensor = self.head(self._compute_hidden_states(tokens, length, documents, ranges)[:, -1:])
+        logits: Tensor = self.head(self._compute_hidden_states(tokens, length, documents, ranges, has_reference=False)[:, -1:])
         return logits[:, -1]
 
-    def _compute_hidden_states(self, tokens: Tensor, length: int, documents: Tensor | None, ranges: tuple[range, ...] | None) -> Tensor:
+    def _compute_hidden_states(
+        self, tokens: Tensor, length: int, documents: Tensor | None, ranges: tuple[range, ...] | None, *, has_reference: bool
+    ) -> Tensor:
         """Return the input of the head (batch, sequence, hidden size).
 
-        `ranges`: positions of this rank's tokens in sequences of `length` tokens; None: all tokens.
+        `ranges`: positions of this rank's tokens in sequences of `length` tokens; None: all tokens. `has_reference`: also return the hidden
+        states of the reference model, as a second half of the batch.
         """
         if ranges is not None and tokens.dim() == 2:
             tokens = _select_positions(tokens, ranges, dim=1)
         self.refresh_weights()
         hidden = self.embedding(tokens)
-        context = self._build_forward_context(tokens, length, documents, ranges, hidden.dtype)
+        context = self._build_forward_context(tokens, length, documents, ranges, hidden.dtype, has_reference=has_reference)
         if self.positions is not None:
             hidden = self.positions(hidden, context.position_ids)
-        hidden = self.embedding_dropout(hidden, context.residual_noise)
+        if tokens.dim() == 2:  # else hidden states from the previous pipeline stage
+            dropped = self.embedding_dropout(hidden, context.residual_noise)
+            hidden = torch.cat((dropped, hidden.detach())) if has_reference else dropped
         for block in self.blocks:
             hidden = block(hidden, context=context)
         normalized: Tensor = self.norm(hidden)
         return normalized
 
     def _compute_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the objective's summed loss. `hidden` has `copies_per_row` copies of each row, `targets` has one."""
-        token_losses = self.compute_token_losses(hidden, _repeat_rows(targets, self.objective.copies_per_row))
-        return self.objective.compute_loss(token_losses, targets)
+        """Return the objective's summed loss. `hidden` also has the hidden states of the reference model, if the objective needs them."""
+        if not self.objective.has_reference:
+            return self.objective.compute_loss(self._compute_all_token_losses(hidden, targets), targets)
+        hidden, reference = hidden.chunk(2)
+        losses = self._compute_all_token_losses(hidden, targets)
+        with torch.no_grad():
+            reference_losses = self._compute_all_token_losses(reference, targets)
+        return self.objective.compute_loss(torch.cat((losses, reference_losses)), targets)
+
+    def _compute_all_token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss in nats of each target, flattened to one dimension, with the logits of one chunk in memory at a time."""
+        if self.objective.is_sum_over_tokens or self.loss_chunk_size is None or targets.numel() <= self.loss_chunk_size:
+            return self.compute_token_losses(hidden, targets)
+        return chunked_loss.compute_token_losses(
+            self.compute_token_losses,
+            hidden,
+            targets,
+            chunk_size=self.loss_chunk_size,
+            sequence_shards=self.sequence_parallel_coordinate[1],
+        )
 
     def compute_token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats of each target, flattened to one dimension."""
@@ -199,14 +223,22 @@ class Transformer(nn.Module):
         return inputs.shape[1] * (1 if inputs.dim() == 2 else shard_count)
 
     def _build_forward_context(
-        self, inputs: Tensor, length: int, documents: Tensor | None, ranges: tuple[range, ...] | None, dtype: torch.dtype
+        self,
+        inputs: Tensor,
+        length: int,
+        documents: Tensor | None,
+        ranges: tuple[range, ...] | None,
+        dtype: torch.dtype,
+        *,
+        has_reference: bool,
     ) -> ForwardContext:
         """Return the inputs that all layers share, for sequences of `length` tokens, whose hidden states have the type `dtype`.
 
         `ranges`: positions of this rank's tokens in their sequences; None if this rank has full sequences.
         """
         attention_documents = documents if self.architecture.reset_attention_mask else None
-        visibility = Visibility(len(inputs), length, inputs.device, attention_documents, query_ranges=ranges)
+        batch_size = len(inputs) // 2 if has_reference and inputs.dim() == 3 else len(inputs)
+        visibility = Visibility(batch_size, length, inputs.device, attention_documents, query_ranges=ranges)
         document_starts = find_document_starts(documents) if documents is not None and self.architecture.reset_position_ids else None
         rotation = self.rotary(length, dtype, document_starts)
         if rotation is not None and ranges is not None:
@@ -214,7 +246,7 @@ class Transformer(nn.Module):
         shard_index, shard_count = self.sequence_parallel_coordinate
         token_positions = visibility.compute_query_positions()
         local_positions = token_positions.view(shard_count, -1)[shard_index]
-        noise = dropout.compute_token_noise(inputs.shape[0], token_positions) if self.architecture.has_dropout else None
+        noise = dropout.compute_token_noise(batch_size, token_positions) if self.architecture.has_dropout else None
         residual_noise = None if noise is None else noise.view(len(noise), shard_count, -1)[:, shard_index]
         position_ids = None
         if self.positions is not None:
@@ -222,7 +254,7 @@ class Transformer(nn.Module):
         if self.architecture.dropout_attention_probs:
             seed_torch(derive_seed(torch.initial_seed(), *self.model_coordinate))
         methods = build_attention_methods(self.architecture, visibility, dtype, self.attention_kernel)
-        return ForwardContext(rotation, position_ids, methods, noise, residual_noise)
+        return ForwardContext(rotation, position_ids, methods, noise, residual_noise, has_reference)
 
 
 def _do_nothing() -> None: ...
@@ -231,14 +263,6 @@ def _do_nothing() -> None: ...
 def _select_positions(values: Tensor, ranges: tuple[range, ...], dim: int) -> Tensor:
     """Return the parts of `values` at the positions `ranges` of the dimension `dim`."""
     return torch.cat([values.narrow(dim, each.start, len(each)) for each in ranges], dim)
-
-
-def _repeat_rows(rows: Tensor, copies: int) -> Tensor:
-    """Return `rows` (batch, sequence) repeated along the batch.
-
-    Hidden states from an earlier pipeline stage already have all copies; they are returned unchanged.
-    """
-    return rows.repeat(copies, 1) if copies > 1 and rows.dim() == 2 else rows
 
 
 class InPlaceCrossEntropyLoss(nn.Module):
@@ -295,6 +319,27 @@ class TransformerBlock(nn.Module):
         self.scales = umup.compute_residual_scales(architecture, layer) if architecture.umup.enable else None
 
     def forward(self, hidden: Tensor, *, context: ForwardContext) -> Tensor:
+        """Return the hidden states after this block, with the shape of `hidden`."""
+        if not context.has_reference:
+            return self.compute_hidden(hidden, context)
+        hidden, reference = hidden.chunk(2)
+        with torch.no_grad(), self._disable_adapters():
+            reference = self.compute_hidden(reference, context._replace(noise=None, residual_noise=None))
+        return torch.cat((self.compute_hidden(hidden, context), reference))
+
+    @contextmanager
+    def _disable_adapters(self) -> Iterator[None]:
+        modules = [module for module in self.modules() if isinstance(module, LoraAdapters | LayerAdapters)]
+        for module in modules:
+            module.is_enabled = False
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.is_enabled = True
+
+    def compute_hidden(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Return the hidden states after this block, for one model."""
         if self.parallel_residual:
             return hidden + self._run_attention(hidden, context) + self._run_mlp(hidden, context)
         if self.scales is None:

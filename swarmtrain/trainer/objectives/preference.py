@@ -1,24 +1,18 @@
 """Preference loss over pairs of responses: direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290).
 
-Samples are ordered in pairs, the preferred response followed by the rejected response. Each forward pass processes every sample
-twice: once with LoRA or adapters, and once without them, which gives the reference model's output. So no second
-model is needed, and every form of parallelism works without changes.
+Samples are ordered in pairs, the preferred response followed by the rejected response. The reference model is the model without LoRA and
+adapters, so no second model is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from swarmtrain.config.schema.objectives import PreferenceConfig
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.objective import Objective
-from swarmtrain.trainer.model.peft.adapter import LayerAdapters
-from swarmtrain.trainer.model.peft.lora import LoraAdapters
 
 
 class PreferenceObjective(Objective):
@@ -27,16 +21,11 @@ class PreferenceObjective(Objective):
     loss_unit = "pair"
     has_accuracy = True
     is_sum_over_tokens = False
-    copies_per_row = 2
+    has_reference = True
 
     def __init__(self, config: PreferenceConfig) -> None:
         self._config = config
         self._correct_count: Tensor | None = None
-
-    def prepare_model(self, model: nn.Module) -> None:
-        """Make LoRA and adapters of `model` apply only to the first copy of each batch; the second gives the reference model's output."""
-        for module in _find_adapters(model):
-            module.first_half_only = True
 
     def compute_loss(self, token_losses: Tensor, targets: Tensor) -> Tensor:
         """Return the DPO loss in nats, summed over all pairs. A pair without loss tokens has a loss of 0.
@@ -45,7 +34,7 @@ class PreferenceObjective(Objective):
         model. `targets` (responses, sequence): the two responses of a pair are consecutive.
         """
         log_probabilities = -token_losses.view(2, -1, 2, targets.shape[1]).sum(-1)
-        log_ratios = log_probabilities[0] - log_probabilities[1].detach()
+        log_ratios = log_probabilities[0] - log_probabilities[1]
         margins = self._config.beta * (log_ratios[:, 0] - log_ratios[:, 1])
         label_smoothing = self._config.label_smoothing
         pair_losses = -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
@@ -62,19 +51,3 @@ class PreferenceObjective(Objective):
         """
         correct_count, self._correct_count = self._correct_count, None
         return correct_count
-
-    @contextmanager
-    def enter_generation_mode(self, model: nn.Module) -> Iterator[None]:
-        """Context manager that makes LoRA and adapters of `model` apply to the full batch."""
-        restricted = [module for module in _find_adapters(model) if module.first_half_only]
-        for module in restricted:
-            module.first_half_only = False
-        try:
-            yield
-        finally:
-            for module in restricted:
-                module.first_half_only = True
-
-
-def _find_adapters(model: nn.Module) -> Iterator[LoraAdapters | LayerAdapters]:
-    return (module for module in model.modules() if isinstance(module, LoraAdapters | LayerAdapters))

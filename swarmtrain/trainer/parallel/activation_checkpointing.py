@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from swarmtrain.config.schema.topology import ActivationCheckpointing
-from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.model.transformer import Transformer, TransformerBlock
 
 _aten = torch.ops.aten
 _SAVED_OPERATIONS = frozenset(
@@ -49,7 +49,9 @@ def checkpoint_layers(model: Transformer, mode: ActivationCheckpointing) -> None
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
     if mode in (ActivationCheckpointing.every_layer, ActivationCheckpointing.selective):
         for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+            # A block of the reference model has no activations to save.
+            name = "compute_hidden" if isinstance(block, TransformerBlock) else "forward"
+            setattr(block, name, partial(checkpoint, getattr(block, name), use_reentrant=False, **options))
 
 
 def checkpoint_stage(stage_model: Transformer, mode: ActivationCheckpointing) -> None:

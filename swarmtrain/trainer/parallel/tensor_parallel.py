@@ -57,10 +57,10 @@ class _SummedGradient(nn.Module):
 class VocabularyParallelEmbedding(nn.Module):
     """Token embedding of which each rank has some of the rows."""
 
-    def __init__(self, weight: nn.Parameter, first_token: int, combine: TensorFunction) -> None:
-        """`weight`: the rows of the tokens from `first_token` on. `combine`: adds the ranks' embeddings."""
+    def __init__(self, shard: nn.Embedding, first_token: int, combine: TensorFunction) -> None:
+        """`shard`: has the rows of the tokens from `first_token` on. `combine`: adds the ranks' embeddings."""
         super().__init__()
-        self.weight, self.first_token, self._combine = weight, first_token, combine
+        self.weight, self.first_token, self._combine = shard.weight, first_token, combine
 
     def forward(self, tokens: Tensor) -> Tensor:
         local_tokens = tokens - self.first_token
@@ -137,7 +137,7 @@ class _TensorSharding:
                     self._sum_gradients(layer, "bias")
 
     def _shard_lora(self, adapters: LoraAdapters) -> None:
-        for name, lora in adapters.items():
+        for name, lora in adapters.by_layer.items():
             if name in _COLUMN_PARALLEL_LAYERS:
                 # A has the same output on all ranks; its gradient is that of this rank's outputs of B.
                 self._sum_gradients(lora.a, "weight")
@@ -154,14 +154,14 @@ class _TensorSharding:
         if isinstance(embedding, nn.Embedding):
             self._shard_parameters(embedding, {"weight": 0})
             first_token = self._rank * len(embedding.weight)
-            self._model.embedding = VocabularyParallelEmbedding(embedding.weight, first_token, self._leave)
+            self._model.embedding = VocabularyParallelEmbedding(embedding, first_token, self._leave)
         if isinstance(head, EmbeddingHead):
             if self._sequence_parallel:
                 head.register_forward_pre_hook(partial(_transform_first_input, self._enter))
         elif isinstance(head, nn.Linear):
             head.register_forward_pre_hook(partial(_transform_first_input, self._enter))
-            if self._model.has_tied_embeddings:
-                head.weight = self._model.embedding.weight
+            if self._model.has_tied_embeddings and isinstance(embedding, nn.Embedding):
+                head.weight = embedding.weight
             else:
                 self._shard_parameters(head, {"weight": 0})
 

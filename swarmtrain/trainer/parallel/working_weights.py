@@ -1,8 +1,8 @@
 """Mixed precision: the weights with which a model computes, cast from its parameters once per step.
 
 In bfloat16 and float16 the optimizer updates float32 parameters, and forward and backward passes use copies of them in the lower precision
-(Micikevicius et al. 2017, arXiv 1710.03740). All operations of a pass then have inputs of one type, so nothing is cast within it, except
-the logits. In other precisions, the weights are the parameters themselves.
+(Micikevicius et al. 2017, arXiv 1710.03740). Frozen parameters may have the lower precision themselves. All operations of a pass then have
+inputs of one type, so nothing is cast within it, except the logits. In other precisions, the weights are the parameters themselves.
 
 fully_shard has its own copies: see fsdp.py.
 """
@@ -46,7 +46,9 @@ class WorkingWeights:
         dtype = get_working_dtype(model.architecture.precision)
         if dtype is not None:
             copies = {
-                parameter: nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+                parameter: parameter
+                if parameter.dtype == dtype
+                else nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
                 for parameter in self.parameters
             }
             _replace_parameters(model, copies)
@@ -57,7 +59,7 @@ class WorkingWeights:
 
     @property
     def are_copies(self) -> bool:
-        """Whether the weights are copies of the parameters."""
+        """Whether the weights are copies of the parameters, except of those that have the working precision themselves."""
         return self.weights is not self.parameters
 
     def get_parameter(self, weight: Tensor) -> nn.Parameter:
@@ -73,7 +75,11 @@ class WorkingWeights:
     def _cast_changed_parameters(self) -> None:
         """Cast each parameter that has changed since it was cast, and each one whose weight is freed."""
         # torch increments a parameter's version with most changes in place, and the optimizer and the checkpoint reader with the others.
-        changed = [index for index, parameter in enumerate(self.parameters) if parameter._version != self._cast_versions[index]]
+        changed = [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if parameter is not self.weights[index] and parameter._version != self._cast_versions[index]
+        ]
         if not changed:
             return
         for index in changed:

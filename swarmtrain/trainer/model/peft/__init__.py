@@ -6,17 +6,8 @@ trainer.finetunable_parameters selects others.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 LORA_KEY, ADAPTER_KEY = ".lora.", ".adapter."
 _PROJECTION_HEAD_PREFIX = "head.projections."
-
-
-def zero_second_half_of_batch(values: Tensor) -> Tensor:
-    """Return `values` (samples, …) with zeros in the second half of the samples."""
-    half = len(values) // 2
-    return torch.cat((values[:half], torch.zeros_like(values[half:])))
 
 
 def is_peft_parameter(name: str) -> bool:

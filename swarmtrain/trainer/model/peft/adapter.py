@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.trainer.model.peft import zero_second_half_of_batch
 
 
 class Adapter(nn.Module):
@@ -30,8 +29,8 @@ class LayerAdapters(nn.ModuleDict):
     """The adapters of one transformer layer, by name: "after_attention" and "after_mlp"."""
 
     def __init__(self, architecture: TransformerArchitectureConfig) -> None:
-        self.first_half_only = False
-        """If True, adapters apply only to the first half of the samples of a batch."""
+        self.is_enabled = True
+        """If False, layers have their output without adapters."""
         config = architecture.adapter_config
         factors = {"after_attention": config.attention_downsampling_factor, "after_mlp": config.mlp_downsampling_factor} if config else {}
         width = architecture.hidden_size
@@ -39,7 +38,7 @@ class LayerAdapters(nn.ModuleDict):
 
     def apply_adapter(self, name: str, hidden: Tensor) -> Tensor:
         """Return `hidden` plus the output of the adapter `name`; `hidden` unchanged if there is no such adapter."""
-        if name not in self:
+        if not self.is_enabled or name not in self:
             return hidden
         adapter_output: Tensor = self[name](hidden)
-        return hidden + (zero_second_half_of_batch(adapter_output) if self.first_half_only else adapter_output)
+        return hidden + adapter_output

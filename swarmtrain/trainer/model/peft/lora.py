@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from swarmtrain.config.schema.transformer_architecture import LoraConfig, TransformerArchitectureConfig
 from swarmtrain.trainer.model.dropout import Dropout
-from swarmtrain.trainer.model.peft import zero_second_half_of_batch
 
 
 class Lora(nn.Module):
@@ -37,16 +36,20 @@ class LoraAdapters(nn.ModuleDict):
     def __init__(self, architecture: TransformerArchitectureConfig, module_name: str, layers: Iterable[tuple[str, nn.Linear]]) -> None:
         """Create LoRA for those of `layers` that the config selects. `module_name` and the layer names seed the dropout."""
         config = architecture.lora_config
-        lora_layers = {name: layer for name, layer in layers if config and name in config.layers}
-        self.first_half_only = False
-        """If True, LoRA applies only to the first half of the samples of a batch."""
+        self.is_enabled = True
+        """If False, layers have their output without LoRA."""
         super().__init__(
             {
                 name: Lora(layer.in_features, layer.out_features, config, f"{module_name} {name}")
-                for name, layer in lora_layers.items()
-                if config
+                for name, layer in layers
+                if config and name in config.layers
             }
         )
+
+    @property
+    def by_layer(self) -> dict[str, Lora]:
+        """The LoRA matrices by layer name."""
+        return {name: lora for name, lora in self.items() if isinstance(lora, Lora)}
 
     def forward_with_lora(self, layer_name: str, layer: nn.Module, input: Tensor, noise: Tensor | None) -> Tensor:
         """Return the output of `layer` plus its low-rank update, if the config selects `layer_name` for LoRA.
@@ -54,10 +57,10 @@ class LoraAdapters(nn.ModuleDict):
         `noise` (batch, sequence): see Dropout.
         """
         output: Tensor = layer(input)
-        if layer_name not in self:
+        if not self.is_enabled or layer_name not in self:
             return output
         lora_output: Tensor = self[layer_name](input, noise)
-        return output + (zero_second_half_of_batch(lora_output) if self.first_half_only else lora_output)
+        return output + lora_output
 
 
 def merge_lora_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, config: LoraConfig) -> Tensor:
