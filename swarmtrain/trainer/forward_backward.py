@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from swarmtrain.trainer.runtime import Runtime
 
 MicroBatches = Sequence[tuple[int, Ids]]
 """The micro batches of one replica: for each, its index in the global batch and the ids of its samples."""
+_PaddedMicroBatch = tuple[int, Ids | None]
+"""A micro batch. One without ids consists of padding."""
+_EMPTY_MICRO_BATCH: _PaddedMicroBatch = (0, None)
 
 
 def run_forward_backward(
@@ -31,20 +35,23 @@ def run_forward_backward(
     data: TokenDataset,
     micro_batches: MicroBatches,
     *,
+    next_micro_batches: MicroBatches,
     step: int,
     scale_loss: LossTransform,
     timer: StepTimer,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward and backward passes of this rank's micro batches in step `step`, and accumulate the gradients of the loss.
 
-    The loss is scaled by `scale_loss` before the backward pass. Return the unscaled loss summed over the micro batches, in nats, and the
-    number of correct loss units (see Objective.pop_correct_count; 0 if the objective does not count them).
+    `next_micro_batches`: those of the next step, the first of which are loaded meanwhile. The loss is scaled by `scale_loss` before the
+    backward pass. Return the unscaled loss summed over the micro batches, in nats, and the number of correct loss units (see
+    Objective.pop_correct_count; 0 if the objective does not count them).
     """
     forward = partial(_prepare_forward, runtime, step, timer)
     vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, forward)
     if isinstance(model.wrapped_model, PipelineModel):
         first_micro_batch = micro_batches[0][0] if micro_batches else 0
         rows = _load_all_micro_batches(runtime, data, micro_batches)
+        data.start_loading(_concatenate_ids(next_micro_batches))
         timer.start_phase(BACKWARD)  # a stage that waits for other stages counts as backward
         loss = model.wrapped_model.run_forward_backward(
             rows,
@@ -56,10 +63,9 @@ def run_forward_backward(
         return _get_loss_and_correct_count(model, vector_loss, loss)
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
     padded = _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step)
-    for index, (micro_batch, ids) in enumerate(padded):
+    following = _pad_micro_batches(next_micro_batches, model.wrapped_model.micro_batches_per_step)[0]
+    for index, (micro_batch, rows) in enumerate(_load_micro_batches(runtime, data, padded, following, timer)):
         with model.wrapped_model.accumulate_micro_batch_gradients(is_last=index == len(padded) - 1):
-            timer.start_phase(DATA)
-            rows = _load_micro_batch(runtime, data, ids)
             with forward(micro_batch):
                 output: Tensor = model.wrapped_model(*rows)
                 loss = (output * vector_loss.select_micro_batch_gradients(index, len(output))).sum() if vector_loss else output
@@ -105,10 +111,10 @@ def _compute_embedding_loss(
             )
         else:
             vectors = []
-            for micro_batch, ids in _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step):
-                rows = _load_micro_batch(runtime, data, ids)
+            padded = _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step)
+            for index, (micro_batch, rows) in enumerate(_load_micro_batches(runtime, data, padded, padded[0])):
                 with prepare_forward(micro_batch):
-                    vectors.append(model.local_model(*rows)[: 0 if ids is None else None])
+                    vectors.append(model.local_model(*rows)[: None if index < len(micro_batches) else 0])
             local_vectors = torch.cat(vectors)
     if local_vectors is None:
         return None
@@ -139,25 +145,43 @@ def run_validation_forward(
             None,
             model.wrapped_model.evaluate_loss(_load_all_micro_batches(runtime, data, micro_batches), lambda *_: nullcontext()),
         )
-    for _, ids in _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step):
-        rows = _load_micro_batch(runtime, data, ids)
+    padded = _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step)
+    for _, rows in _load_micro_batches(runtime, data, padded):
         loss_sum += model.local_model(*rows)
     return _get_loss_and_correct_count(model, None, loss_sum)
 
 
-def _pad_micro_batches(micro_batches: MicroBatches, count: int) -> Sequence[tuple[int, Ids | None]]:
+def _pad_micro_batches(micro_batches: MicroBatches, count: int) -> Sequence[_PaddedMicroBatch]:
     """Return `micro_batches`, padded with empty ones to `count` micro batches: all replicas must run the same number."""
-    return [*micro_batches, *[(0, None)] * (count - len(micro_batches))]
+    return [*micro_batches, *[_EMPTY_MICRO_BATCH] * (count - len(micro_batches))]
+
+
+def _concatenate_ids(micro_batches: MicroBatches) -> Ids:
+    return np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in micro_batches)])
 
 
 def _load_all_micro_batches(runtime: Runtime, data: TokenDataset, micro_batches: MicroBatches) -> TokenBatch:
-    return _copy_batch_to_device(
-        runtime, data.load_samples(np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in micro_batches)]))
-    )
+    return _copy_batch_to_device(runtime, data.load_samples(_concatenate_ids(micro_batches)))
 
 
-def _load_micro_batch(runtime: Runtime, data: TokenDataset, sample_ids: Ids | None) -> TokenBatch:
-    return _copy_batch_to_device(runtime, data.build_empty_sample() if sample_ids is None else data.load_samples(sample_ids))
+def _load_micro_batches(
+    runtime: Runtime,
+    data: TokenDataset,
+    micro_batches: Sequence[_PaddedMicroBatch],
+    following: _PaddedMicroBatch = _EMPTY_MICRO_BATCH,
+    timer: StepTimer | None = None,
+) -> Iterator[tuple[int, TokenBatch]]:
+    """Yield the index in the global batch of each of `micro_batches`, and its samples on the device.
+
+    While one micro batch is used, the next is loaded in a thread; `following` is the one after the last.
+    """
+    for (index, ids), (_, next_ids) in pairwise((*micro_batches, following)):
+        if timer:
+            timer.start_phase(DATA)
+        batch = data.build_empty_sample() if ids is None else data.load_samples(ids)
+        if next_ids is not None:
+            data.start_loading(next_ids)
+        yield index, _copy_batch_to_device(runtime, batch)
 
 
 def _copy_batch_to_device(runtime: Runtime, batch: TokenBatch) -> TokenBatch:

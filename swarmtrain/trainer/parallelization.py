@@ -88,7 +88,7 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
     model.loss_chunk_size = None if precision is Precision.float16 else config.trainer.loss_chunk_size
     model.attention_kernel = config.trainer.attention_kernel
     if config.trainer.attention_kernel is AttentionKernel.flex and runtime.device.type == "cuda":
-        compilation.check_compiler(runtime.device, "trainer.attention_kernel")
+        compilation.check_compiler(runtime.device, "trainer.attention_kernel", alternative="auto")
     if compilation.should_compile(config.trainer.compile, runtime.device, LOG.warning if runtime.is_rank_zero else LOG.debug):
         compilation.compile_model(model, runtime.device)
     pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None

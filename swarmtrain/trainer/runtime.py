@@ -261,8 +261,15 @@ def _select_device(local_rank: int) -> torch.device:
             hint="set the slots of this node in runner.hosts to its number of GPUs",
         )
     device = torch.device("cuda", local_rank)
+    _configure_gpu_allocator(os.environ)
     torch.cuda.set_device(device)
     return device
+
+
+def _configure_gpu_allocator(environ: Mapping[str, str]) -> None:
+    """Let segments of GPU memory grow, so that less memory is lost to fragmentation, unless `environ` configures torch's allocator."""
+    if not any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch has no public function for this
 
 
 def _check_run_uses_no_gpus() -> None:

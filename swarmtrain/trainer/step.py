@@ -98,6 +98,7 @@ def train_step(
         model,
         data,
         local_micro_batches,
+        next_micro_batches=next_micro_batches,
         step=step,
         scale_loss=lambda loss: optimizer.scale_loss(loss / loss_token_count),
         timer=timer,

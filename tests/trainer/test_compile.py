@@ -11,9 +11,14 @@ import worlds
 from torch import Tensor
 from worlds import LocalWorld, compute_deviation, merge_config, read_validation_losses, run_training
 
+from swarmtrain.config import Config
+from swarmtrain.config.schema.objectives import PreferenceConfig
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer import start_runtime
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.objectives.preference import PreferenceObjective
+from swarmtrain.trainer.parallel import compilation
 from swarmtrain.trainer.parallel.compilation import compile_model
 
 HYBRID_PIPELINE = {
@@ -67,6 +72,33 @@ def test_the_compiled_loss_equals_the_one_of_eager_mode(monkeypatch: pytest.Monk
         assert torch.equal(model(tokens, targets), eager["loss"]), "validation is not compiled"
 
 
+def test_a_compiled_block_computes_the_reference_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function, **options, backend="aot_eager", fullgraph=True))
+    values = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "sequence_length": 16,
+        "lora_config": {"rank": 4},
+    }
+    model = Transformer(TransformerArchitectureConfig(**values), 0).init_weights()
+    model.objective = PreferenceObjective(PreferenceConfig())
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora." in name)
+        if name.endswith(".b.weight"):
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    tokens = torch.arange(64).view(4, 16) % 40
+    eager = compute_loss_and_gradients(model, tokens, tokens.roll(1, 1))
+    compile_model(model, torch.device("cpu"))
+    compiled = compute_loss_and_gradients(model, tokens, tokens.roll(1, 1))
+    assert len(eager) > 1
+    for name, expected in eager.items():
+        assert torch.allclose(compiled[name], expected, rtol=1e-5, atol=1e-6), name
+
+
 def compute_loss_and_gradients(model: Transformer, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss = model(tokens, targets)
@@ -82,3 +114,20 @@ def test_without_a_compiler(tmp_path: Path, config: dict[str, Any]) -> None:
     assert world.wait() == [1]
     assert "config trainer.compile: needs a C++ compiler" in world.read_log()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("_single_process")
+def test_training_is_compiled_on_gpus_unless_the_config_or_the_machine_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    with start_runtime(Config()):
+        monkeypatch.setattr(compilation, "check_compiler", lambda *_, **__: None)
+        expected = {(None, gpu): True, (None, cpu): False, (True, gpu): True, (True, cpu): True, (False, gpu): False, (False, cpu): False}
+        assert {key: compilation.should_compile(*key, warnings.append) for key in expected} == expected
+        assert not warnings
+        monkeypatch.undo()
+        assert not compilation.should_compile(None, gpu, warnings.append)  # this machine has no Triton
+    (warning,) = warnings
+    assert warning.startswith(
+        "training is not compiled, and so slower: rank 0 needs Triton, which is not installed; run pip install triton"
+    )

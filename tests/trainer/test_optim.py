@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import LocalWorld, compute_deviation, merge_config, run_training
 
@@ -162,6 +163,37 @@ def test_the_norm_is_logged_as_it_was_before_clipping() -> None:
     for name, parameter in model.parameters.items():
         assert torch.allclose(parameter, before[name] - slopes[name] * 0.5 / size, atol=1e-6)
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9989, 0.9995, 0.99999999, 1.0, 1.00000001, 1.5])
+def test_gradients_that_need_no_clipping_are_not_touched(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping would multiply them by exactly 1, in one more pass over all gradients."""
+    clipped: list[float] = []
+    original = torch.nn.utils.clip_grads_with_norm_
+
+    def clip(parameters: list[Tensor], max_norm: float, norm: Tensor, **options: Any) -> None:
+        clipped.append(float(norm))
+        original(parameters, max_norm, norm, **options)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clip)
+    config = Config(optimizer={"gradient_clipping": 1.0}, transformer_architecture={"num_layers": 1})
+    with start_runtime(config) as rank_runtime:
+        model = parallelize(Transformer(config.transformer_architecture, 1), rank_runtime)
+        optimizer = Optimizer(model, config)
+        for parameter in model.parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+        gradients = [parameter.grad for parameter in model.parameters.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.mul_(factor / norm)
+        expected = [gradient.clone().requires_grad_() for gradient in gradients]
+        for tensor, gradient in zip(expected, gradients, strict=True):
+            tensor.grad = gradient.clone()
+        original(expected, 1.0, torch.nn.utils.get_total_norm(gradients))
+        optimizer.prepare_step(1)
+    assert bool(clipped) is (factor > 0.999)
+    for tensor, gradient in zip(expected, gradients, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=0, atol=0 if factor < 0.999 else 1e-7)
 
 
 def test_a_nan_loss_ends_the_run(tmp_path: Path, config: dict[str, Any]) -> None:

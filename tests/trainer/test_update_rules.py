@@ -57,9 +57,17 @@ def run_updates(parameters: Mapping[str, nn.Parameter], step: Callable[[int, flo
     return [parameter.detach() for parameter in parameters.values()]
 
 
+def reset_state(rule: UpdateRule) -> UpdateRule:
+    """Set the state of `rule` to that at the start of a run, as the optimizer does."""
+    for state in rule.moments.values():
+        for tensor in state.values():
+            tensor.zero_()
+    return rule
+
+
 def run_ours(make: Callable[[Mapping[str, nn.Parameter]], UpdateRule], decay: float = DECAY) -> list[Tensor]:
     parameters = draw_parameters()
-    update_rule = make(parameters)
+    update_rule = reset_state(make(parameters))
     return run_updates(parameters, lambda number, rate: update_rule.step(number, rate, decay))
 
 
@@ -105,7 +113,7 @@ def test_an_update_is_the_same_however_rows_are_divided(shape: tuple[int, ...]) 
 
     def update_chunk(part: Tensor, slopes: Tensor) -> Tensor:
         parameter = nn.Parameter(part.clone())
-        made = AdamW({"it": parameter}, build_optimizer_config(), {"it": before.shape})
+        made = reset_state(AdamW({"it": parameter}, build_optimizer_config(), {"it": before.shape}))
         for number, slope in enumerate(slopes, start=1):
             parameter.grad = slope.clone()
             with torch.no_grad():
@@ -117,7 +125,7 @@ def test_an_update_is_the_same_however_rows_are_divided(shape: tuple[int, ...]) 
 
 def test_adamw_with_bfloat16_state_computes_in_float32_and_rounds_its_state() -> None:
     exact, coarse = draw_parameters(), draw_parameters()
-    fine, rounded = build_adamw(exact), build_adamw(coarse, state_precision="bfloat16")
+    fine, rounded = (reset_state(each) for each in (build_adamw(exact), build_adamw(coarse, state_precision="bfloat16")))
     for mine, made in ((exact, fine), (coarse, rounded)):
         mine["wide"].grad, mine["tall"].grad = torch.full((6, 32), 0.3), torch.full((40, 8), -0.01)
         with torch.no_grad():
@@ -172,7 +180,7 @@ def test_parameters_may_be_distributed_tensors(single_rank_mesh: DeviceMesh, nam
         key: nn.Parameter(distribute_tensor(parameter.detach(), single_rank_mesh, [Shard(0)]))
         for key, parameter in draw_parameters().items()
     }
-    made = make(mine, single_rank_mesh)
+    made = reset_state(make(mine, single_rank_mesh))
 
     def step(number: int, rate: float) -> None:
         made.step(number, rate, DECAY)

@@ -17,6 +17,7 @@ from swarmtrain.config.schema.data import BlendedDatasetConfig, Packing, TokenFi
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import blend, shuffle, vocabulary_check
+from swarmtrain.trainer.data.background_loader import BackgroundLoader
 from swarmtrain.trainer.data.blend import Blend
 from swarmtrain.trainer.data.document_samples import DocumentSamples, EmbeddingSamples
 from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
@@ -176,8 +177,9 @@ class TokenDataset:
         document_token_key = "" if document_token is None else f" {document_token}"
         self._cached_batch = lru_cache(maxsize=2)(self._build_batch)
         self._order_key = document_token_key if is_default_order else f"{packing} {document_fractions} {shares}{document_token_key}"
+        self._loader = BackgroundLoader(self._load_rows)
         self.load_seconds = 0.0
-        """Total time in seconds spent loading samples."""
+        """Total time in seconds that callers of `load_samples` have waited."""
 
     def __len__(self) -> int:
         return int(self._sample_ends[-1])
@@ -212,9 +214,16 @@ class TokenDataset:
         Raises DataError for a token outside the vocabulary.
         """
         start_time = time.perf_counter()
-        rows = self._load_tokens(sample_ids).interleave_with([companion.load_samples(sample_ids) for companion in self.companion_datasets])
+        rows = self._loader.load_samples(sample_ids)
         self.load_seconds += time.perf_counter() - start_time
         return rows
+
+    def start_loading(self, sample_ids: Ids) -> None:
+        """Start loading the samples `sample_ids` in a thread, for the next call of `load_samples`."""
+        self._loader.start_loading(sample_ids)
+
+    def _load_rows(self, sample_ids: Ids) -> TokenBatch:
+        return self._load_tokens(sample_ids).interleave_with([companion.load_samples(sample_ids) for companion in self.companion_datasets])
 
     def _load_tokens(self, sample_ids: Ids) -> TokenBatch:
         shape = (len(sample_ids), self.sequence_length)

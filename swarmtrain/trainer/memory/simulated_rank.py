@@ -100,6 +100,9 @@ class SyntheticSamples(TokenDataset):
         tensors: list[Tensor] = [torch.zeros((self.rows_per_sample * len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
         return TokenBatch(tensors[0], tensors[1], tensors[2] if self._has_documents else None)
 
+    def start_loading(self, ids: Ids) -> None:
+        """Do nothing, since no token file exists."""
+
     def prefetch_samples(self, ids: Ids) -> None:
         """Do nothing, since no token file exists."""
 

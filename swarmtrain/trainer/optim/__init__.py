@@ -32,6 +32,8 @@ from swarmtrain.trainer.parallel import EMBEDDING_WEIGHT, ParallelModel
 
 _LOSS_SCALE = "loss_scale/state"
 """Name of the loss scaler's state among the tensors of the optimizer state."""
+_CLIPPING_MARGIN = 0.999
+"""Gradients whose norm is below this part of the maximum are not clipped: torch would multiply all of them by exactly 1."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class Optimizer:
         norm, *read_scalars = torch.stack([value.to(norm_tensor.device, torch.float64) for value in (norm_tensor, *extra_scalars)]).tolist()
         check_results()
         is_finite = math.isfinite(norm)
-        if is_finite:
-            self._clip_gradients(norm_tensor)
+        if is_finite and self._max_gradient_norm and norm > _CLIPPING_MARGIN * self._max_gradient_norm:
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor, foreach=True)
         skipped = self._loss_scaler is not None and not is_finite
         if not skipped:
             for _, _, rule in self._update_rules:
@@ -202,10 +204,6 @@ class Optimizer:
                 self._loss_scaler.reset()
             else:
                 tensor.zero_()
-
-    def _clip_gradients(self, norm_tensor: Tensor) -> None:
-        if self._max_gradient_norm:
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_gradient_norm, norm_tensor, foreach=True)
 
 
 def _accept_results() -> None: ...

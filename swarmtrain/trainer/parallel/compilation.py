@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import collectives
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.vocabulary_parallel_loss import VocabularyParallelLoss
@@ -26,16 +27,17 @@ _GRAPHS_PER_BLOCK = 2
 
 
 def should_compile(setting: bool | None, device: torch.device, report_warning: Callable[[str], None]) -> bool:
-    """Return whether to compile a model on `device`, given trainer.compile: by default on GPUs, if nothing is missing.
+    """Return whether to compile a model on `device`, given trainer.compile: by default on GPUs, if no rank lacks what it needs.
 
-    `report_warning` is called with what is missing. Raises TrainingError if something is missing although `setting` is True.
+    `report_warning` is called with what is missing. Collective on GPUs: all ranks must compile, or none, since compiled code may run
+    collectives in another order.
     """
     if setting is not None or device.type != "cuda":
         return bool(setting)
     try:
-        check_compiler(device, "trainer.compile")
+        collectives.run_on_all_ranks(lambda: check_compiler(device, "trainer.compile", alternative="false"))
     except TrainingError as error:
-        report_warning(f"{error.place}: off, which makes training slower: {error.message}; {error.hint}")
+        report_warning(f"training is not compiled, and so slower: rank {error.rank} {error.message}; {error.hint}")
         return False
     return True
 
@@ -45,7 +47,7 @@ def compile_model(model: Transformer, device: torch.device) -> None:
 
     Raises TrainingError if this machine has no C++ compiler, or a GPU but no Triton.
     """
-    check_compiler(device, "trainer.compile")
+    check_compiler(device, "trainer.compile", alternative="false")
     recompile_limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(recompile_limit, _GRAPHS_PER_BLOCK * len(model.blocks))  # for blocks that differ slightly
     for block in model.blocks:
@@ -72,14 +74,19 @@ def _use_compiled_forward_in_training(compiled_forward: Callable[..., Any], eage
     return forward
 
 
-def check_compiler(device: torch.device, setting: str) -> None:
-    """Raise TrainingError if this machine lacks what torch.compile needs. `setting`: the config key that needs it."""
+def check_compiler(device: torch.device, setting: str, *, alternative: str) -> None:
+    """Raise TrainingError if this machine lacks what torch.compile needs.
+
+    `setting`: the config key that needs it. `alternative`: a value of it that does not.
+    """
     from torch._inductor import config, cpp_builder, exc
     from torch.utils._triton import has_triton
 
     if device.type == "cuda" and not has_triton():
         raise TrainingError(
-            "needs Triton, which is not installed", place=f"config {setting}", hint=f"run pip install triton, or remove {setting}"
+            "needs Triton, which is not installed",
+            place=f"config {setting}",
+            hint=f"run pip install triton, or set {setting}: {alternative}",
         )
     try:
         compiler = cpp_builder.get_cpp_compiler()
@@ -90,5 +97,5 @@ def check_compiler(device: torch.device, setting: str) -> None:
         raise TrainingError(
             f"needs a C++ compiler, but found none of {tried}",
             place=f"config {setting}",
-            hint=f"use an image whose BASE_IMAGE has one, such as python:3.11-bookworm, or remove {setting}",
+            hint=f"use an image whose BASE_IMAGE has one, such as python:3.11-bookworm, or set {setting}: {alternative}",
         )

@@ -28,6 +28,9 @@ from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.working_weights import GradientSums, WorkingWeights
 
+_GPU_BUCKET_MEGABYTES = 100
+"""Size of the gradients that are summed by one all-reduce between GPUs, as in torchtitan. torch's 25 MB are for slower networks."""
+
 
 class SingleReplicaModel:
     """A model with one replica: its gradients need no reduction over ranks."""
@@ -89,7 +92,13 @@ class DdpModel:
         self._weights = WorkingWeights(model)
         self._sums = GradientSums(self._weights, sum_dtype) if sum_dtype else None
         self._group = mesh.data_parallel_group
-        self._ddp = DistributedDataParallel(model, process_group=self._group, init_sync=False, gradient_as_bucket_view=True)
+        self._ddp = DistributedDataParallel(
+            model,
+            process_group=self._group,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=_GPU_BUCKET_MEGABYTES if device.type == "cuda" else None,
+        )
         # Buffers are constant tables, the same on every rank; DDP would broadcast them before every forward pass. Set as an attribute,
         # because torch has renamed the argument.
         self._ddp.broadcast_buffers = False

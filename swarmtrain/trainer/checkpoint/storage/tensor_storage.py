@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.storage.pinned_memory import allocate_pinned_memory
 
 _BLOCK_BYTES = 1 << 24
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,7 +50,8 @@ class StagingBuffer:
         sources = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
         size, offset = sum(source.numel() for source in sources), 0
         if size > self._buffer.numel():
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self._buffer = allocate_pinned_memory(size) if self._device.type == "cuda" else torch.empty(size, dtype=torch.uint8)
         with _use_copy_stream(self._device):
             for source in sources:
                 self._buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
