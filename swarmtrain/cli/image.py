@@ -20,7 +20,12 @@ def build_image(
     context: Annotated[
         Path, typer.Argument(help="Directory of your script. A Dockerfile or requirements there take precedence over swarmtrain's.")
     ] = Path(),
-    base_image: Annotated[str | None, typer.Option("--base", help="Base image with Python 3.11.")] = None,
+    base_image: Annotated[
+        str | None,
+        typer.Option(
+            "--base", help="Base image with Python 3.11. Default: Python's official one, with a C++ compiler if torch supports GPUs."
+        ),
+    ] = None,
     push: Annotated[bool, typer.Option("--push", help="Push the image to the registry in the tag.")] = False,
     json: JsonOption = False,
 ) -> None:

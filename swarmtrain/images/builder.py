@@ -21,7 +21,8 @@ from swarmtrain.images.project import DOCKERFILE, LOCK, PINS, REQUIREMENTS, Proj
 def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str | None = None, report_progress: ProgressReporter) -> None:
     """Build the image of the project in the folder `context`, and tag it `tag`.
 
-    `base_image`: by default Python's official image or, if that cannot be pulled, one built from Debian packages.
+    `base_image`: by default Python's official image or, if that cannot be pulled, one built from Debian packages. If torch supports GPUs,
+    the default has a C++ compiler.
     Raises ImageError with the output of the failing step.
     """
     project = projects.find_project(context)
@@ -35,8 +36,11 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str
             place=f"image {tag}",
             hint="run docker info to see why the engine is not reachable",
         ) from None
-    base_image = ensure_base_image(client, base_image, report_progress=report_progress)
+    if base_image is not None:
+        ensure_base_image(client, base_image, report_progress=report_progress)  # before the long downloads
     wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
+    needs_compiler = wheels.can_compile_for_gpus(project.wheel_folder)
+    base_image = ensure_base_image(client, base_image, needs_compiler=needs_compiler, report_progress=report_progress)
     wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
     wheels.build_swarmtrain_wheel(project.package_wheel_folder, report_progress=report_progress)
     build_args = {

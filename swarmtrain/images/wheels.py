@@ -49,6 +49,11 @@ def download_pinned_wheels(project: Project, architecture: str, *, report_progre
     _get_stamp_file_path(project.wheel_folder).write_text(stamp)
 
 
+def can_compile_for_gpus(wheel_folder: Path) -> bool:
+    """Return whether torch's wheel in `wheel_folder` supports GPUs. It then brings Triton, which needs a C++ compiler while training."""
+    return any(wheel_folder.glob("triton-*.whl"))
+
+
 def download_extra_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
     """Download the additional wheels for the project's requirements.txt into the project's extra wheel folder.
 

@@ -12,7 +12,7 @@ from conftest import ROOT, print_line
 
 from swarmtrain import images
 from swarmtrain.errors import ImageError
-from swarmtrain.images.base_image import DEBIAN_BASE_IMAGE
+from swarmtrain.images.base_image import WITHOUT_COMPILER
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
@@ -112,18 +112,22 @@ def test_a_base_that_was_asked_for_is_not_replaced(engine: DockerEngine) -> None
 def test_the_output_names_the_base_that_was_built(engine: DockerEngine, image: str) -> None:
     said: list[str] = []
     images.build_image(engine.client, ROOT, image, report_progress=said.append)
-    assert [line for line in said if DEBIAN_BASE_IMAGE in line and "Debian packages" in line]
+    assert [line for line in said if WITHOUT_COMPILER.debian_name in line and "Debian packages" in line]
 
 
 @pytest.mark.test_all_only("builds an image again")
 def test_a_step_that_fails_is_reported_with_its_output(engine: DockerEngine, image: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "build" / "wheels", tmp_path / "build" / "wheels")
     (tmp_path / "train.py").touch()
-    (tmp_path / "Dockerfile").write_text(f"FROM {DEBIAN_BASE_IMAGE}\nRUN echo the reason; exit 3\n")
+    (tmp_path / "Dockerfile").write_text(f"FROM {WITHOUT_COMPILER.debian_name}\nRUN echo the reason; exit 3\n")
     said: list[str] = []
     with pytest.raises(ImageError, match="returned a non-zero code: 3"):
         images.build_image(
-            engine.client, tmp_path, f"{REGISTRY_ADDRESS}/other:1.0", base_image=DEBIAN_BASE_IMAGE, report_progress=said.append
+            engine.client,
+            tmp_path,
+            f"{REGISTRY_ADDRESS}/other:1.0",
+            base_image=WITHOUT_COMPILER.debian_name,
+            report_progress=said.append,
         )
     assert "the reason" in said
 

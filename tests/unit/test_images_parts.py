@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -17,7 +18,7 @@ import typer.main
 from swarmtrain.cargo.docker_ignore import list_files
 from swarmtrain.errors import ImageError
 from swarmtrain.images import builder, lock_file, wheels
-from swarmtrain.images.base_image import find_apt_sources
+from swarmtrain.images.base_image import ensure_base_image, find_apt_sources
 from swarmtrain.images.pinning import build_content_tag, is_content_addressed, strip_tag
 from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, find_project
 from swarmtrain.images.transfer_progress import follow_layer_transfer
@@ -225,3 +226,33 @@ def test_only_sources_of_the_suite_are_used(tmp_path: Path) -> None:
         (tmp_path / "sources.list.d" / name).write_text(text)
     assert [file.name for file in find_apt_sources("bookworm", tmp_path)] == ["sources.list", "debian.sources"]
     assert find_apt_sources("trixie", tmp_path) == []
+
+
+class EngineWithImages:
+    """A Docker engine that has some images, and reaches no registry."""
+
+    def __init__(self, *images: str) -> None:
+        self.images = images
+
+    def inspect_image(self, image: str) -> dict[str, str]:
+        if image not in self.images:
+            raise OSError(f"no such image: {image}")
+        return {"Id": image}
+
+
+def test_a_torch_for_gpus_gets_a_base_image_with_a_compiler(tmp_path: Path) -> None:
+    (tmp_path / "torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
+    assert not wheels.can_compile_for_gpus(tmp_path)
+    (tmp_path / "triton-3.7.0-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
+    assert wheels.can_compile_for_gpus(tmp_path)
+    engine: Any = EngineWithImages("python:3.11-slim-bookworm", "python:3.11-bookworm", "mine:1")
+    chosen = [
+        ensure_base_image(engine, requested, needs_compiler=needs_compiler, report_progress=lambda _line: None)
+        for requested in (None, "mine:1")
+        for needs_compiler in (False, True)
+    ]
+    assert chosen == ["python:3.11-slim-bookworm", "python:3.11-bookworm", "mine:1", "mine:1"]
+    offline: Any = EngineWithImages("swarmtrain-base:bookworm", "swarmtrain-base:bookworm-compiler")
+    for needs_compiler in (False, True):
+        name = ensure_base_image(offline, None, needs_compiler=needs_compiler, report_progress=lambda _line: None)
+        assert name.endswith("-compiler") is needs_compiler

@@ -210,7 +210,7 @@ class TrainerConfig(Section):
     attention_kernel: AttentionKernel = Field(
         AttentionKernel.auto,
         description="Kernel for windows, documents and context parallelism on GPUs. auto: flash attention on segments (varlen_attn), if "
-        "precision is bfloat16 or float16. flex: flex attention, which needs a C++ compiler in the image; the fastest with "
+        "precision is bfloat16 or float16. flex: flex attention, which needs a C++ compiler in the image, and supports "
         "attention_softcap. dense: masks of one byte per pair of tokens, at most 64 MiB at a time; also used where the chosen kernel "
         "cannot be.",
     )

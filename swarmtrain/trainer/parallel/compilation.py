@@ -97,5 +97,5 @@ def check_compiler(device: torch.device, setting: str, *, alternative: str) -> N
         raise TrainingError(
             f"needs a C++ compiler, but found none of {tried}",
             place=f"config {setting}",
-            hint=f"use an image whose BASE_IMAGE has one, such as python:3.11-bookworm, or set {setting}: {alternative}",
+            hint=f"build the image with swarmtrain image build --base python:3.11-bookworm, or set {setting}: {alternative}",
         )
