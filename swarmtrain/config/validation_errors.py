@@ -63,6 +63,8 @@ def _build_problem_message(error_details: ErrorDetails, key_path: list[str], sec
         ), None if close_matches else f"known keys: {', '.join(sorted(field_names))}"
     if code == "missing":
         return "is required", None
+    if code in ("too_short", "string_too_short") and not value:
+        return "must not be empty", None
     message = error_details["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("a valid dictionary", "a mapping").replace("a valid array", "a list")
     message = re.sub(r"must be an object", "must be a mapping", message)

@@ -195,6 +195,7 @@ def test_bad_shapes(error_case: ErrorCase) -> None:
         "{num_local_attention_heads: 8, local_attention_window_size: 64}",
         "{local_attention_layers: [true, false]}",
         "{num_local_attention_heads: 4, local_attention_window_size: 64, local_attention_layers: [false]}",
+        "{num_local_attention_heads: 4, local_attention_window_size: 64, local_attention_layers: []}",
         "{rotary_percentage: 0.3}",
         "{norm_type: rms, layernorm: {layernorm_bias: true}}",
         "{umup: {enable: true}}",

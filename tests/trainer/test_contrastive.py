@@ -98,7 +98,7 @@ def compute_loss_by_hand(
 ) -> tuple[Tensor, float]:
     """Return the mean loss of samples in one pass, from the model's hidden states and cosines; and the fraction that finds its answer."""
     rows, architecture = data.load_samples(ids), model.architecture
-    hidden = model._compute_hidden_states(rows.inputs, architecture.sequence_length, None, None)
+    hidden = model._compute_hidden_states(rows.inputs, architecture.sequence_length, None, None, has_reference=False)
     counts = (rows.targets != -1) * torch.arange(1, architecture.sequence_length + 1)
     pooled = (hidden * counts[:, :, None]).sum(1) / counts.sum(1, keepdim=True)
     for number, layer in enumerate(model.head.projections if isinstance(model.head, EmbeddingHead) else ()):

@@ -66,7 +66,13 @@ def test_a_custom_feed_forward_block(tmp_path: Path, config: dict[str, Any]) -> 
     """It is initialized, sharded and saved like any other; tensor parallelism leaves it unsharded on each rank."""
     base = merge_config(config, trainer={"train_iterations": 4})
     one = tmp_path / "one"
-    for name, size, topology in (("one", 1, {}), ("fsdp", 2, {"data_parallel_type": "fsdp"}), ("tensor", 2, {"model_parallel_size": 2})):
+    topologies: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "fsdp": (2, {"data_parallel_type": "fsdp"}),
+        "tensor": (2, {"model_parallel_size": 2}),
+        "sequence": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    }
+    for name, (size, topology) in topologies.items():
         world = LocalWorld(tmp_path / name, merge_config(base, topology=topology), size, script="mixture_of_experts")
         assert world.wait() == [0] * size, world.read_log()
         assert compute_deviation(read_losses(one), read_losses(tmp_path / name)) < 1e-6, name

@@ -131,13 +131,6 @@ def test_an_alias_is_a_copy() -> None:
     assert config.script == {"a": {"n": 2}, "b": {"n": 1}}
 
 
-@pytest.mark.parametrize("name", ["model_parallel_size", "context_parallel_size"])
-def test_models_that_are_split_over_ranks_are_not_compiled(name: str) -> None:
-    values = {"trainer": {"compile": True}, "topology": {"global_batch_size": 8, "micro_batch_size": 1, name: 2}}
-    with pytest.raises(ValidationError, match=f"topology.{name} is 2"):
-        Config.model_validate(values)
-
-
 @pytest.mark.parametrize("number", ["1", "1.10", "010", "1e-4", "-3", "0x1F", "1_000"])
 def test_numbers_are_text_where_a_program_reads_them(number: str) -> None:
     """They reach the program as they are written: YAML would read 010 as 8, and 1.10 as 1.1."""

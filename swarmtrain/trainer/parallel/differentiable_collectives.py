@@ -45,6 +45,15 @@ def gather_parts(part: Tensor, group: RankGroup, dim: int) -> Tensor:
     return result
 
 
+def gather_for_equal_computation(part: Tensor, group: RankGroup, dim: int, rank: int) -> Tensor:
+    """Return the parts of all ranks of `group`, concatenated along `dim`, from which all ranks compute the same.
+
+    All ranks have the gradient of all parts, so this rank, whose index in the group is `rank`, takes that of its own part.
+    """
+    result: Tensor = _GatherForEqualComputation.apply(part, group, dim, rank)  # type: ignore[no-untyped-call]  # not typed in torch
+    return result
+
+
 def sum_and_divide(values: Tensor, group: RankGroup, dim: int) -> Tensor:
     """Return this rank's part along `dim` of the sum of `values` over the ranks of `group`. Gradients are gathered."""
     result: Tensor = _SumAndDivide.apply(values, group, dim)  # type: ignore[no-untyped-call]  # not typed in torch
@@ -98,6 +107,17 @@ class _GatherParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _reduce_scatter(gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherForEqualComputation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: RankGroup, dim: int, rank: int) -> Tensor:
+        ctx.size, ctx.dim, ctx.rank = group.size, dim, rank
+        return _gather(part, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.chunk(ctx.size, ctx.dim)[ctx.rank], None, None, None
 
 
 class _SumAndDivide(torch.autograd.Function):

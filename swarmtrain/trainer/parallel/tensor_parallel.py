@@ -25,7 +25,7 @@ from swarmtrain.trainer.model.embedding_head import EmbeddingHead
 from swarmtrain.trainer.model.linear import FunctionalLinear
 from swarmtrain.trainer.model.mlp import Mlp, SwiGlu
 from swarmtrain.trainer.model.peft.lora import LoraAdapters
-from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.model.transformer import Transformer, TransformerBlock
 from swarmtrain.trainer.model.umup import LinearFunction, UnitScaledLinear
 from swarmtrain.trainer.parallel import differentiable_collectives
 from swarmtrain.trainer.parallel.differentiable_collectives import RankGroup
@@ -101,6 +101,13 @@ class _TensorSharding:
         self._group = RankGroup.from_process_group(mesh.get_group())
         self._sequence_parallel = sequence_parallel
         self._names = {module: name for name, module in model.named_modules()}
+        self._custom_modules = {
+            module
+            for block in model.blocks
+            if isinstance(block, TransformerBlock) and not isinstance(block.mlp, Mlp | SwiGlu)
+            for module in block.mlp.modules()
+        }
+        """The modules of custom feed-forward blocks."""
         self._enter, self._leave = (
             (
                 partial(differentiable_collectives.gather_parts, group=self._group, dim=_SEQUENCE_DIM),
@@ -114,7 +121,7 @@ class _TensorSharding:
         )
 
     def shard_model(self) -> None:
-        """Shard all modules that are on this rank. Modules of other pipeline stages and custom blocks are left unchanged."""
+        """Shard all modules that are on this rank. Modules of other pipeline stages and custom feed-forward blocks are not sharded."""
         for module in list(self._model.modules()):
             if isinstance(module, Attention):
                 module.first_head = self._rank * (self._model.architecture.num_attention_heads // self._size)
@@ -156,8 +163,10 @@ class _TensorSharding:
             first_token = self._rank * len(embedding.weight)
             self._model.embedding = VocabularyParallelEmbedding(embedding, first_token, self._leave)
         if isinstance(head, EmbeddingHead):
-            if self._sequence_parallel:
-                head.register_forward_pre_hook(partial(_transform_first_input, self._enter))
+            if self._sequence_parallel:  # the head is not sharded
+                gather = differentiable_collectives.gather_for_equal_computation
+                enter = partial(gather, group=self._group, dim=_SEQUENCE_DIM, rank=self._rank)
+                head.register_forward_pre_hook(partial(_transform_first_input, enter))
         elif isinstance(head, nn.Linear):
             head.register_forward_pre_hook(partial(_transform_first_input, self._enter))
             if self._model.has_tied_embeddings and isinstance(embedding, nn.Embedding):
@@ -181,7 +190,8 @@ class _TensorSharding:
     def _has_partial_gradient(self, module: nn.Module) -> bool:
         """Return whether each rank computes only a part of the gradients of the replicated `module`."""
         name = self._names.get(module, "").rpartition(".")[2]
-        return name in _PER_HEAD_MODULES or (self._sequence_parallel and name in _PER_POSITION_MODULES)
+        is_per_position = name in _PER_POSITION_MODULES or module in self._custom_modules
+        return name in _PER_HEAD_MODULES or (self._sequence_parallel and is_per_position)
 
 
 def _multiply_row_parallel(multiply: LinearFunction, combine: TensorFunction, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
