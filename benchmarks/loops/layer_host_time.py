@@ -5,7 +5,6 @@ The layer is tiny and collectives return at once, so the time is that of Python 
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 
@@ -17,7 +16,7 @@ from swarmtrain.trainer.memory.simulated_rank import init_fake_process_group
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.runtime import Runtime
 
-_PASSES = 30
+_PASSES = 100
 _LAYER_COUNTS = 4, 12
 
 
@@ -31,7 +30,7 @@ def main() -> None:
 
 
 def _measure_pass(config: Config, world_size: int, layers: int) -> float:
-    """Return the median time, in seconds, of a forward and backward pass of a model with this number of layers."""
+    """Return the time, in seconds, of the fastest forward and backward pass of a model with this number of layers."""
     architecture = config.transformer_architecture.model_copy(update={"num_layers": layers})
     config = config.model_copy(update={"transformer_architecture": architecture})
     runtime = Runtime(config, 0, world_size, 0, torch.device("cpu"), run_name="benchmark", node="node0", coordinator_address=None)
@@ -44,7 +43,7 @@ def _measure_pass(config: Config, world_size: int, layers: int) -> float:
         started_at = time.perf_counter()
         torch.autograd.backward(model(tokens, tokens))
         seconds.append(time.perf_counter() - started_at)
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement
 
 from swarmtrain.config import Config
 from swarmtrain.config.pipeline_layout import partition_layers
@@ -41,6 +40,7 @@ from swarmtrain.trainer.parallel.initial_values import InitialValues
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
+from swarmtrain.trainer.parallel.tensor_parallel import TensorSharding
 from swarmtrain.trainer.parallel.working_weights import get_sum_dtype, get_working_dtype
 from swarmtrain.trainer.runtime import Runtime
 
@@ -63,8 +63,8 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     tied = layout.pipe_size > 1 and model.has_tied_embeddings and layout.pipe_rank in (0, layout.pipe_size - 1)
     has_tied_copy = tied and layout.pipe_rank > 0
-    tensor_placements = _apply_model_parallelism(model, config, layout)
-    local_parameters = tensor_parallel.collect_parameters_by_name(model)
+    tensor_sharding = _apply_model_parallelism(model, config, layout)
+    local_parameters, tensor_placements = dict(model.named_parameters()), tensor_sharding.placements
     if has_tied_copy:
         local_parameters = {EMBEDDING_WEIGHT if name == "head.weight" else name: parameter for name, parameter in local_parameters.items()}
         tensor_placements = {
@@ -112,6 +112,7 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
         wrapped_model,
         shard_layout,
         plain_parameters,
+        tensor_sharding.partial_gradient_names,
         tuple(shapes),
         tuple(trained),
         parameter_count,
@@ -157,20 +158,20 @@ def select_trained_parameter_names(names: Iterable[str], config: Config) -> list
     return selected
 
 
-def _apply_model_parallelism(model: Transformer, config: Config, mesh: Mesh) -> dict[str, Placement]:
+def _apply_model_parallelism(model: Transformer, config: Config, mesh: Mesh) -> TensorSharding:
     """Apply pipeline, tensor and context parallelism and activation checkpointing to `model`, in place.
 
-    Return the tensor-parallel placements of parameters, by name.
+    Return how parameters are distributed over tensor-parallel ranks.
     """
     if mesh.pipe_size > 1:
         pipeline_parallel.remove_remote_layers(model, config, mesh)
-    tensor_placements = tensor_parallel.apply_tensor_parallel(
+    tensor_sharding = tensor_parallel.apply_tensor_parallel(
         model, mesh.device_mesh["tensor"], sequence_parallel=config.topology.sequence_parallel
     )
     if mesh.context_mesh:
         context_parallel.apply_context_parallel(model, mesh.context_mesh)
     activation_checkpointing.checkpoint_layers(model, config.topology.activation_checkpointing_type)
-    return tensor_placements
+    return tensor_sharding
 
 
 def _load_base_model(runtime: Runtime, shapes: Mapping[str, torch.Size]) -> BaseWeights | None:

@@ -20,11 +20,13 @@ from worlds import (
 SWIGLU = {"mlp_type": "swiglu", "norm_type": "rms", "attention_num_kv_heads": 2, "weight_tying": False}
 
 
-def test_tensor_parallel_replicas_equal_one_process(tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("activation_checkpointing", ["disabled", "selective"])
+def test_tensor_parallel_replicas_equal_one_process(tmp_path: Path, config: dict[str, Any], activation_checkpointing: str) -> None:
     """With two micro batches per replica; test_topologies.py has a model of the other kind, and other replicas."""
     base = merge_config(config, transformer_architecture=SWIGLU, topology={"micro_batch_size": 3})
     one = run_training(tmp_path / "one", base)
-    divided = run_training(tmp_path / "divided", merge_config(base, topology={"model_parallel_size": 2}), 4)
+    topology = {"model_parallel_size": 2, "activation_checkpointing_type": activation_checkpointing}
+    divided = run_training(tmp_path / "divided", merge_config(base, topology=topology), 4)
     assert len(one) == 12
     assert compute_deviation(one, divided) < 1e-6
     assert compute_deviation(read_validation_losses(tmp_path / "one"), read_validation_losses(tmp_path / "divided")) < 1e-6

@@ -260,6 +260,10 @@ class Transformer(nn.Module):
 def _do_nothing() -> None: ...
 
 
+def _return_unchanged(values: Tensor) -> Tensor:
+    return values
+
+
 def _select_positions(values: Tensor, ranges: tuple[range, ...], dim: int) -> Tensor:
     """Return the parts of `values` at the positions `ranges` of the dimension `dim`."""
     return torch.cat([values.narrow(dim, each.start, len(each)) for each in ranges], dim)
@@ -316,6 +320,9 @@ class TransformerBlock(nn.Module):
         self.has_inner_dropout = bool(architecture.lora_config and architecture.lora_config.dropout)
         self.adapter = LayerAdapters(architecture)
         self.parallel_residual = architecture.parallel_residual
+        self.prepare_attention_input: Callable[[Tensor], Tensor] = _return_unchanged
+        self.prepare_mlp_input: Callable[[Tensor], Tensor] = _return_unchanged
+        """Called with the normalized input of attention and of the feed-forward block: the place for tensor parallelism."""
         self.scales = umup.compute_residual_scales(architecture, layer) if architecture.umup.enable else None
 
     def forward(self, hidden: Tensor, *, context: ForwardContext) -> Tensor:
@@ -358,12 +365,15 @@ class TransformerBlock(nn.Module):
     def _run_attention(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         # By keyword: tensor parallelism transforms positional arguments.
         attended = self.attention(
-            self.attention_norm(hidden), rotation=context.rotation, methods=context.attention_methods, noise=context.noise
+            self.prepare_attention_input(self.attention_norm(hidden)),
+            rotation=context.rotation,
+            methods=context.attention_methods,
+            noise=context.noise,
         )
         return self.adapter.apply_adapter("after_attention", self.attention_dropout(attended, context.residual_noise))
 
     def _run_mlp(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         # `noise` is used only by LoRA's dropout, so a custom block need not accept it.
         mlp_options = {"noise": context.noise} if self.has_inner_dropout else {}
-        output = self.mlp(self.mlp_norm(hidden), **mlp_options)
+        output = self.mlp(self.prepare_mlp_input(self.mlp_norm(hidden)), **mlp_options)
         return self.adapter.apply_adapter("after_mlp", self.mlp_dropout(output, context.residual_noise))

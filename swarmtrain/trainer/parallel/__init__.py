@@ -16,6 +16,7 @@ from swarmtrain.trainer.parallel.initial_values import InitialValues
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
 from swarmtrain.trainer.parallel.shard_layout import ShardLayout
+from swarmtrain.trainer.parallel.tensor_parallel import sum_partial_gradients
 
 EMBEDDING_WEIGHT = "embedding.weight"
 """Name of the embedding's weight; also used for the output layer's weight if the two are tied."""
@@ -33,6 +34,8 @@ class ParallelModel:
     shard_layout: ShardLayout
     parameters: dict[str, nn.Parameter]
     """This rank's parameters or shards as plain tensors, by parameter name in the full model."""
+    partial_gradient_names: frozenset[str]
+    """Names of the parameters of whose gradients each tensor-parallel rank computes a part."""
     parameter_names: tuple[str, ...]
     """Names of all parameters of the full model (all pipeline stages, unsharded)."""
     trained_names: tuple[str, ...]
@@ -43,3 +46,8 @@ class ParallelModel:
     """Values of the parameters that no checkpoint provides."""
     base_fingerprint: str | None
     """Fingerprint of the model in trainer.init_from; None if trainer.init_from is not set."""
+
+    def sum_partial_gradients(self) -> None:
+        """Sum the gradients over tensor-parallel ranks of which each has a part, in place. Collective: all ranks must call it."""
+        gradients = [parameter.grad for name, parameter in self.parameters.items() if name in self.partial_gradient_names]
+        sum_partial_gradients([gradient for gradient in gradients if gradient is not None], self.mesh.tensor_group)

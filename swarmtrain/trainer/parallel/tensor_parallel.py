@@ -5,20 +5,23 @@ a partial sum of all outputs, and these are summed over ranks. So attention and 
 the backward pass, for the gradient of their input. With sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198) each rank has only
 a part of the sequence between them: the two collectives become an all-gather and a reduce-scatter.
 
-Parameters are plain tensors: this rank's shards.
+Parameters are plain tensors: this rank's shards. Of the gradients of some replicated parameters each rank computes only a part, from
+its own heads, outputs or positions. These parts are summed once per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional
-from torch.nn.utils import parametrize
 
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
@@ -40,18 +43,14 @@ _PER_POSITION_MODULES = ("attention_norm", "mlp_norm", "norm", "positions", "dow
 TensorFunction = Callable[[Tensor], Tensor]
 
 
-class _SummedGradient(nn.Module):
-    """Parametrization of a replicated parameter that sums its gradient over ranks.
+@dataclass(frozen=True)
+class TensorSharding:
+    """How the parameters of a model are distributed over the tensor-parallel ranks. A parameter that is not named is replicated."""
 
-    Each rank computes the gradient from only its own heads, outputs or positions.
-    """
-
-    def __init__(self, group: RankGroup) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, parameter: Tensor) -> Tensor:
-        return differentiable_collectives.sum_gradients(parameter, self.group)
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """The placements of sharded parameters, by name."""
+    partial_gradient_names: frozenset[str] = frozenset()
+    """Names of the replicated parameters of whose gradients each rank computes a part."""
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -69,34 +68,38 @@ class VocabularyParallelEmbedding(nn.Module):
         return self._combine(embedded.masked_fill(is_remote.unsqueeze(-1), 0))
 
 
-def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> dict[str, Placement]:
-    """Shard `model` in place over the one-dimensional `mesh`. Return the placements of sharded parameters, by name.
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> TensorSharding:
+    """Shard `model` in place over the one-dimensional `mesh`, and return how.
 
     `sequence_parallel`: between attention and feed-forward blocks each rank has only a part of the sequence, whose length must be a
     multiple of the number of ranks.
     """
     if mesh.size() == 1:
-        return {}
+        return TensorSharding()
     model.loss = VocabularyParallelLoss(mesh.get_group())
     model.model_coordinate = model.model_coordinate[0], mesh.get_local_rank()
     if sequence_parallel:
         model.sequence_parallel_coordinate = mesh.get_local_rank(), mesh.size()
-    sharding = _TensorSharding(model, mesh, sequence_parallel=sequence_parallel)
-    sharding.shard_model()
-    return sharding.placements
+    return _ModelSharder(model, mesh, sequence_parallel=sequence_parallel).shard_model()
 
 
-def collect_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of `model`, by their names in the unsharded model."""
-    return {name.replace("parametrizations.", "").removesuffix(".original"): parameter for name, parameter in model.named_parameters()}
+def sum_partial_gradients(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum `gradients` over the ranks of `group`, in place and in one collective. Collective: all ranks of `group` must call it."""
+    if not gradients:
+        return
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    total = torch.cat([gradient.reshape(-1) for gradient in local])
+    dist.all_reduce(total, group=group)
+    for gradient, part in zip(local, torch.split(total, [gradient.numel() for gradient in local]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
-class _TensorSharding:
+class _ModelSharder:
     """Shards the modules of a model."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-        self.placements: dict[str, Placement] = {}
-        """The placements of sharded parameters, by name."""
+        self._placements: dict[str, Placement] = {}
+        self._partial_gradient_names: set[str] = set()
         self._model, self._rank, self._size = model, mesh.get_local_rank(), mesh.size()
         self._group = RankGroup.from_process_group(mesh.get_group())
         self._sequence_parallel = sequence_parallel
@@ -120,18 +123,23 @@ class _TensorSharding:
             )
         )
 
-    def shard_model(self) -> None:
+    def shard_model(self) -> TensorSharding:
         """Shard all modules that are on this rank. Modules of other pipeline stages and custom feed-forward blocks are not sharded."""
         for module in list(self._model.modules()):
             if isinstance(module, Attention):
                 module.first_head = self._rank * (self._model.architecture.num_attention_heads // self._size)
+            if isinstance(module, TransformerBlock):
+                if isinstance(module.attention, Attention):
+                    module.prepare_attention_input = self._enter
+                if isinstance(module.mlp, Mlp | SwiGlu):
+                    module.prepare_mlp_input = self._enter
             if isinstance(module, Attention | Mlp | SwiGlu):
-                module.register_forward_pre_hook(partial(_transform_first_input, self._enter))
                 self._shard_layers(module)
                 self._shard_lora(module.lora)
             if self._has_partial_gradient(module):
-                self._sum_gradients(module, *(name for name, _ in module.named_parameters(recurse=False)))
+                self._add_partial_gradients(module, *(name for name, _ in module.named_parameters(recurse=False)))
         self._shard_vocabulary()
+        return TensorSharding(self._placements, frozenset(self._partial_gradient_names))
 
     def _shard_layers(self, module: Attention | Mlp | SwiGlu) -> None:
         for name, layer in module.named_children():
@@ -141,20 +149,20 @@ class _TensorSharding:
                 self._shard_parameters(layer, {"weight": 1})
                 layer.multiply = partial(_multiply_row_parallel, layer.multiply, self._leave)
                 if self._sequence_parallel and layer.bias is not None:
-                    self._sum_gradients(layer, "bias")
+                    self._add_partial_gradients(layer, "bias")
 
     def _shard_lora(self, adapters: LoraAdapters) -> None:
         for name, lora in adapters.by_layer.items():
             if name in _COLUMN_PARALLEL_LAYERS:
                 # A has the same output on all ranks; its gradient is that of this rank's outputs of B.
-                self._sum_gradients(lora.a, "weight")
+                self._add_partial_gradients(lora.a, "weight")
                 self._shard_parameters(lora.b, {"weight": 0})
             else:
                 lora.dropout.first_dimension = self._rank * lora.a.in_features // self._size
                 self._shard_parameters(lora.a, {"weight": 1})
                 lora.a.register_forward_hook(partial(_transform_output, self._leave))
                 if self._sequence_parallel:
-                    self._sum_gradients(lora.b, "weight")
+                    self._add_partial_gradients(lora.b, "weight")
 
     def _shard_vocabulary(self) -> None:
         embedding, head = self._model.embedding, self._model.head
@@ -181,11 +189,10 @@ class _TensorSharding:
             if parameter is not None:
                 shard = parameter.detach().chunk(self._size, dim)[self._rank]
                 setattr(module, name, nn.Parameter(shard.clone(), requires_grad=parameter.requires_grad))
-                self.placements[f"{self._names[module]}.{name}"] = Shard(dim)
+                self._placements[f"{self._names[module]}.{name}"] = Shard(dim)
 
-    def _sum_gradients(self, module: nn.Module, *names: str) -> None:
-        for name in names:
-            parametrize.register_parametrization(module, name, _SummedGradient(self._group), unsafe=True)
+    def _add_partial_gradients(self, module: nn.Module, *names: str) -> None:
+        self._partial_gradient_names.update(f"{self._names[module]}.{name}" for name in names)
 
     def _has_partial_gradient(self, module: nn.Module) -> bool:
         """Return whether each rank computes only a part of the gradients of the replicated `module`."""
