@@ -6,7 +6,6 @@ from functools import partial
 
 from benchmarks.counting.operation_counter import OperationCosts, OperationCounter
 from benchmarks.counting.requests import answer_requests
-from benchmarks.counting.rms_norm import RmsNormAsOneOperation
 from swarmtrain.config import Config
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.memory.simulated_rank import SyntheticSamples, build_simulated_model, simulate_rank
@@ -26,7 +25,7 @@ def count_step_costs(config: Config, world_size: int) -> tuple[OperationCosts, O
         model = build_simulated_model(runtime)
         optimizer = Optimizer(model, config, device_type="cuda")
         run_step = partial(train_step, runtime, model, optimizer, SyntheticSamples(config), first_sample_position=0, stop_flag=StopFlag())
-        with counter, RmsNormAsOneOperation():
+        with counter:
             run_step(step=1)  # might allocate what later steps use again
             after_first_step = counter.total
             run_step(step=2, after_backward=record_backward_end)

@@ -20,9 +20,9 @@ from torchtitan.models.llama3.model import Llama3Model
 
 from benchmarks.counting.operation_counter import OperationCosts, OperationCounter
 from benchmarks.counting.requests import answer_requests
-from benchmarks.counting.rms_norm import RmsNormAsOneOperation
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.trainer.memory.fused_rms_norm import fuse_rms_norm
 from swarmtrain.trainer.memory.simulated_rank import init_fake_process_group
 
 
@@ -56,7 +56,7 @@ def count_step_costs(config: Config, world_size: int) -> tuple[OperationCosts, O
             optimizer.step()
             optimizer.zero_grad()
 
-        with counter, RmsNormAsOneOperation():
+        with counter, fuse_rms_norm():
             run_forward_backward()
             update_parameters()  # the first step creates the optimizer state
             after_first_step = counter.total

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import costs
 from benchmarks.counting.operation_counter import OperationCosts, OperationCounter
-from benchmarks.counting.rms_norm import RmsNormAsOneOperation
 from benchmarks.counting.swarmtrain_step import count_step_costs
 from swarmtrain.config import Config
+from swarmtrain.trainer.memory.fused_rms_norm import fuse_rms_norm
 
 
 def count_steps(requests: Sequence[costs.Request]) -> Sequence[costs.StepCosts]:
@@ -34,7 +34,7 @@ def test_each_part_of_a_step_stays_within_its_budget(ranks: int) -> None:
 
 
 def count(compute: Callable[[Tensor, Tensor], object]) -> OperationCosts:
-    with FakeTensorMode(), RmsNormAsOneOperation():
+    with FakeTensorMode(), fuse_rms_norm():
         matrix, column = torch.zeros(100, 100), torch.zeros(100, 1)
         with OperationCounter() as counter:
             compute(matrix, column)

@@ -1,6 +1,7 @@
 """Estimate of the memory that a config needs on each rank, before a cluster is used.
 
 simulated_rank        a rank on fake tensors, which computes nothing
+fused_rms_norm        RMS normalization as one operation, as on a GPU
 allocation_tracker    records allocations and their kinds
 simulation            the allocations of one step of a simulated rank
 

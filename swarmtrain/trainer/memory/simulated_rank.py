@@ -26,6 +26,7 @@ from swarmtrain.config import Config
 from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.samples import GlobalBatch, TokenDataset
 from swarmtrain.trainer.data.token_batch import TokenBatch
+from swarmtrain.trainer.memory.fused_rms_norm import fuse_rms_norm
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import ParallelModel, mesh
 from swarmtrain.trainer.parallel.ddp import DdpModel
@@ -39,7 +40,7 @@ def simulate_rank(config: Config, world_size: int, rank: int) -> Iterator[Runtim
     # Compilation needs real data. Weights are not read: their sizes are known from the architecture.
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": False, "init_from": None})})
     runtime = Runtime(config, rank, world_size, 0, torch.device("cpu"), run_name="simulation", node="node0", coordinator_address=None)
-    with init_fake_process_group(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True):
+    with init_fake_process_group(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), fuse_rms_norm():
         yield runtime
 
 

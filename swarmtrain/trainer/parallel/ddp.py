@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.mesh import Mesh
-from swarmtrain.trainer.parallel.working_weights import GradientSums, WorkingWeights
+from swarmtrain.trainer.parallel.working_weights import GradientSums, WorkingWeights, call_after_each_gradient
 
 _GPU_BUCKET_MEGABYTES = 100
 """Size of the gradients that are summed by one all-reduce between GPUs, as in torchtitan. torch's 25 MB are for slower networks."""
@@ -42,9 +42,8 @@ class SingleReplicaModel:
         self._model, self._weights = model, WorkingWeights(model)
         self._sums = GradientSums(self._weights, sum_dtype) if sum_dtype else None
         self._is_last_pass = False
-        for weight in self._weights.weights if sum_dtype else ():
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._process_gradient)  # type: ignore[no-untyped-call]  # not typed in torch
+        if sum_dtype:
+            call_after_each_gradient(self._weights.weights, self._process_gradient)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -104,9 +103,8 @@ class DdpModel:
         self._ddp.broadcast_buffers = False
         self._ddp.register_comm_hook(self, _reduce_bucket_hook)
         self._is_last_pass = False
-        for weight in self._weights.weights if self._weights.are_copies else ():
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._free_used_weight)  # type: ignore[no-untyped-call]  # not typed in torch
+        if self._weights.are_copies:
+            call_after_each_gradient(self._weights.weights, self._free_used_weight)
         # When the second pass begins, DDP rebuilds its buckets in the order in which gradients became ready. That changes the order of
         # additions: the first step of a resumed run would differ in the last bits from the same step of an uninterrupted run. So one empty
         # pass runs before the first step.

@@ -9,7 +9,8 @@ fully_shard has its own copies: see fsdp.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,23 @@ class GradientSums:
             parameter = self._weights.get_parameter(weight)
             parameter.grad = total.to(parameter.dtype)
         self._sums.clear()
+
+
+def call_after_each_gradient(weights: Iterable[Tensor], method: Callable[[Tensor], None]) -> None:
+    """Call the bound method `method` with each of `weights` as soon as a backward pass has computed its gradient.
+
+    A weight holds its hook in C++, where Python's garbage collector does not look. A hook that held the model would keep the weight, and
+    so itself and the model, in memory until the process ends.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call_method(weight: Tensor) -> None:
+        if (bound_method := reference()) is not None:
+            bound_method(weight)
+
+    for weight in weights:
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(call_method)  # type: ignore[no-untyped-call]  # not typed in torch
 
 
 def _replace_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:

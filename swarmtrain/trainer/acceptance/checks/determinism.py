@@ -19,7 +19,7 @@ from swarmtrain.trainer.loop import train_model
 _STEPS, _STOPPED_STEPS = 6, 3
 _MODES = ("ignore", "prefer", "require")
 _SIZES = {
-    "cuda": {"vocab_size": 4096, "hidden_size": 1024, "num_layers": 4, "num_attention_heads": 8, "sequence_length": 1024},
+    "cuda": {"vocab_size": 4096, "hidden_size": 512, "num_layers": 4, "num_attention_heads": 4, "sequence_length": 1024},
     "cpu": {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 64},
 }
 
@@ -63,9 +63,9 @@ def _compare(row_name: str, folder: Path, device_type: str, mode: str, variant: 
         resumed = _train(sections, folder / "resumed", _STEPS)
     nondeterministic = sorted({str(each.message).split(" ")[0] for each in caught if "deterministic" in str(each.message)})
     values = {"repeated_equal": repeated == first, "resumed_equal": resumed == first, "warnings": ", ".join(nondeterministic)[:200]}
-    if mode == "ignore":
-        return Row(row_name, values=values)
-    return Row.from_check(row_name, first == repeated == resumed, values, "the parameters differ")
+    if mode == "require":
+        return Row.from_check(row_name, first == repeated == resumed, values, "the parameters differ")
+    return Row(row_name, values=values)  # prefer excludes the gradients of attention
 
 
 def _train(sections: Sections, save_dir: Path, steps: int) -> str:

@@ -59,12 +59,16 @@ def measure(items: Mapping[str, Sections]) -> Iterator[Row]:
     for name, sections in items.items():
         free_device_memory()
         try:
-            with open_session(build_config(sections)) as session:
-                for number in range(1, _STEPS + 1):
-                    session.run_step(number)
+            _train(sections)
             yield Row(name, values={"gib": torch.cuda.max_memory_allocated() / 2**30})
         except Exception as error:  # noqa: BLE001  # the other variants are still measured
             yield Row.from_error(name, error)
+
+
+def _train(sections: Sections) -> None:
+    with open_session(build_config(sections)) as session:
+        for number in range(1, _STEPS + 1):
+            session.run_step(number)
 
 
 def estimate(items: Mapping[str, Sections]) -> Iterator[Row]:

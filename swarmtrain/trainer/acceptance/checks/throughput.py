@@ -19,11 +19,10 @@ from swarmtrain.trainer.metrics import flops
 
 _STEPS, _WARMUP_STEPS = 12, 5
 _MFU_GOAL, _RATIO_GOAL = 0.5, 0.98
-_PREFER: Sections = {"trainer": {"deterministic": "prefer"}}
 _HALF_SLICE: Sections = {"transformer_architecture": {"num_layers": 4}}
 _ITEM_SECONDS = 100.0
 _LAYERS_8B = 32
-_TORCH_LOOP, _COMPILED = "torch alone", "1.2B, compiled"
+_TORCH_LOOP, _COMPILED, _DOCUMENTS = "torch alone", "1.2B, compiled", "1.2B, compiled, documents"
 _LARGE_SLICE, _SMALL_SLICE = "8 layers of 8B, compiled", "4 layers of 8B, compiled"
 
 
@@ -34,7 +33,7 @@ def run(context: StageContext) -> Iterator[Row]:
     if context.is_cuda:
         configs |= {
             "1.2B, eager": base,
-            "1.2B, compiled, documents": merge_sections(base, COMPILE, DOCUMENTS),
+            _DOCUMENTS: merge_sections(base, COMPILE, DOCUMENTS),
             "1.2B, compiled, float8": merge_sections(base, COMPILE, FLOAT8),
             _LARGE_SLICE: merge_sections(SLICE_8B, COMPILE),
             _SMALL_SLICE: merge_sections(SLICE_8B, COMPILE, _HALF_SLICE),
@@ -48,7 +47,10 @@ def run(context: StageContext) -> Iterator[Row]:
     if context.is_cuda:
         yield from _extrapolate_to_8b(rows)
         # Determinism is a setting of the process, so it needs another one.
-        deterministic = {f"{name}, prefer": merge_sections(configs[name], _PREFER) for name in (_COMPILED, "1.2B, eager")}
+        deterministic = {
+            f"{name}, {mode}": merge_sections(configs[name], {"trainer": {"deterministic": mode}})
+            for mode, name in (("prefer", _COMPILED), ("require", _COMPILED), ("require", _DOCUMENTS))
+        }
         yield from run_items_in_workers(measure, deterministic, timeout=_ITEM_SECONDS)
 
 

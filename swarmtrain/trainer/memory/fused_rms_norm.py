@@ -1,20 +1,22 @@
 """RMS normalization as one operation each for the forward and the backward pass, as torch computes it on a GPU.
 
-On the CPU, torch composes it of about ten operations each, below the level at which operations can be observed.
+On the CPU, torch composes it of about ten operations each, below the level at which operations can be observed, and keeps three times as
+much memory for the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 _STATISTICS_DTYPE = torch.float32
 
 
-@torch.library.custom_op("counting::rms_norm", mutates_args=())
+@torch.library.custom_op("swarmtrain_simulation::rms_norm", mutates_args=())
 def _normalize(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("only fake tensors are normalized")
 
@@ -25,7 +27,7 @@ def _(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(values, dtype=dtype), values.new_empty((*values.shape[:-1], 1), dtype=_STATISTICS_DTYPE)
 
 
-@torch.library.custom_op("counting::rms_norm_backward", mutates_args=())
+@torch.library.custom_op("swarmtrain_simulation::rms_norm_backward", mutates_args=())
 def _compute_gradients(gradient: Tensor, values: Tensor, statistics: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("only fake tensors are normalized")
 
@@ -50,12 +52,22 @@ class _RmsNorm(torch.autograd.Function):
         return gradients
 
 
-class RmsNormAsOneOperation(TorchFunctionMode):
-    """Mode in which `torch.nn.functional.rms_norm` with a weight is one operation. Its results have shapes, but no values."""
+@contextmanager
+def fuse_rms_norm() -> Iterator[None]:
+    """Context manager in which RMS normalization with a weight is one operation. Its results have shapes, but no values.
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.nn.functional.rms_norm or function is torch.rms_norm:
-            values, _, weight = (*args, kwargs.get("weight"))[:3]
-            return _RmsNorm.apply(values, weight)  # type: ignore[no-untyped-call]  # not typed in torch
-        return function(*args, **kwargs)
+    It replaces torch's function: a dispatch mode for functions would be suspended in the backward pass, where checkpointing computes layers
+    again.
+    """
+    original = torch.rms_norm
+
+    def normalize(values: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if weight is None:
+            return original(values, normalized_shape, weight, eps)
+        return _RmsNorm.apply(values, weight)  # type: ignore[no-any-return, no-untyped-call]  # not typed in torch
+
+    torch.rms_norm = normalize
+    try:
+        yield
+    finally:
+        torch.rms_norm = original
