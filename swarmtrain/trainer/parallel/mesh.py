@@ -98,6 +98,7 @@ def build_mesh(runtime: Runtime) -> Mesh:
             topology.tensor_parallel_size,
         )
         .permute(0, 3, 1, 2)
+        .clone(memory_format=torch.contiguous_format)  # torch 2.11 refuses slices of a mesh whose strides are not in descending order
     )
     names = "pipe", "tensor", "replica", "shard"
     device_mesh = DeviceMesh(runtime.device.type, ranks, mesh_dim_names=names)
