@@ -46,23 +46,6 @@ def run_forward_backward(
     backward pass. Return the unscaled loss summed over the micro batches, in nats, and the number of correct loss units (see
     Objective.pop_correct_count; 0 if the objective does not count them).
     """
-    sums = _run_micro_batches(runtime, model, data, micro_batches, next_micro_batches, step=step, scale_loss=scale_loss, timer=timer)
-    model.sum_partial_gradients()
-    return sums
-
-
-def _run_micro_batches(
-    runtime: Runtime,
-    model: ParallelModel,
-    data: TokenDataset,
-    micro_batches: MicroBatches,
-    next_micro_batches: MicroBatches,
-    *,
-    step: int,
-    scale_loss: LossTransform,
-    timer: StepTimer,
-) -> tuple[Tensor, Tensor]:
-    """Run the forward and backward passes of `run_forward_backward`."""
     forward = partial(_prepare_forward, runtime, step, timer)
     vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, forward)
     if isinstance(model.wrapped_model, PipelineModel):

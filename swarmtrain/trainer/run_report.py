@@ -32,7 +32,7 @@ from swarmtrain.trainer.runtime import Runtime
 LOG = logging.getLogger("swarmtrain")
 FILE_NAME = "report.json"
 _REPORTED_VARIABLES = re.compile(
-    r"(NCCL|GLOO|TP|UCX|TORCH_NCCL)_|(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTORCH_(CUDA_)?ALLOC_CONF)$"
+    r"(NCCL|GLOO|TP|UCX|TORCH_NCCL)_|(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTORCH_((CUDA|HIP)_)?ALLOC_CONF)$"
 )
 _DRIVER_VERSION_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _MAX_NODES_LOGGED = 8

@@ -268,7 +268,7 @@ def _select_device(local_rank: int) -> torch.device:
 
 def _configure_gpu_allocator(environ: Mapping[str, str]) -> None:
     """Let segments of GPU memory grow, so that less memory is lost to fragmentation, unless `environ` configures torch's allocator."""
-    if not any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+    if not any(name in environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch has no public function for this
 
 

@@ -103,6 +103,7 @@ def train_step(
         scale_loss=lambda loss: optimizer.scale_loss(loss / loss_token_count),
         timer=timer,
     )
+    model.sum_partial_gradients()
     if after_backward:
         with timer.time_phase(LOGGING):
             after_backward()

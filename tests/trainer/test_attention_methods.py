@@ -117,7 +117,7 @@ def test_compiled_code_sees_few_numbers_of_segments() -> None:
 
 @each_visibility
 def test_flex_attention_sees_what_a_dense_mask_shows(monkeypatch: pytest.MonkeyPatch, visibility: Visibility) -> None:
-    monkeypatch.setattr(flex, "_compile_function_cached", lambda function: function)
+    monkeypatch.setattr(flex, "_compile_once", lambda function: function)
     problem = build_problem(visibility)
     for options in (AttentionOptions(), AttentionOptions(scale=0.3, softcap=0.5)):
         inputs = [each.detach() for each in draw_inputs(visibility)]

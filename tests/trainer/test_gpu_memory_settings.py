@@ -52,7 +52,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.Monke
     assert not cuda.unregistered
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 def test_segments_of_gpu_memory_can_grow_unless_the_user_decides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: list[str] = []
     monkeypatch.setattr(runtime, "torch", SimpleNamespace(_C=SimpleNamespace(_accelerator_setAllocatorSettings=settings.append)))

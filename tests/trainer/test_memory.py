@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import worlds
 
 from swarmtrain.config import Config
+from swarmtrain.trainer.acceptance.session import open_session
 from swarmtrain.trainer.memory import AllocationKind, estimate_memory, suggest_memory_savings
 from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
 
@@ -53,6 +56,30 @@ def test_a_simulation_estimates_the_peak(name: str, config: Mapping[str, Any], t
         assert abs(estimate / tensors - 1) < (FSDP_TOLERANCE if name.startswith("fsdp") else TOLERANCE)
         assert estimate / process - 1 > -KERNEL_TOLERANCE
         assert sum(stepped.breakdown.values()) == stepped.size
+
+
+def test_rms_norms_need_no_more_memory_than_layer_norms(config: Mapping[str, Any]) -> None:
+    """As on a GPU: on a CPU, torch composes an RMS norm of operations that keep more for the backward pass."""
+    rms, layer = (
+        simulate_memory_peaks(
+            Config.model_validate_json(json.dumps(worlds.merge_config(config, transformer_architecture={**SHAPE, "norm_type": kind}))), 1, 0
+        )[1]
+        for kind in ("rms", "layernorm")
+    )
+    assert 0 < rms.breakdown[AllocationKind.activations] <= layer.breakdown[AllocationKind.activations]
+
+
+@pytest.mark.usefixtures("_single_process")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_model_is_freed_after_training(precision: str) -> None:
+    """Its parameters hold hooks in C++, where the garbage collector does not look: these must not hold the model."""
+    shape = {"vocab_size": 16, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 4, "sequence_length": 8, "precision": precision}
+    with open_session(Config.model_validate_json(json.dumps({"transformer_architecture": shape}))) as session:
+        session.run_step(1)
+        model = weakref.ref(session.model.local_model)
+    del session
+    gc.collect()
+    assert model() is None
 
 
 def build_sharded_config(ranks: int, accumulation: int, **architecture: Any) -> Config:

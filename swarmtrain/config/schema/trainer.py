@@ -161,8 +161,8 @@ class TrainerConfig(Section):
     frozen_precision: FrozenPrecision = Field(
         FrozenPrecision.working,
         description="Data type of frozen parameters. working: transformer_architecture.precision, in which the model computes with them "
-        "anyway; with bfloat16 they take 2 bytes each, not 6. float32: as those that are trained, so that checkpoints have the values of "
-        "init_from unrounded, if these are float32.",
+        "anyway; with bfloat16 they take 2 bytes each, not 6. float32: as those that are trained, so that checkpoints and exports have the "
+        "values of init_from unrounded, if these are float32.",
     )
     ignore_keys_in_checkpoint: RegexPatterns = Field(
         (), description="Regular expressions, searched in parameter names: matches are not loaded from load_dir."

@@ -49,13 +49,13 @@ STAGES = (
     Stage("facts", "versions, memory bandwidth and matrix products", 60, is_timed=True),
     Stage("launched_run", "deploy, stop and resume a run with the commands of swarmtrain", 150),
     Stage("equivalence", "losses and gradient norms, compared with float32 on the CPU", 150),
-    Stage("determinism", "repeated and resumed runs, compared bit by bit", 120),
+    Stage("determinism", "repeated and resumed runs, compared bit by bit", 180),
     Stage("mask_costs", "time and memory of attention masks", 60),
     Stage("throughput", "tokens per second, compared with a loop of torch alone", 270, is_timed=True),
     Stage("step_costs", "host synchronizations, kernels and idle time in a step", 90, is_timed=True),
     Stage("checkpoint_costs", "seconds to draw, save and load a model", 90, is_timed=True),
     Stage("memory_accuracy", "estimated and measured memory", 75, is_timed=True),
-    Stage("multiple_ranks", "several ranks, compared with one; out of memory", 120, is_timed=True),
+    Stage("multiple_ranks", "several ranks, compared with one; out of memory", 150, is_timed=True),
 )
 
 

@@ -21,18 +21,18 @@ class BackgroundLoader:
 
     def start_loading(self, sample_ids: Ids) -> None:
         """Start loading the samples `sample_ids` in the background, for the next call of `load_samples`."""
-        self._discard_pending()
+        self._cancel_pending_load()
         self._pending = sample_ids, self._executor.submit(self._load, sample_ids)
 
     def load_samples(self, sample_ids: Ids) -> TokenBatch:
         """Return the samples `sample_ids`. Raises what `load` raises for them. Samples of other ids that are being loaded are discarded."""
         if self._pending is None or not np.array_equal(self._pending[0], sample_ids):
-            self._discard_pending()
+            self._cancel_pending_load()
             return self._load(sample_ids)
         (_, future), self._pending = self._pending, None
         return future.result()
 
-    def _discard_pending(self) -> None:
+    def _cancel_pending_load(self) -> None:
         if self._pending is not None:
             self._pending[1].cancel()
             self._pending = None

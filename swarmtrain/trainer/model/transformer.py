@@ -260,7 +260,7 @@ class Transformer(nn.Module):
 def _do_nothing() -> None: ...
 
 
-def _return_unchanged(values: Tensor) -> Tensor:
+def _pass_through(values: Tensor) -> Tensor:
     return values
 
 
@@ -320,8 +320,8 @@ class TransformerBlock(nn.Module):
         self.has_inner_dropout = bool(architecture.lora_config and architecture.lora_config.dropout)
         self.adapter = LayerAdapters(architecture)
         self.parallel_residual = architecture.parallel_residual
-        self.prepare_attention_input: Callable[[Tensor], Tensor] = _return_unchanged
-        self.prepare_mlp_input: Callable[[Tensor], Tensor] = _return_unchanged
+        self.prepare_attention_input: Callable[[Tensor], Tensor] = _pass_through
+        self.prepare_mlp_input: Callable[[Tensor], Tensor] = _pass_through
         """Called with the normalized input of attention and of the feed-forward block: the place for tensor parallelism."""
         self.scales = umup.compute_residual_scales(architecture, layer) if architecture.umup.enable else None
 

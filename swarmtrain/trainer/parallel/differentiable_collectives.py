@@ -58,18 +58,13 @@ def sum_gradients(values: Tensor, group: RankGroup) -> Tensor:
     return result
 
 
-def gather_parts(part: Tensor, group: RankGroup, dim: int) -> Tensor:
-    """Return the parts of all ranks of `group`, concatenated along `dim`. The gradient is summed over ranks; each receives its part's."""
-    result: Tensor = _GatherParts.apply(part, group, dim)  # type: ignore[no-untyped-call]  # not typed in torch
-    return result
+def gather_parts(part: Tensor, group: RankGroup, dim: int, *, replicated_rank: int | None = None) -> Tensor:
+    """Return the parts of all ranks of `group`, concatenated along `dim`.
 
-
-def gather_for_equal_computation(part: Tensor, group: RankGroup, dim: int, rank: int) -> Tensor:
-    """Return the parts of all ranks of `group`, concatenated along `dim`, from which all ranks compute the same.
-
-    All ranks have the gradient of all parts, so this rank, whose index in the group is `rank`, takes that of its own part.
+    The gradients of all ranks are summed, and each rank receives that of its part. `replicated_rank`: set if all ranks compute the same
+    from the result: this rank's index in the group. All ranks have the same gradient then, and this rank takes that of its part.
     """
-    result: Tensor = _GatherForEqualComputation.apply(part, group, dim, rank)  # type: ignore[no-untyped-call]  # not typed in torch
+    result: Tensor = _GatherParts.apply(part, group, dim, replicated_rank)  # type: ignore[no-untyped-call]  # not typed in torch
     return result
 
 
@@ -134,24 +129,15 @@ class _SumGradients(torch.autograd.Function):
 
 class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: RankGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather(part, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(gradient, ctx.group, ctx.dim), None, None
-
-
-class _GatherForEqualComputation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: RankGroup, dim: int, rank: int) -> Tensor:
-        ctx.size, ctx.dim, ctx.rank = group.size, dim, rank
+    def forward(ctx: Any, part: Tensor, group: RankGroup, dim: int, replicated_rank: int | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.replicated_rank = group, dim, replicated_rank
         return _gather(part, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient.chunk(ctx.size, ctx.dim)[ctx.rank], None, None, None
+        if ctx.replicated_rank is None:
+            return _reduce_scatter(gradient, ctx.group, ctx.dim), None, None, None
+        return gradient.chunk(ctx.group.size, ctx.dim)[ctx.replicated_rank], None, None, None
 
 
 class _SumAndDivide(torch.autograd.Function):

@@ -172,8 +172,8 @@ class _ModelSharder:
             self._model.embedding = VocabularyParallelEmbedding(embedding, first_token, self._leave)
         if isinstance(head, EmbeddingHead):
             if self._sequence_parallel:  # the head is not sharded
-                gather = differentiable_collectives.gather_for_equal_computation
-                enter = partial(gather, group=self._group, dim=_SEQUENCE_DIM, rank=self._rank)
+                gather = differentiable_collectives.gather_parts
+                enter = partial(gather, group=self._group, dim=_SEQUENCE_DIM, replicated_rank=self._rank)
                 head.register_forward_pre_hook(partial(_transform_first_input, enter))
         elif isinstance(head, nn.Linear):
             head.register_forward_pre_hook(partial(_transform_first_input, self._enter))

@@ -61,7 +61,7 @@ class DenseAttention:
         per_query = query.shape[0] * query.shape[1] * _SCORE_BYTES if options.softcap else self.visibility.mask_batch_size
         at_once = max(1, _MAX_BYTES // max(1, per_query * key.shape[2]))
         if count <= at_once and self.mask is not None:
-            return _run_masked(query, key, value, self.mask, options)
+            return _compute_masked_attention(query, key, value, self.mask, options)
         parts = [range(start, min(start + at_once, count)) for start in range(0, count, at_once)]
         outputs: list[Tensor] = [
             checkpoint(self._compute_part, query[:, :, part.start : part.stop], key, value, part, options, use_reentrant=False)
@@ -74,10 +74,10 @@ class DenseAttention:
         keys = self.visibility.find_visible_keys(queries)
         mask = self.visibility.build_dense_mask(queries, keys)
         key, value = (heads[:, :, keys.start : keys.stop] for heads in (key, value))
-        return _run_masked(query, key, value, mask, options)
+        return _compute_masked_attention(query, key, value, mask, options)
 
 
-def _run_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+def _compute_masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Return the attention output, with all scores in memory if they are soft-capped (Gemma 2: Gemma Team 2024, arXiv 2408.00118)."""
     if options.softcap is None:
         return _run_sdpa(query, key, value, mask, options)

@@ -43,7 +43,7 @@ class FlexAttention:
         return cls(build_block_mask(problem.visibility))
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        attended: Tensor = _compile_function_cached(flex_attention)(
+        attended: Tensor = _compile_once(flex_attention)(
             query,
             key,
             value,
@@ -56,7 +56,7 @@ class FlexAttention:
 
 
 @cache
-def _compile_function_cached(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
