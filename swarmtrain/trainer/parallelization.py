@@ -19,7 +19,7 @@ from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import BaseWeights
-from swarmtrain.trainer.model import initialization
+from swarmtrain.trainer.model import chunked_loss, initialization
 from swarmtrain.trainer.model.initialization import LoadedParameters, ParameterSource, Region
 from swarmtrain.trainer.model.peft import is_peft_parameter
 from swarmtrain.trainer.model.transformer import Transformer
@@ -85,7 +85,9 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
     wrapped_model = _wrap_model(
         model, runtime, layout, materialize, tied_parameter_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
     )
-    model.loss_chunk_size = None if precision is Precision.float16 else config.trainer.loss_chunk_size
+    if precision is not Precision.float16:
+        vocabulary_size = config.transformer_architecture.vocab_size
+        model.loss_chunk_size = config.trainer.loss_chunk_size or chunked_loss.compute_default_chunk_size(vocabulary_size)
     model.attention_kernel = config.trainer.attention_kernel
     if config.trainer.attention_kernel is AttentionKernel.flex and runtime.device.type == "cuda":
         compilation.check_compiler(runtime.device, "trainer.attention_kernel", alternative="auto")

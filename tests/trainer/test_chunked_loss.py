@@ -16,6 +16,7 @@ from swarmtrain.config.schema.transformer_architecture import TransformerArchite
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.memory import AllocationKind
 from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
+from swarmtrain.trainer.model.chunked_loss import compute_default_chunk_size
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 
 
@@ -43,6 +44,11 @@ def test_loss_and_gradients_are_those_of_all_at_once(kind: torch.dtype, toleranc
     for chunk in (1, 10, 47):
         for one, other in zip(compute_loss_and_gradients(chunk), whole, strict=True):
             assert float((one - other).norm() / other.norm()) < tolerance
+
+
+@pytest.mark.parametrize(("vocabulary_size", "expected"), [(256_000, 2048), (128_256, 2048), (50_304, 4096), (32_000, 8192), (1, 2**28)])
+def test_chunks_have_about_the_same_number_of_logits_with_any_vocabulary(vocabulary_size: int, expected: int) -> None:
+    assert compute_default_chunk_size(vocabulary_size) == expected
 
 
 @pytest.mark.test_all_only("training runs; the gate compares loss and gradients")

@@ -214,11 +214,12 @@ class TrainerConfig(Section):
         "attention_softcap. dense: masks of one byte per pair of tokens, at most 64 MiB at a time; also used where the chosen kernel "
         "cannot be.",
     )
-    loss_chunk_size: int = Field(
-        2048,
+    loss_chunk_size: int | None = Field(
+        None,
         ge=1,
-        description="Tokens of a micro batch whose logits are in memory at a time. Fewer need less memory; very few are "
-        "slow. Ignored with float16, which keeps all logits, as small gradients need the loss scale.",
+        description="Tokens of a micro batch whose logits are in memory at a time. Fewer need less memory; very few are slow. null: 2048, "
+        "or as many as have 2^28 logits, rounded down to a power of two: 4096 for a vocabulary of 50,000, 8192 for one of 32,000. Ignored "
+        "with float16, which keeps all logits, as small gradients need the loss scale.",
     )
     sampling_config: SamplingConfig | None = Field(
         None, description="Generate text from fixed prompts during training, into the log and all metrics sinks. null: never."

@@ -66,7 +66,7 @@ def fuse_rms_norm() -> Iterator[None]:
             return original(values, normalized_shape, weight, eps)
         return _RmsNorm.apply(values, weight)  # type: ignore[no-any-return, no-untyped-call]  # not typed in torch
 
-    torch.rms_norm = normalize
+    torch.rms_norm = normalize  # type: ignore[assignment]  # called with lists of sizes only
     try:
         yield
     finally:

@@ -19,6 +19,19 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Maps hidden states (1, tokens, hidden size) and targets (tokens) to the summed loss, or to the loss of each token."""
 
 
+_MIN_CHUNK_SIZE, _LOGITS_PER_CHUNK = 2048, 2**28
+
+
+def compute_default_chunk_size(vocabulary_size: int) -> int:
+    """Return the number of tokens in a chunk: at least 2048, and a power of two.
+
+    The gradient of the output layer is accumulated once per chunk, so more tokens are faster. With a smaller vocabulary, more tokens have
+    the same number of logits, and so need the same memory.
+    """
+    fitting = max(1, _LOGITS_PER_CHUNK // vocabulary_size)
+    return max(_MIN_CHUNK_SIZE, 1 << fitting.bit_length() - 1)
+
+
 def compute_chunked_loss(
     loss_function: LossFunction,
     hidden: Tensor,
