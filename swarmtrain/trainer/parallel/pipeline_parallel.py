@@ -197,6 +197,10 @@ class _HookedStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
+        if self.has_backward:  # torch 2.11 does not set this if the first schedule that it ran was an evaluation
+            for received in self.args_recv_info.get(fwd_chunk_id, ()):
+                if isinstance(buffer := getattr(received, "buffer", None), Tensor):
+                    buffer.requires_grad_()
         with self.forward_context(fwd_chunk_id, self.stage_index):
             return super().forward_one_chunk(fwd_chunk_id, args, self._drop_unused_targets(kwargs or {}), save_forward_output)
 
@@ -333,12 +337,8 @@ def _build_pipeline_stage(
         device="meta",
         requires_grad=True,
     )
-    final_output = torch.empty((), device="meta", requires_grad=True)
-    if architecture.embedding_size is not None:
-        vector_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        final_output = torch.empty(
-            (rows_per_micro_batch, architecture.embedding_size), dtype=vector_dtype, device="meta", requires_grad=True
-        )
+    final_shape = () if architecture.embedding_size is None else (rows_per_micro_batch, architecture.embedding_size)
+    final_output = torch.empty(final_shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta", requires_grad=True)
     stage_input, stage_output = (
         tokens if stage_index == 0 else hidden,
         final_output if stage_index == topology.pipeline_stage_count - 1 else hidden,
