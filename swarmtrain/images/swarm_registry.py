@@ -37,6 +37,7 @@ _VOLUME_TARGET = "/var/lib/registry"
 _MEMORY_LIMIT_BYTES = 2**30
 _NANOSECONDS = 10**9
 _TIMEOUT_SECONDS = 120.0  # seconds to pull the registry's image and start its container
+_LISTEN_SECONDS = 15.0  # seconds until the registry accepts connections, after its container has started
 _PORT_IN_USE_TEXTS = ("already in use", "already allocated", "host-mode port")
 _RECREATE_HINT = f"swarmtrain image registry down, then up again; its images stay in the volume {SERVICE_NAME}"
 
@@ -119,6 +120,7 @@ def start_registry(
         engine.post("/services/create", desired_spec, image=image)
     try:
         _wait_until_registry_running(engine, get_host_name(manager_node), port, report_progress)
+        _wait_until_registry_listens(engine, f"{address_of(manager_node)}:{port}")
     except BaseException:
         if not is_kept:
             engine.delete(f"/services/{SERVICE_NAME}")
@@ -288,6 +290,13 @@ def _wait_until_registry_running(engine: ManagerEngine, node_host: str, port: in
         place=_LOCATION,
         hint=f"docker service ps {SERVICE_NAME}",
     )
+
+
+def _wait_until_registry_listens(engine: ManagerEngine, registry_address: str) -> None:
+    """Wait until the registry, whose container runs, accepts connections. What else prevents its use is in its status."""
+    deadline = time.monotonic() + _LISTEN_SECONDS
+    while "connection refused" in _find_trust_problem(engine, registry_address) and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def _raise_if_task_failed(state: str, error_text: str, node_host: str, port: int) -> None:
