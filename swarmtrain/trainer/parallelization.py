@@ -85,14 +85,7 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
     wrapped_model = _wrap_model(
         model, runtime, layout, materialize, tied_parameter_index=list(local_parameters).index(EMBEDDING_WEIGHT) if tied else None
     )
-    if precision is not Precision.float16:
-        vocabulary_size = config.transformer_architecture.vocab_size
-        model.loss_chunk_size = config.trainer.loss_chunk_size or chunked_loss.compute_default_chunk_size(vocabulary_size)
-    model.attention_kernel = config.trainer.attention_kernel
-    if config.trainer.attention_kernel is AttentionKernel.flex and runtime.device.type == "cuda":
-        compilation.check_compiler(runtime.device, "trainer.attention_kernel", alternative="auto")
-    if compilation.should_compile(config.trainer.compile, runtime.device, LOG.warning if runtime.is_rank_zero else LOG.debug):
-        compilation.compile_model(model, runtime.device)
+    _configure_computation(model, runtime)
     pipeline_group = layout.pipe_group if layout.pipe_size > 1 else None
     fsdp_names = frozenset(local_parameters if _has_sharded_state(config) else ())
     shard_layout = ShardLayout(
@@ -121,6 +114,22 @@ def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True
         initial_values,
         base_model.fingerprint if base_model else None,
     )
+
+
+def _configure_computation(model: Transformer, runtime: Runtime) -> None:
+    """Set how the model computes its loss and its attention, and compile it, as the config says.
+
+    With float16, the loss is not computed in chunks: its gradients would be computed before the loss is scaled, and underflow.
+    """
+    config, device = runtime.config, runtime.device
+    if config.transformer_architecture.precision is not Precision.float16:
+        vocabulary_size = config.transformer_architecture.vocab_size
+        model.loss_chunk_size = config.trainer.loss_chunk_size or chunked_loss.compute_default_chunk_size(vocabulary_size)
+    model.attention_kernel = config.trainer.attention_kernel
+    if model.attention_kernel is AttentionKernel.flex and device.type == "cuda":
+        compilation.check_compiler(device, "trainer.attention_kernel", alternative="auto")
+    if compilation.should_compile(config.trainer.compile, device, LOG.warning if runtime.is_rank_zero else LOG.debug):
+        compilation.compile_model(model, device)
 
 
 def select_trained_parameter_names(names: Iterable[str], config: Config) -> list[str]:

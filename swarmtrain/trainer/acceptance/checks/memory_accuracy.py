@@ -66,6 +66,7 @@ def measure(items: Mapping[str, Sections]) -> Iterator[Row]:
 
 
 def _train(sections: Sections) -> None:
+    """Train a few steps. A function of its own, so that nothing refers to the session, and its memory is free, once it returns."""
     with open_session(build_config(sections)) as session:
         for number in range(1, _STEPS + 1):
             session.run_step(number)
