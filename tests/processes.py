@@ -17,3 +17,10 @@ def find_run_pids(state_dir: Path) -> list[int]:
             if str(state_dir).encode() in environment and not dead and int(entry.name) != os.getpid():
                 found.append(int(entry.name))
     return found
+
+
+def read_command_line(pid: int) -> list[str]:
+    """Return the words of a process's command line: none if it has ended, which it may do at any moment."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+    return []

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from features import IN_A_CONTAINER, LAUNCHERS, NODE_DIES, SCALE_DOWN, SCALE_UP, feature
 from interrupt import ROOT, interrupt_at_line
-from processes import find_run_pids
+from processes import find_run_pids, read_command_line
 
 from swarmtrain import process
 from swarmtrain.lab import Lab
@@ -74,7 +74,7 @@ class LaunchTarget:
 
     def list_leftovers(self) -> list[str]:
         """Return what exists of any run: processes, containers, and the files that only a deployed run has."""
-        commands = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in find_run_pids(self.home)]
+        commands = [" ".join(words) for pid in find_run_pids(self.home) if (words := read_command_line(pid))]
         return [*commands, *self.list_run_files(self.home)]
 
     def check_nothing_left(self) -> None:

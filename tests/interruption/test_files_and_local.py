@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from interrupt import EFFECTS, IMPORTS, ROOT, SIGNALS, interrupt_at_each_event, interrupt_at_event, interrupt_at_line
-from processes import find_run_pids
+from processes import find_run_pids, read_command_line
 
 # Runs until a stop is requested, and then exits gracefully.
 SCRIPT = """
@@ -45,8 +45,8 @@ def list_run_pids(folder: Path) -> list[int]:
 
 def list_keeper_specs(folder: Path) -> list[str]:
     """Return the specs of the process keepers of runs below `folder`."""
-    command_lines = [Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in list_run_pids(folder)]
-    return sorted(Path(line).name for line in command_lines if "remote.process_keeper" in line)
+    command_lines = [read_command_line(pid) for pid in list_run_pids(folder)]
+    return sorted(Path(words[-1]).name for words in command_lines if any("remote.process_keeper" in word for word in words))
 
 
 def run_swarmtrain(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:

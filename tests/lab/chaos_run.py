@@ -34,11 +34,14 @@ _REMOVAL_TIMEOUT_SECONDS = 30.0
 
 # Runs inside a node's container and sends a signal to its first rank, or to torch's agent.
 SIGNAL_SCRIPT = """
-import os, sys
+import contextlib, os, sys
 from pathlib import Path
 def named(word):
-    found = sorted((int(path.parent.name), path.read_text()) for path in Path("/proc").glob("[0-9]*/comm"))
-    return [pid for pid, name in found if name.split()[0] == word]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            found += [int(path.parent.name)] if path.read_text().split()[0] == word else []
+    return sorted(found)
 os.kill(named(sys.argv[1])[0], int(sys.argv[2]))
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import LAB_PARTS, ROOT, print_line
 from swarm_helpers import run_docker
@@ -109,26 +111,17 @@ def read_machine_pid(name: str, node: str) -> int:
     return int((get_labs_folder() / name / node / "pid").read_text().split()[0])
 
 
-def list_process_tree(pid: int) -> set[tuple[int, str]]:
-    """Return a process and all its descendants, each as (pid, start time)."""
-    found = {(pid, read_start_time(pid))}
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            found |= list_process_tree(int(child))
-    return found
+def list_process_tree(pid: int) -> set[psutil.Process]:
+    """Return a process and all its descendants."""
+    root = psutil.Process(pid)
+    return {root, *root.children(recursive=True)}
 
 
-def read_start_time(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-
-
-def is_process_alive(process: tuple[int, str]) -> bool:
+def is_process_alive(process: psutil.Process) -> bool:
     """Return whether the process still runs. A zombie does not."""
-    try:
-        state = Path(f"/proc/{process[0]}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in "ZX" and read_start_time(process[0]) == process[1]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def find_traces(name: str) -> list[str]:
@@ -301,7 +294,7 @@ def test_down_leaves_nothing_and_other_labs_alone(lab: Lab, create_lab: Callable
     other = create_lab("gone")
     other.bring_up(2, report_progress=print_line)
     processes = set().union(*(list_process_tree(read_machine_pid(other.name, part)) for part in ("node0", "node1")))
-    processes.add((registry := int((get_labs_folder() / other.name / "registry.pid").read_text().split()[0]), read_start_time(registry)))
+    processes.add(psutil.Process(int((get_labs_folder() / other.name / "registry.pid").read_text().split()[0])))
     assert len(find_traces(other.name)) >= 6, "what is looked for can be found"
     other.tear_down(report_progress=print_line)
     assert find_traces(other.name) == []

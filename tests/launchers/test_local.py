@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import find_run_pids
+from processes import find_run_pids, read_command_line
 
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
@@ -246,8 +246,8 @@ def test_a_new_script_restarts_the_nodes_and_a_failure_is_the_outcome(launcher: 
 
 def find_supervisor(folder: Path, role: str) -> int:
     """Return the pid of the oldest process with `role` (node, rendezvous) of a run below `folder`, by start time: pids wrap around."""
-    arguments = f"-m\0swarmtrain.entrypoint\0{role}\0".encode()
-    return min((pid for pid in list_run_pids(folder) if arguments in Path(f"/proc/{pid}/cmdline").read_bytes()), key=read_start_ticks)
+    arguments = ["-m", "swarmtrain.entrypoint", role]
+    return min((pid for pid in list_run_pids(folder) if read_command_line(pid)[1:4] == arguments), key=read_start_ticks)
 
 
 def read_start_ticks(pid: int) -> int:
