@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import RunnerConfig
@@ -31,6 +31,8 @@ class Machine:
     """Amounts of generic resources by kind, for example NVIDIA-GPU: 8."""
     gpu_count: int | None = None
     """Number of GPUs when the machine was last probed; None if that is unknown."""
+    cores: float = 0.0
+    """Number of cores; 0 if it is unknown."""
     engine: str = ""
 
     def count_gpus(self, kind: str) -> int:
@@ -44,6 +46,14 @@ class Inventory:
 
     origin: str
     machines: tuple[Machine, ...]
+
+    def restrict(self, machine_ids: Collection[str], reason: str) -> Inventory:
+        """Return the inventory in which only the machines with these ids are available. `reason`: why the others are not."""
+        machines = [
+            machine if machine.id in machine_ids or machine.unavailable_reason else replace(machine, unavailable_reason=reason)
+            for machine in self.machines
+        ]
+        return Inventory(self.origin, tuple(machines))
 
 
 def build_offline_inventory(hosts: Iterable[HostEntry]) -> Inventory:

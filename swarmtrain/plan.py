@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarmtrain.cargo import Cargo
@@ -163,10 +163,12 @@ def build_plan(
     node_count: int | None = None,
     placement: Placement = FRESH_PLACEMENT,
     min_nodes: int | None = None,
+    machines: Collection[str] | None = None,
 ) -> Plan:
     """Return the plan for `run`, whose nodes keep their machines in `placement` where possible.
 
     `node_count`, used by `swarmtrain scale`, overrides runner.nodes. At least `min_nodes`, by default runner.min_nodes, must be available.
+    `machines`: ids of the machines on which nodes may run; None: all that the config allows. The coordinator may run on any manager.
 
     Raises PlanError if the machines of the inventory cannot meet the config's requirements.
     """
@@ -180,10 +182,11 @@ def build_plan(
         nodes=(),
         origin=inventory.origin,
         coordinator_machine=_choose_coordinator_machine(config, inventory, placement),
-        notes=(gpu_note,) if gpu_note else (),
+        notes=tuple(filter(None, (gpu_note, _describe_unused_queue_settings(config)))),
         requested_node_count=requested_count,
     )
-    plan = _set_nodes(plan, select_nodes(config, inventory, requested_count, placement, min_nodes=min_nodes))
+    usable = inventory if machines is None else inventory.restrict(machines, "used by other runs")
+    plan = _set_nodes(plan, select_nodes(config, usable, requested_count, placement, min_nodes=min_nodes))
     _check_world_size(plan)
     return plan
 
@@ -197,6 +200,14 @@ def _resolve_gpus(config: Config, inventory: Inventory, node_count: int) -> tupl
     swarm = config.runner.swarm.model_copy(update={"gpu": mode})
     runner = config.runner.model_copy(update={"swarm": swarm})
     return config.model_copy(update={"runner": runner}), f"gpu: {mode} ({reason})" if reason else ""
+
+
+def _describe_unused_queue_settings(config: Config) -> str:
+    """Return a note on the settings for a queue, if the launcher has none; else an empty string."""
+    names = [f"runner.{name}" for name in config.runner.queue_settings]
+    if not names or config.runner.capabilities.has_queue:
+        return ""
+    return f"{', '.join(names)}: no effect, since {config.runner.runner_type} has no queue; runner_type swarm has one (swarmtrain queue up)"
 
 
 def _set_nodes(plan: Plan, nodes: Sequence[PlannedNode]) -> Plan:

@@ -45,6 +45,9 @@ LABEL_HOST = "swarmtrain.host"
 LABEL_SLOTS = "swarmtrain.slots"
 LABEL_CONFIG = "swarmtrain.config"
 LABEL_HOSTS = "swarmtrain.hosts"
+# Settings of a run for a queue (swarmtrain.config.schema.runner.QUEUE_KEYS), as JSON, if they differ from their defaults.
+LABEL_QUEUE_SETTINGS = "swarmtrain.queue.settings"
+
 # Labels of the run's identity (swarmtrain.run_identity): its id, who brought it up, from which machine, and when (seconds since the epoch).
 LABEL_RUN_ID = "swarmtrain.id"
 LABEL_OWNER = "swarmtrain.owner"

@@ -99,7 +99,7 @@ SUITES = {
         "one mistake per test on a lab of its own; the gate has the same mistakes where they need no engine, in `fast`",
     ),
     "fast": Suite(
-        ["unit", "golden", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
+        ["unit", "golden", "queueing", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
         "everything that needs neither torch nor a lab, and bad input to every command",
     ),
     "newer": Suite(

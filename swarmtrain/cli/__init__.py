@@ -34,7 +34,7 @@ _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def build_app() -> typer.Typer:
     """Return the Typer app with all commands."""
-    from swarmtrain.cli import config_import, configs, data, demo, environment, image, lab, models, runs
+    from swarmtrain.cli import config_import, configs, data, demo, environment, image, lab, models, queue, runs
 
     app = typer.Typer(
         help=HELP,
@@ -51,6 +51,7 @@ def build_app() -> typer.Typer:
     config_import.register_commands(app)
     runs.register_commands(app)
     models.register_commands(app)
+    app.add_typer(queue.app, name="queue", help="Share a swarm: start a scheduler, and see and change the order of waiting runs.")
     app.add_typer(data.app, name="data", help="Tokenize text into token files, verify them, inspect samples.")
     app.add_typer(
         image.app, name="image", help="Build, push and distribute the Docker image of the nodes; add code layers; run a registry."

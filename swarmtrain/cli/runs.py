@@ -41,7 +41,10 @@ def deploy_run(
     run_name: RunNameOption = None,
     *,
     debug: DebugOption = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the run is up, without following its output.")] = False,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", "-d", help="Return when the run is up, or is in the queue of the swarm, without following its output."),
+    ] = False,
     attached_rank: Annotated[
         int | None,
         typer.Option(

@@ -19,7 +19,7 @@ from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedul
 from swarmtrain.config.schema.logger import LoggerConfig
 from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
 from swarmtrain.config.schema.profiler import ProfilerConfig
-from swarmtrain.config.schema.runner import RunnerConfig
+from swarmtrain.config.schema.runner import QUEUE_KEYS, RunnerConfig
 from swarmtrain.config.schema.runner_types import DEPLOYED_CONTEXT
 from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple, format_duplicates
 from swarmtrain.config.schema.topology import TopologyConfig
@@ -105,11 +105,12 @@ class Config(Section):
     def to_node_config(self) -> Config:
         """Return the config in the form that every node receives and every checkpoint stores.
 
-        The hosts and the current node count are removed, and min_nodes and max_nodes are filled in: otherwise `swarmtrain scale` would
-        change the config of all nodes, and so restart them.
+        The hosts, the current node count and the settings for a queue are removed, and min_nodes and max_nodes are filled in: otherwise
+        `swarmtrain scale`, or another priority, would change the config of all nodes, and so restart them.
         """
         low, _, high = self.runner.node_range
-        runner = self.runner.model_copy(update={"hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
+        defaults = {key: RunnerConfig.model_fields[key].default for key in QUEUE_KEYS}
+        runner = self.runner.model_copy(update={**defaults, "hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
         return self.model_copy(update={"runner": runner})
 
     @classmethod

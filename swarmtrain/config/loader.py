@@ -11,17 +11,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from swarmtrain.config import Config
 from swarmtrain.config.overrides import apply_overrides
+from swarmtrain.config.schema.section import Section
 from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
 from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.config.yaml_document import YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError
 
+SectionT = TypeVar("SectionT", bound=Section)
 STDIN_PATH = Path("-")
 """Path that stands for standard input."""
 _MAX_BYTES = 1_000_000
@@ -35,11 +37,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with all problems, or SwarmtrainError if the file cannot be read.
     """
-    return parse_config(_read_config_text(Path(path)), overrides, source=str(path))
+    return parse_config(read_config_text(Path(path)), overrides, source=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None = None) -> Config:
     """Return the config that the YAML text `text` describes, changed by `overrides`. Raises ConfigError with all problems of the config."""
+    return parse_section(text, Config, overrides, source=source)
+
+
+def parse_section(text: str, section_class: type[SectionT], overrides: Sequence[str] = (), *, source: str | None = None) -> SectionT:
+    """Return the section of class `section_class` that the YAML text `text` describes, changed by `overrides`.
+
+    Raises ConfigError with all problems.
+    """
     try:
         document = read_yaml(text)
     except YamlSyntaxError as error:
@@ -48,24 +58,24 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, source: str | None
         ) from None
     values = document.values
     if not isinstance(values, dict):
-        raise ConfigError(sort_and_limit_problems([_build_root_type_problem(values, source)]), source=source)
+        raise ConfigError(sort_and_limit_problems([_build_root_type_problem(values, section_class, source)]), source=source)
     overridden, problems = apply_overrides(values, overrides)
     problems = [*document.problems, *problems]
     try:
-        config = Config.model_validate_json(json.dumps(values))
+        section = section_class.model_validate_json(json.dumps(values))
     except ValidationError as error:
         reported_paths = {problem.path for problem in problems}
-        problems += [
-            problem for problem in convert_validation_error(error, Config, document.lines, overridden) if problem.path not in reported_paths
-        ]
+        converted = convert_validation_error(error, section_class, document.lines, overridden)
+        problems += [problem for problem in converted if problem.path not in reported_paths]
     except ValueError as error:
         problems.append(Problem("", f"contains an invalid value: {error}"))
     if problems:
         raise ConfigError(sort_and_limit_problems(problems), source=source)
-    return config
+    return section
 
 
-def _read_config_text(path: Path) -> str:
+def read_config_text(path: Path) -> str:
+    """Return the text of the YAML file at `path`, or of standard input for `-`. Raises SwarmtrainError if it cannot be read."""
     try:
         content = sys.stdin.buffer.read(_MAX_BYTES) if path == STDIN_PATH else read_file_with_limit(path, _MAX_BYTES)
     except UnreadableFileError as error:
@@ -83,11 +93,14 @@ def _read_config_text(path: Path) -> str:
     return text
 
 
-def _build_root_type_problem(root_value: Any, source: str | None) -> Problem:
+def _build_root_type_problem(root_value: Any, section_class: type[Section], source: str | None) -> Problem:
+    if root_value is None and section_class is not Config:
+        return Problem("", "is empty", hint="{} alone uses all defaults")
     if root_value is None:
         name = source or "config.yml"
         return Problem("", "is empty", hint=f"swarmtrain init {name} --force writes a config to start from; {{}} alone uses all defaults")
-    return Problem("", f"must be a mapping of keys such as runner and trainer, not {describe_value(root_value)}", 1)
+    names = " and ".join(list(section_class.model_fields)[:2]) if section_class is not Config else "runner and trainer"
+    return Problem("", f"must be a mapping of keys such as {names}, not {describe_value(root_value)}", 1)
 
 
 def sort_and_limit_problems(problems: list[Problem]) -> tuple[Problem, ...]:

@@ -32,7 +32,7 @@ from swarmtrain.doctor.report import CheckResult, DoctorReport
 from swarmtrain.errors import EngineError, NodesRefused, PlanError, StackError
 from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.probed_gpus import record_gpus
+from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
 from swarmtrain.plan import Plan
 
 _PLAN_EXPECTATION = "the plan can be deployed"

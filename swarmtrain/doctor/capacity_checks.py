@@ -8,7 +8,7 @@ from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.cluster_checks import CHECKS, ApiObject, ClusterSnapshot, get_host_name
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, build_natural_sort_key
-from swarmtrain.launchers.swarm.generic_resources import count_resources
+from swarmtrain.launchers.swarm.machines.generic_resources import count_resources
 from swarmtrain.launchers.swarm.resources.resource_accounting import compute_resource_supplies
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK, ROLE_NODE
 

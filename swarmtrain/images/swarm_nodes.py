@@ -40,10 +40,13 @@ def get_node_address(node: Mapping[str, Any]) -> str:
     return manager_address if manager_address and status_address in ("", "0.0.0.0", "127.0.0.1") else status_address  # noqa: S104  # addresses that a manager may report for itself
 
 
-def list_other_engines(engine: ManagerEngine) -> dict[str, str]:
-    """Return the engines of all other nodes (name → ssh:// address). The SSH user is the one in this engine's own address."""
+def list_other_engines(engine: ManagerEngine, **filters: str) -> dict[str, str]:
+    """Return the engines of all other nodes that match `filters` (name → ssh:// address).
+
+    The SSH user is the one in this engine's own address.
+    """
     own_node_id = get_engine_node_id(engine)
-    nodes = sorted((node for node in engine.list_objects("/nodes") if node["ID"] != own_node_id), key=get_host_name)
+    nodes = sorted((node for node in engine.list_objects("/nodes", **filters) if node["ID"] != own_node_id), key=get_host_name)
     return {get_host_name(node): build_engine_address(engine, node) for node in nodes}
 
 

@@ -57,11 +57,15 @@ class LogLine:
     time: float = 0.0
 
 
+QUEUED_STATE = "queued"
+"""State of a service that waits for the scheduler of a queue."""
+
+
 @dataclass(frozen=True)
 class TaskState:
     """State of one service of a run: a node or the rendezvous.
 
-    `state` is a Swarm task state (pending, running, failed, …); `reason` is the message of the component that reported the state.
+    `state` is a Swarm task state (pending, running, failed, …) or QUEUED_STATE; `reason` is the message of the component that reported it.
     """
 
     node: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from swarmtrain.errors import (
     StackError,
     SwarmtrainError,
 )
-from swarmtrain.launchers.base import Change, Launcher, ProgressReporter, exclude_unusable_hosts
+from swarmtrain.launchers.base import QUEUED_STATE, Change, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common.history_store import build_operation_event, find_recorded_run
 from swarmtrain.launchers.common.provenance import read_git_checkout
 from swarmtrain.launchers.registry import load_deployment
@@ -34,7 +34,10 @@ from swarmtrain.view.update_printer import follow_updates, format_event
 from swarmtrain.view.worlds import find_quarantined_nodes
 
 _WORLD_TIMEOUT_SECONDS = 180.0
+# States of a node that its machine refuses to start: Swarm retries it.
 _REFUSED_STATES = ("pending", "rejected")
+# Seconds that a scheduler has for new nodes before they count as waiting in its queue.
+_QUEUE_SECONDS = 10.0
 
 
 def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
@@ -241,7 +244,11 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_event_count: int, repor
     deadline = time.monotonic() + _WORLD_TIMEOUT_SECONDS
     expected = {node.name for node in plan.available_nodes}
     world: set[str] | None = None
+    queue_deadline = time.monotonic() + _QUEUE_SECONDS
     while time.monotonic() < deadline:
+        if time.monotonic() > queue_deadline and (queued := _list_nodes_in_states(launcher, plan.run, (QUEUED_STATE,))):
+            report_progress(f"{', '.join(sorted(queued))} of {plan.run} waits in the queue; swarmtrain queue status shows why")
+            return
         events = launcher.read_events(plan.run)
         seen_event_count = seen_event_count if seen_event_count <= len(events) else 0  # a new coordinator's events start from zero
         for event in events[seen_event_count:]:
@@ -255,7 +262,7 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_event_count: int, repor
                 world = set(event.data["ranks"])
         if world is not None and world <= expected:
             absent = expected - world - find_quarantined_nodes(events).keys()
-            if not absent or absent <= _list_refused_nodes(launcher, plan.run):
+            if not absent or absent <= _list_nodes_in_states(launcher, plan.run, _REFUSED_STATES):
                 return
         seen_event_count = max(seen_event_count, len(events))
         time.sleep(1)
@@ -266,9 +273,9 @@ def _wait_for_world(launcher: Launcher, plan: Plan, seen_event_count: int, repor
     )
 
 
-def _list_refused_nodes(launcher: Launcher, run: str) -> set[str]:
-    """Return the nodes that their machines refuse to start: Swarm retries them, so that their tasks are rejected or pending again."""
-    return {state.node for state in launcher.list_tasks(run) if state.state in _REFUSED_STATES}
+def _list_nodes_in_states(launcher: Launcher, run: str, states: Collection[str]) -> set[str]:
+    """Return the nodes of `run` whose tasks are in one of `states`."""
+    return {task.node for task in launcher.list_tasks(run) if task.state in states}
 
 
 def stop_run(launcher: Launcher, run: str, *, assume_yes: bool) -> None:

@@ -30,6 +30,7 @@ from swarmtrain.protocol import (
     LABEL_CONFIG,
     LABEL_HOST,
     LABEL_HOSTS,
+    LABEL_QUEUE_SETTINGS,
     LABEL_ROLE,
     LABEL_RUN,
     LABEL_RUN_ID,
@@ -249,6 +250,8 @@ def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[
     service["deploy"] = _build_deploy_section(
         plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
     )
+    if queue_settings := plan.config.runner.queue_settings:
+        service["deploy"]["labels"][LABEL_QUEUE_SETTINGS] = json.dumps(queue_settings, sort_keys=True)
     return service
 
 

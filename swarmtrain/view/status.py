@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from swarmtrain import protocol
-from swarmtrain.launchers.base import TaskState
+from swarmtrain.launchers.base import QUEUED_STATE, TaskState
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.formatting import format_age, format_count, format_duration, format_end_time, format_memory_usage, format_table
@@ -30,7 +30,7 @@ _MAX_GPU_FAULTS = 5
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The status of a run at `time`. `state` is starting, training, done, failed or stopped.
+    """The status of a run at `time`. `state` is queued, starting, training, done, failed or stopped.
 
     Fields that come from an event include its `time`; times are seconds since the epoch, memory is in bytes.
     """
@@ -163,7 +163,7 @@ def build_status(
         time=now,
         started=next((event.time for event in events if event.kind == protocol.EVENT_COORDINATOR_STARTED), None),
         ended=outcome["time"] if outcome else None,
-        reason=str(outcome.get("reason", "")) if outcome else "",
+        reason=str(outcome.get("reason", "")) if outcome else _find_queue_reason(tasks),
         hint=str(outcome.get("hint", "")) if outcome else "",
         exit_code=outcome.get("exit_code") if outcome else None,
         world=latest.get(protocol.EVENT_WORLD_FORMED, {}),
@@ -180,6 +180,12 @@ def build_status(
         tasks=tuple(tasks),
         identity=identity,
     )
+
+
+def _find_queue_reason(tasks: Sequence[TaskState]) -> str:
+    """Return why all nodes wait in the queue, or why the queue has stopped them; empty if one of them runs."""
+    nodes = [task for task in tasks if task.node != protocol.RENDEZVOUS_SERVICE]
+    return nodes[0].reason if nodes and all(task.state in (QUEUED_STATE, "stopped") for task in nodes) else ""
 
 
 def format_progress(data: Mapping[str, Any]) -> str:
@@ -228,9 +234,11 @@ def _format_resource_usage(usage: Mapping[str, Any]) -> list[str]:
 
 
 def _derive_run_state(outcome: Mapping[str, Any] | None, latest_events: Mapping[str, Any], tasks: Sequence[TaskState]) -> str:
+    nodes = [task for task in tasks if task.node != protocol.RENDEZVOUS_SERVICE]
+    if nodes and all(task.state == QUEUED_STATE for task in nodes):
+        return QUEUED_STATE  # also a run that had ended before
     if outcome:
         return str(outcome["status"])
-    nodes = [task for task in tasks if task.node != protocol.RENDEZVOUS_SERVICE]
     if nodes and all(task.state in ("stopped", "shutdown") for task in nodes):
         return "stopped"
     return (

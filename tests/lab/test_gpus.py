@@ -18,7 +18,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm import SwarmLauncher, probed_gpus
+from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.launchers.swarm.machines import probed_gpus
 from swarmtrain.plan import Plan, build_plan
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from swarmtrain.config.schema.fields import host_entry, overlay_subnet, validators
+from swarmtrain.config.schema.fields.duration import Duration
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.fields.validators import HOST_NETWORK
 from swarmtrain.config.schema.runner_types import (
@@ -30,6 +31,10 @@ _DEFAULT_RESTARTS_PER_HOUR = 20
 _MAX_SIZE_BYTES = 1 << 62
 _MAX_SOCKETS = 64
 _DEFAULT_SCRIPT = Path("training_code.py")
+CLASS_PATTERN = r"^[a-z][a-z0-9_-]{0,30}$"
+"""Pattern of the name of a priority class."""
+QUEUE_KEYS = ("priority", "preemptible", "time_limit", "on_time_limit", "share")
+"""Keys of this section that only a queue uses. The nodes do not receive them, so that changing them restarts nothing."""
 MODULE_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 
@@ -130,6 +135,13 @@ class NumaBinding(StrEnum):
     socket = "socket"
     exclusive = "exclusive"
     core_complex = "core-complex"
+
+
+class TimeLimitAction(StrEnum):
+    """What happens to a run that has saved because it has reached its time limit."""
+
+    stop = "stop"
+    requeue = "requeue"
 
 
 _GPU_MODE_NOTES = {GpuMode.none: "", GpuMode.visible: "", GpuMode.reserve: ": Swarm assigns any free GPUs"}
@@ -412,6 +424,25 @@ class RunnerConfig(Section):
         "max_restarts if larger.",
     )
     stop_grace: float = Field(90.0, ge=5, le=86400, description="Seconds from SIGTERM to SIGKILL: the time for a final checkpoint.")
+    priority: str | None = Field(
+        None,
+        pattern=CLASS_PATTERN,
+        description="In a queue: the priority class, one of those that swarmtrain queue policy prints. null: the policy's default class.",
+    )
+    preemptible: bool = Field(
+        True, description="In a queue: whether the run may shrink, or save and stop, for one of a higher priority. It resumes by itself."
+    )
+    time_limit: Duration | None = Field(
+        None,
+        description="In a queue: maximum time with nodes, in seconds or as 8h. The run saves and stops before it. null: none.",
+    )
+    on_time_limit: TimeLimitAction = Field(
+        TimeLimitAction.stop, description="stop, or requeue: wait again at the end of the queue, and resume from the checkpoint."
+    )
+    share: bool = Field(
+        False,
+        description="In a queue: cores and visible GPUs may be used together with other runs that share. Reserved GPUs are never shared.",
+    )
     docker_config: DockerConfig = Field(DockerConfig(), description="The container that each node runs.")
     swarm: SwarmConfig = Field(SwarmConfig(), description="Settings of the Docker Swarm launcher.")
     slurm: SlurmConfig = Field(SlurmConfig(), description="Settings of the Slurm launcher.")
@@ -499,6 +530,11 @@ class RunnerConfig(Section):
         """Whether the nodes use the host network of their machines instead of a container network."""
         network = self.capabilities.network
         return self.swarm.is_on_host_network if network is NodeNetwork.configured else network is NodeNetwork.host
+
+    @property
+    def queue_settings(self) -> dict[str, Any]:
+        """The settings for a queue that differ from their defaults, JSON-compatible."""
+        return self.model_dump(mode="json", include=set(QUEUE_KEYS), exclude_defaults=True)
 
     @property
     def effective_max_restarts_per_hour(self) -> int:

@@ -60,6 +60,8 @@ class Capabilities:
     """Whether a scheduler gives all nodes of a job the same slots, by default one for each GPU that runner.slurm requests."""
     starts_missing_nodes: bool = False
     """Whether a node whose machine is missing starts by itself when the machine becomes available, so that it can be created at once."""
+    has_queue: bool = False
+    """Whether runs can be queued: whether the settings for a queue have an effect."""
     has_managers: bool = False
     """Whether the nodes run in a swarm with managers: a manager runs the coordinator, and the doctor queries the managers."""
 
@@ -82,6 +84,7 @@ BUILT_IN_LAUNCHERS = {
             runs_as_folder_owner=True,
             requires_gpu_mode=True,
             starts_missing_nodes=True,
+            has_queue=True,
             has_managers=True,
         ),
     ),

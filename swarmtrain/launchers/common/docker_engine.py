@@ -140,6 +140,17 @@ class DockerEngine:
         """Open the log at `api_path` as a stream. Raises EngineError if the engine cannot be reached, or refuses the request."""
         return LogStream(self._send_request("GET", api_path, params, stream=True), self.address)
 
+    def stream_events(self, *object_types: str) -> Iterator[dict[str, Any]]:
+        """Yield the engine's events about objects of these types, such as service or node, as they happen. Raises EngineError."""
+        import docker
+        import requests
+        import urllib3
+
+        try:
+            yield from self.client.events(decode=True, filters={"type": list(object_types)})
+        except (requests.RequestException, docker.errors.DockerException, urllib3.exceptions.HTTPError, OSError) as error:
+            raise _build_unreachable_error(error, self.address) from None
+
     def _connect_client(self) -> APIClient:
         import docker
         import requests

@@ -6,9 +6,7 @@ started with plain `docker stack deploy` is equivalent to one that this launcher
 
 from __future__ import annotations
 
-import base64
 import heapq
-import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,19 +27,23 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_a
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
-from swarmtrain.launchers.swarm import cluster_state, code_placement, overviews, plan_checks, teardown
+from swarmtrain.launchers.swarm import cluster_state, code_placement, deployed_run, overviews, plan_checks, teardown
 from swarmtrain.launchers.swarm.convergence import StartupTolerance
 from swarmtrain.launchers.swarm.following.update_stream import LogScope, format_manager_name, watch_run
+from swarmtrain.launchers.swarm.queue_entry import find_queue_entry
+from swarmtrain.launchers.swarm.queueing import submission
+from swarmtrain.launchers.swarm.queueing.queue_service import is_scheduler_installed
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, add_labels, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
+from swarmtrain.launchers.swarm.task_states import build_task_states, list_stopping_nodes
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import CONFIG_PATH, EVENT_NOTE, EVENT_OUTCOME, LABEL_HOSTS, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event, RunOutcome
+from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import Stack, render_stack
 from swarmtrain.run_identity import RunIdentity, create_run_identity
@@ -67,6 +69,8 @@ class SwarmLauncher:
 
     def check_plan(self, plan: Plan) -> list[Finding]:
         findings = plan_checks.collect_findings(self._engine, plan)
+        if self._uses_queue(plan):
+            findings += [*submission.find_scheduler_problems(self._engine), *submission.collect_findings(self._engine, plan)]
         if any(finding.fatal for finding in findings):
             return findings
         return [
@@ -76,41 +80,25 @@ class SwarmLauncher:
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
         """Return the steps that `deploy_run` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
-        return self._plan_reconcile_steps(self._build_stack_specs(plan), create_run_identity())
+        return self._plan_reconcile_steps(self._build_stack_specs(plan), create_run_identity(), is_queued=self._uses_queue(plan))
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         desired = self._pin_images(render_stack(self._place_code(plan, report_progress)))
         new_identity, self._deployed_at[plan.run] = create_run_identity(), time.time()
+        is_queued = self._uses_queue(plan)
         deploy_stack(
             self._engine,
-            _build_resource_request(plan),
-            lambda: self._plan_reconcile_steps(desired, new_identity),
+            ResourceRequest(plan.run) if is_queued else _build_resource_request(plan),
+            lambda: self._plan_reconcile_steps(desired, new_identity, is_queued=is_queued),
             report_progress,
             self._timeouts,
             tolerance=_build_startup_tolerance(plan),
+            complete_submission=partial(submission.complete_entry, self._engine, plan.run, report_progress) if is_queued else None,
         )
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         services = cluster_state.list_run_services(self._engine, run)
-        nodes = [service for service in services if service.is_node]
-        if not nodes:
-            raise StackError("has no nodes, only leftovers of an incomplete removal", place=f"run {run}", hint=f"swarmtrain down {run}")
-        container = nodes[0].spec["TaskTemplate"]["ContainerSpec"]
-        files = {item["File"]["Name"]: item for item in container.get("Configs", [])}
-        config = Config.from_json(self._read_config_content(files.pop(CONFIG_PATH)["ConfigID"]).decode())
-        coordinator = cluster_state.find_coordinator(services, run)
-        hosts = json.loads(coordinator.spec["Labels"].get(LABEL_HOSTS, "null")) if coordinator else None
-        runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
-        code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items()]
-        sent_files = [RunFile(name, self._read_config_content(item["ConfigID"]), _parse_digest(item["ConfigName"])) for name, item in code]
-        config, code_files = code_placement.restore_code_from_layer(config.model_copy(update={"runner": runner}), sent_files)
-        secrets = [
-            RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"]))
-            for item in container.get("Secrets", [])
-            if item["File"]["Name"] != RUN_KEY_NAME
-        ]
-        code_files.sort(key=lambda file: (file.name != runner.script_name, file.name))  # as in read_cargo
-        return config, Cargo(tuple(code_files), tuple(secrets))
+        return deployed_run.read_deployment(self._engine, services, run)
 
     def read_identity(self, run: str) -> RunIdentity:
         return cluster_state.find_identity(cluster_state.list_run_services(self._engine, run), run)
@@ -119,7 +107,9 @@ class SwarmLauncher:
         services = cluster_state.list_run_services(self._engine, run)
         pinned = {service.get_short_name(run): service.pinned_machine for service in services}
         coordinator = pinned.pop(RENDEZVOUS_SERVICE, "")
-        return Placement({node: machine for node, machine in pinned.items() if machine}, coordinator)
+        entry = find_queue_entry(services, run)
+        machines = pinned if entry is None else entry.machines  # the machines of nodes that wait mean nothing
+        return Placement({node: machine for node, machine in machines.items() if machine}, coordinator)
 
     def list_runs(self) -> list[str]:
         return cluster_state.list_runs(self._engine)
@@ -133,9 +123,9 @@ class SwarmLauncher:
     def list_tasks(self, run: str) -> list[TaskState]:
         services = cluster_state.list_run_services(self._engine, run)
         tasks, hosts = cluster_state.list_tasks(self._engine, run), cluster_state.read_host_names(self._engine)
-        states = [cluster_state.build_task_state(service.get_short_name(run), tasks, service, hosts) for service in services]
+        states = build_task_states(run, services, tasks, hosts)
         return [
-            *cluster_state.list_stopping_nodes(tasks, services, hosts),
+            *list_stopping_nodes(tasks, services, hosts),
             *resource_accounting.add_resource_holders_to_states(self._engine, run, services, states),
         ]
 
@@ -179,6 +169,7 @@ class SwarmLauncher:
         cluster_state.list_run_services(self._engine, run)
         lock = RunLock(self._engine, run, "is stopping it", self._timeouts)
         with lock.hold_lock(report_progress):
+            submission.mark_stopped(self._engine, run, "stopped by a user")
             teardown.stop_nodes(
                 self._engine, run, cluster_state.list_run_services(self._engine, run), report_progress, lock.check_lock_held
             )
@@ -194,8 +185,15 @@ class SwarmLauncher:
             teardown.tear_down_stack(self._engine, run, report_progress, lock.check_lock_held)
         report_progress(f"{run} removed")
 
-    def _plan_reconcile_steps(self, desired: StackSpecs, new_identity: RunIdentity) -> list[ReconcileStep]:
-        """Return the steps to `desired`. An existing run keeps its identity, or has none; any other gets `new_identity`."""
+    def _uses_queue(self, plan: Plan) -> bool:
+        """Return whether `plan` waits in the queue. The doctor's probes never do: they are refused if they do not fit."""
+        return not plan.is_probe and is_scheduler_installed(self._engine)
+
+    def _plan_reconcile_steps(self, desired: StackSpecs, new_identity: RunIdentity, *, is_queued: bool) -> list[ReconcileStep]:
+        """Return the steps to `desired`. An existing run keeps its identity, or has none; any other gets `new_identity`.
+
+        `is_queued`: only the scheduler starts nodes.
+        """
         existing = cluster_state.read_stack_state(self._engine, desired.stack)
         services = list(existing.services.values())
         if plan_checks.is_foreign_stack(services):
@@ -203,7 +201,8 @@ class SwarmLauncher:
             raise StackError(finding.message, place=finding.place, hint=finding.hint)
         identity = cluster_state.find_labelled_identity(services) if services else new_identity
         labelled = add_labels(desired, identity.labels) if identity else desired
-        return reconcile(labelled, existing, self._find_ended_run(services, desired.stack))
+        ended_run = self._find_ended_run(services, desired.stack)
+        return reconcile(submission.queue_specs(labelled, existing, ended_run) if is_queued else labelled, existing, ended_run)
 
     def _build_stack_specs(self, plan: Plan) -> StackSpecs:
         """Return the specs of the stack of `plan`. In the specs of a code layer that is not built yet, the image has no digest."""
@@ -232,7 +231,7 @@ class SwarmLauncher:
         for service in cluster_state.read_stack_state(self._engine, run).services.values():
             for item in service.spec["TaskTemplate"]["ContainerSpec"].get("Configs") or []:
                 if item["File"]["Name"] == manifest_path:
-                    content = self._read_config_content(item["ConfigID"])
+                    content = deployed_run.read_config_content(self._engine, item["ConfigID"])
                     return code_placement.CodeLayer.from_manifest(RunFile.from_content(code_placement.MANIFEST_NAME, content))
         return None
 
@@ -292,9 +291,6 @@ class SwarmLauncher:
             ):
                 report_progress(f"{update.data['node']} {update.data['message']}")
 
-    def _read_config_content(self, config_id: str) -> bytes:
-        return base64.b64decode(self._engine.get(f"/configs/{config_id}")["Spec"]["Data"])
-
 
 def _build_resource_request(plan: Plan) -> ResourceRequest:
     swarm = plan.config.runner.swarm
@@ -309,7 +305,3 @@ def _build_startup_tolerance(plan: Plan) -> StartupTolerance:
     """Return which nodes of `plan` a deploy does not wait for. All nodes of a probe must start."""
     max_refused_nodes = 0 if plan.is_probe else max(0, len(plan.available_nodes) - plan.min_nodes)
     return StartupTolerance(frozenset(node.name for node in plan.missing_nodes), max_refused_nodes)
-
-
-def _parse_digest(object_name: str) -> str:
-    return object_name.rpartition("-")[2]

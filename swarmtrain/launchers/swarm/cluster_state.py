@@ -10,10 +10,9 @@ from typing import Any
 
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
-from swarmtrain.launchers.swarm.probed_gpus import read_gpu_counts
+from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
+from swarmtrain.launchers.swarm.machines.probed_gpus import read_gpu_counts
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 from swarmtrain.run_identity import RunIdentity
 
@@ -59,6 +58,11 @@ class Service:
         return int(self.spec["Mode"].get("Replicated", {}).get("Replicas", 0))
 
     @property
+    def force_update(self) -> int:
+        """Count that changes with each update that must restart the tasks although nothing else about them changes."""
+        return int(self.spec["TaskTemplate"].get("ForceUpdate", 0))
+
+    @property
     def is_node(self) -> bool:
         return bool(self.spec.get("Labels", {}).get(LABEL_ROLE) == ROLE_NODE)
 
@@ -92,6 +96,8 @@ class Task:
     """Name of the run's node, or `rendezvous` for the coordinator's task."""
     stop_grace: float = 0.0
     """Seconds from the stop signal to the kill."""
+    force_update: int = 0
+    """The service's `force_update` when the task was created."""
     container_id: str = ""
     """Id of the task's container; empty before Swarm has created one."""
     gpus: tuple[str, ...] = ()
@@ -166,18 +172,19 @@ def read_network_name(engine: DockerEngine, network_id_or_name: str) -> str:
 
 def list_services(engine: DockerEngine, stack: str) -> list[Service]:
     """Return the services of `stack`: nodes first, ordered by node number. Raises EngineError."""
-    services = [_parse_service(item) for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")]
+    services = [parse_service(item) for item in engine.list_objects("/services", label=f"{LABEL_STACK}={stack}")]
     return sorted(services, key=lambda service: (not service.is_node, build_natural_sort_key(service.name)))
 
 
 def list_services_of_runs(engine: DockerEngine) -> list[tuple[str, Service]]:
     """Return the services of all runs, each with the name of its run, ordered by run. Raises EngineError."""
     items = engine.list_objects("/services", label=LABEL_RUN)
-    services = [(_get_stack_label(item), _parse_service(item)) for item in items if _get_stack_label(item)]
+    services = [(_get_stack_label(item), parse_service(item)) for item in items if _get_stack_label(item)]
     return sorted(services, key=lambda pair: (pair[0], not pair[1].is_node, build_natural_sort_key(pair[1].name)))
 
 
-def _parse_service(api_object: dict[str, Any]) -> Service:
+def parse_service(api_object: dict[str, Any]) -> Service:
+    """Return the service that the engine describes by `api_object`."""
     return Service(
         api_object["ID"], api_object["Version"]["Index"], api_object["Spec"], "PreviousSpec" in api_object, api_object["CreatedAt"]
     )
@@ -243,16 +250,17 @@ def _get_stack_label(api_object: dict[str, Any]) -> str:
 
 def list_tasks(engine: DockerEngine, stack: str) -> list[Task]:
     """Return all tasks of `stack` in Swarm's task history, oldest first, including those of removed services. Raises EngineError."""
-    tasks = [_parse_task(item) for item in engine.list_objects("/tasks", label=f"{LABEL_STACK}={stack}")]
+    tasks = [parse_task(item) for item in engine.list_objects("/tasks", label=f"{LABEL_STACK}={stack}")]
     return sorted(tasks, key=lambda task: task.created_at)
 
 
 def list_tasks_of_runs(engine: DockerEngine) -> list[Task]:
     """Return the tasks of all runs in Swarm's task history, oldest first. Raises EngineError."""
-    return sorted((_parse_task(item) for item in engine.list_objects("/tasks", label=LABEL_RUN)), key=lambda task: task.created_at)
+    return sorted((parse_task(item) for item in engine.list_objects("/tasks", label=LABEL_RUN)), key=lambda task: task.created_at)
 
 
-def _parse_task(api_object: dict[str, Any]) -> Task:
+def parse_task(api_object: dict[str, Any]) -> Task:
+    """Return the task that the engine describes by `api_object`."""
     status = api_object.get("Status", {})
     container = status.get("ContainerStatus") or {}
     spec = api_object["Spec"].get("ContainerSpec", {})
@@ -270,6 +278,7 @@ def _parse_task(api_object: dict[str, Any]) -> Task:
             RENDEZVOUS_SERVICE,
         ),
         stop_grace=float(spec.get("StopGracePeriod", 10 * 10**9)) / 1e9,
+        force_update=int(api_object["Spec"].get("ForceUpdate", 0)),
         container_id=container.get("ContainerID", ""),
         gpus=describe_resources(get_assigned_resources(api_object))
         if api_object.get("NodeID") and status.get("State") not in FINAL_STATES
@@ -282,36 +291,24 @@ def find_newest_task(tasks: list[Task], service_id: str) -> Task | None:
     return next((task for task in reversed(tasks) if task.service_id == service_id), None)
 
 
+def is_service_finished(service: Service, tasks: Iterable[Task]) -> bool:
+    """Return whether the newest task of `service` has completed, and Swarm will not restart it. `tasks` are ordered by creation.
+
+    A service without replicas is not finished. A task from before the last update that restarts the tasks does not count.
+    """
+    newest = next((task for task in reversed(list(tasks)) if task.service_id == service.id), None)
+    return (
+        service.replicas > 0
+        and newest is not None
+        and newest.state == "complete"
+        and newest.desired_state == "shutdown"
+        and newest.force_update == service.force_update
+    )
+
+
 def find_replaced_task_ids(tasks: list[Task], service_id: str) -> frozenset[str]:
     """Return the ids of the tasks of a service that a newer task has replaced."""
     return frozenset([task.id for task in tasks if task.service_id == service_id][:-1])
-
-
-def build_task_state(node_name: str, tasks: list[Task], service: Service, host_name_by_node_id: Mapping[str, str]) -> TaskState:
-    """Return the state of `service` as a TaskState, in Swarm's terms.
-
-    While a task is pending, `reason` states why the previous task ended.
-    """
-    task = find_newest_task(tasks, service.id)
-    host = service.spec.get("Labels", {}).get("swarmtrain.host", "")
-    if task is None or (service.replicas == 0 and task.is_final):
-        return TaskState(node_name, host, "stopped" if service.replicas == 0 else "new")
-    reason = task.reason
-    if not reason and not task.is_final and task.state != "running":
-        earlier_failures = [
-            candidate for candidate in tasks if candidate.service_id == service.id and candidate.id != task.id and candidate.reason
-        ]
-        reason = f"restarting after: {earlier_failures[-1].reason}" if earlier_failures else ""
-    return TaskState(node_name, host_name_by_node_id.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus)
-
-
-def list_stopping_nodes(tasks: list[Task], services: list[Service], host_name_by_node_id: Mapping[str, str]) -> list[TaskState]:
-    """Return the states of nodes whose services are removed but whose containers still run."""
-    service_ids = {service.id for service in services}
-    leftover = [task for task in tasks if task.service_id not in service_ids and task.node_id and not task.is_final]
-    return [
-        TaskState(task.node_name, host_name_by_node_id.get(task.node_id, ""), "stopping", "its service is removed") for task in leftover
-    ]
 
 
 def read_host_names(engine: DockerEngine) -> dict[str, str]:
@@ -329,11 +326,14 @@ def read_down_nodes(engine: DockerEngine) -> dict[str, str]:
     return {node["ID"]: node["Description"]["Hostname"] for node in engine.list_objects("/nodes") if node["Status"]["State"] == "down"}
 
 
-def read_inventory(engine: DockerEngine) -> Inventory:
-    """Return the inventory: the swarm's nodes in natural order of their names (node2 before node10). Raises EngineError."""
+def read_inventory(engine: DockerEngine, nodes: Sequence[dict[str, Any]] | None = None) -> Inventory:
+    """Return the inventory: the swarm's nodes in natural order of their names (node2 before node10). Raises EngineError.
+
+    `nodes`: the nodes as the engine lists them, if they have been read already.
+    """
     gpu_counts = read_gpu_counts(engine)
     machines = sorted(
-        (_parse_machine(node, gpu_counts.get(node["ID"])) for node in engine.list_objects("/nodes")),
+        (_parse_machine(node, gpu_counts.get(node["ID"])) for node in (engine.list_objects("/nodes") if nodes is None else nodes)),
         key=lambda machine: (build_natural_sort_key(machine.host), machine.id),
     )
     count = f"{len(machines)} node{'' if len(machines) == 1 else 's'}"
@@ -354,6 +354,7 @@ def _parse_machine(node: dict[str, Any], gpu_count: int | None) -> Machine:
         labels=node["Spec"].get("Labels") or {},
         resources=count_resources_by_kind(description.get("Resources", {}).get("GenericResources") or []),
         gpu_count=gpu_count,
+        cores=description.get("Resources", {}).get("NanoCPUs", 0) / 1e9,
         engine=description.get("Engine", {}).get("EngineVersion", ""),
     )
 

@@ -17,6 +17,7 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.launchers.swarm.task_states import build_task_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
@@ -68,7 +69,7 @@ NO_TOLERANCE = StartupTolerance()
 
 
 @dataclass(frozen=True)
-class _Refusal:
+class Refusal:
     """Why a service cannot be started on its machine, and how to fix it."""
 
     service: str
@@ -123,12 +124,12 @@ def wait_until_services_running(
         services = cluster_state.list_services(engine, stack)
         tasks = cluster_state.list_tasks(engine, stack)
         new_tasks = [task for task in tasks if task.id not in old_task_ids]
-        _report_refusals(_find_refusals(engine, stack, services, new_tasks, hosts), stack, tolerance, progress, report_progress)
+        _report_refusals(find_refusals(engine, stack, services, new_tasks, hosts), stack, tolerance, progress, report_progress)
         # Until Swarm has created the new task, the newest one is the old one, whose state is irrelevant.
         stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
         tasks = [task for task in tasks if task.id not in stale_ids]
         expected = [service for service in services if service.get_short_name(stack) not in tolerance.missing_nodes | progress.refused]
-        states = [cluster_state.build_task_state(service.get_short_name(stack), tasks, service, hosts) for service in expected]
+        states = [build_task_state(service.get_short_name(stack), tasks, service, hosts) for service in expected]
         _report_state_changes(
             states,
             {service.get_short_name(stack) for service in services if _is_service_unchanged(service, tasks, old_task_ids)},
@@ -204,7 +205,7 @@ def _should_stop_waiting(
 
 
 def _report_refusals(
-    refusals: list[_Refusal], stack: str, tolerance: StartupTolerance, progress: _StartupProgress, report_progress: ProgressReporter
+    refusals: list[Refusal], stack: str, tolerance: StartupTolerance, progress: _StartupProgress, report_progress: ProgressReporter
 ) -> None:
     """Report each new refusal. Raises NodesRefused if the coordinator is refused, or more nodes than `tolerance` allows."""
     refused = {refusal.service for refusal in refusals}
@@ -221,9 +222,9 @@ def _report_refusals(
             report_progress(f"{refusal}; the run starts without it, and Swarm keeps retrying. To fix it: {refusal.hint}")
 
 
-def _find_refusals(
+def find_refusals(
     engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], host_name_by_node_id: dict[str, str]
-) -> list[_Refusal]:
+) -> list[Refusal]:
     """Return the services whose tasks failed to start so often that waiting is of no use."""
     refusals = []
     for service in services:
@@ -243,7 +244,7 @@ def _find_refusals(
         if len(failed_tasks) >= limit:
             final_lines = _read_last_log_lines(engine, service, name) if failed_tasks[-1].state == "failed" else ""
             host = host_name_by_node_id.get(failed_tasks[-1].node_id, "")
-            refusals.append(_Refusal(name, host, f"{reason}{final_lines}", hint))
+            refusals.append(Refusal(name, host, f"{reason}{final_lines}", hint))
     return refusals
 
 

@@ -14,7 +14,7 @@ from swarmtrain.gpu_resolution import resolve_gpu_mode
 from swarmtrain.images.swarm_nodes import get_node_address
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import read_inventory
-from swarmtrain.launchers.swarm.generic_resources import TOOLKIT_CONFIG_PATH, build_daemon_json, format_toolkit_setting
+from swarmtrain.launchers.swarm.machines.generic_resources import TOOLKIT_CONFIG_PATH, build_daemon_json, format_toolkit_setting
 from swarmtrain.node_selection import list_usable_machines
 
 _DEFAULT_VXLAN_PORT = 4789

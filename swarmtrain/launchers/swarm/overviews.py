@@ -12,6 +12,7 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
 _THREADS = 8
@@ -30,7 +31,7 @@ def read_overviews(engine: DockerEngine) -> list[RunOverview]:
 def _read_overview(engine: DockerEngine, run: str, services: list[Service], tasks: list[Task], hosts: Mapping[str, str]) -> RunOverview:
     """Return the overview of `run`, with the reason if its events cannot be read, for example because it is removed meanwhile."""
     identity = cluster_state.find_identity(services, run)
-    states = tuple(cluster_state.build_task_state(service.get_short_name(run), tasks, service, hosts) for service in services)
+    states = tuple(build_task_states(run, services, tasks, hosts))
     coordinator = cluster_state.find_coordinator(services, run)
     if coordinator is None:
         return RunOverview(run, identity, states, ())

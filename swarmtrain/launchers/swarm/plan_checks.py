@@ -17,7 +17,7 @@ from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common import engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.launchers.swarm.generic_resources import format_gpu_settings
+from swarmtrain.launchers.swarm.machines.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.reconcile import check_networks
 from swarmtrain.launchers.swarm.service_specs import StackSpecs
 from swarmtrain.plan import Plan

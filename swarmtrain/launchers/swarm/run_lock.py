@@ -45,6 +45,25 @@ class _LockState:
         return f"{self.labels.get(LABEL_LOCK_OWNER, 'an unknown user')} {self.labels.get(LABEL_LOCK_ACTION, 'is changing it')}"
 
 
+class UnchangedLocks:
+    """Locks that others hold, and since when each is unchanged, for a process that does not wait for a lock but tries again later."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[_LockState, float]] = {}
+
+    def measure_unchanged_seconds(self, name: str, state: _LockState) -> float:
+        """Return for how many seconds the lock `name` has been in `state`, by this process's observation."""
+        seen_state, since = self._seen.get(name, (None, 0.0))
+        if seen_state != state:
+            since = time.monotonic()
+            self._seen[name] = (state, since)
+        return time.monotonic() - since
+
+    def forget(self, name: str) -> None:
+        """Forget the lock `name`, which this process has acquired."""
+        self._seen.pop(name, None)
+
+
 class RunLock:
     """Lock of one run, for one change. `action` describes the change, as a phrase that follows the holder's name: "is deploying it".
 
@@ -78,6 +97,30 @@ class RunLock:
                 self._release_lock()
             raise
         self._release_lock()
+
+    @contextlib.contextmanager
+    def hold_lock_if_free(self, unchanged_locks: UnchangedLocks) -> Iterator[bool]:
+        """Acquire the lock if nobody holds it, and release it at the end of the body, which receives whether it was acquired.
+
+        `unchanged_locks` is kept between attempts: a lock that is no longer renewed counts as free. Raises EngineError.
+        """
+        state = self._read_lock_state()
+        if state is None:
+            is_acquired = self._try_create_lock()
+        else:
+            stale_seconds = self._timeouts.stale_lock_polls * _POLL_SECONDS
+            is_free = _PREEMPTIBLE_LABEL in state.labels or unchanged_locks.measure_unchanged_seconds(self._name, state) > stale_seconds
+            is_acquired = is_free and self._try_update_lock(state)
+        if not is_acquired:
+            yield False
+            return
+        unchanged_locks.forget(self._name)
+        threading.Thread(target=self._renew_lock_periodically, name=f"lock of {self._run}", daemon=True).start()
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(EngineError):  # if the lock cannot be released now, the next command takes it over
+                self._release_lock()
 
     def check_lock_held(self) -> None:
         """Check that this process still holds the lock, before each change. Raises StackError if the lock has been lost."""

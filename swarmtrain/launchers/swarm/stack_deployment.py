@@ -29,17 +29,19 @@ def deploy_stack(
     timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS,
     *,
     tolerance: StartupTolerance = NO_TOLERANCE,
+    complete_submission: Callable[[], None] | None = None,
 ) -> None:
     """Apply the steps that `plan_steps` returns under the run's lock, and wait until the stack runs. Raises SwarmtrainError.
 
-    `tolerance`: the nodes without which the stack also counts as running.
+    `tolerance`: the nodes without which the stack also counts as running. `complete_submission`: what to do after the steps, under the
+    lock, instead of waiting for containers, because a scheduler starts them.
 
     If `request` contains resources, nothing is changed until all of them are free. The lock is held during changes, and preemptible during
     waits for resources or containers: if another command takes the lock then, this deploy makes no more changes.
     """
     deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts, tolerance=tolerance)
     with deployment.lock.hold_lock(report_progress):
-        deployment.deploy_stack()
+        deployment.deploy_stack(complete_submission)
 
 
 class _StackDeployment:
@@ -59,11 +61,14 @@ class _StackDeployment:
         self.lock = RunLock(engine, request.run, "is deploying it", timeouts)
         self._created: set[str] = set()
 
-    def deploy_stack(self) -> None:
+    def deploy_stack(self, complete_submission: Callable[[], None] | None) -> None:
         """Deploy the stack, with the lock held."""
         is_first_deploy = self._wait_for_earlier_teardown()
         try:
-            self._apply_steps_and_wait_for_services()
+            if complete_submission:
+                self._submit_stack(complete_submission)
+            else:
+                self._apply_steps_and_wait_for_services()
         except BaseException:
             if is_first_deploy:
                 self._roll_back_deploy()
@@ -79,6 +84,16 @@ class _StackDeployment:
             if not self.lock.reacquire_lock():
                 raise self.lock.build_preemption_error()
         return True
+
+    def _submit_stack(self, complete_submission: Callable[[], None]) -> None:
+        applied = self._apply_steps()
+        if not applied:
+            self._report_progress(f"{self._stack} is up to date: nothing to do")
+        self.lock.check_lock_held()
+        complete_submission()
+        removed_services = [step.service for step in applied if step.verb is StepVerb.remove and step.service]
+        self.lock.allow_preemption()
+        teardown.wait_until_services_stopped(self._engine, self._stack, removed_services, self._report_progress)
 
     def _apply_steps_and_wait_for_services(self) -> None:
         with wait_for_resources(self._engine, self._compute_resource_request(), self.lock, self._report_progress, self._timeouts):

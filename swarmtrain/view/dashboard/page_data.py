@@ -19,7 +19,7 @@ PageData = dict[str, Any]
 _MAX_CHECKPOINTS = 100
 _MAX_HISTORY_ENTRIES = 500
 _MAX_MARKERS = 100
-_OFF_STATES = ("down", "stopped", "shutdown", "complete", "remove", "orphaned")
+_OFF_STATES = ("down", "queued", "stopped", "shutdown", "complete", "remove", "orphaned")
 _RECENT_RESTART_SECONDS = 600.0
 """Seconds for which a restarted node is highlighted."""
 _HOT_GPU_CELSIUS = 88.0

@@ -13,7 +13,7 @@ from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.dashboard.page_data import PageData
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_STATES = ("starting", "training", "done", "failed", "stopped", "down")
+_STATES = ("queued", "starting", "training", "done", "failed", "stopped", "down")
 _PROGRESS = (
     ("step", "step", "Optimizer steps completed."),
     ("steps", "steps", "Total number of optimizer steps."),

@@ -18,6 +18,8 @@ from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.following.coordinator_repair import CoordinatorRepair
 from swarmtrain.launchers.swarm.following.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
+from swarmtrain.launchers.swarm.queue_entry import is_waiting_in_queue
+from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 
@@ -242,14 +244,14 @@ class _SwarmStream:
         nodes = [service for service in snapshot.services if service.is_node]
         # The coordinator of a stopped run keeps running.
         is_stopped = bool(nodes) and not any(service.replicas for service in nodes)
+        if is_waiting_in_queue(snapshot.services, self._run):
+            self._finished_since = None
+            return
         is_finished = all(_is_service_finished(service, snapshot.tasks) for service in (nodes if is_stopped else snapshot.services))
         self._finished_since = (self._finished_since or time.monotonic()) if is_finished else None
 
     def _collect_changed_task_states(self, snapshot: SwarmSnapshot) -> list[TaskState]:
-        states = [
-            cluster_state.build_task_state(service.get_short_name(self._run), snapshot.tasks, service, snapshot.hosts)
-            for service in snapshot.services
-        ]
+        states = build_task_states(self._run, snapshot.services, snapshot.tasks, snapshot.hosts)
         present = {state.node for state in states}
         removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
         changed = [state for state in states if self._states.get(state.node) != state]

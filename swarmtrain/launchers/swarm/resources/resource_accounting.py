@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, Service
-from swarmtrain.launchers.swarm.generic_resources import (
+from swarmtrain.launchers.swarm.machines.generic_resources import (
     ApiObject,
     count_resources,
     count_resources_by_kind,

@@ -1,0 +1,129 @@
+"""A run's entry in the queue, as labels of its coordinator's service. Only the scheduler and the commands for the queue change them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.cluster_state import Service
+
+LABEL_STATE = "swarmtrain.queue.state"
+_LABEL_POSITION = "swarmtrain.queue.position"
+_LABEL_MACHINES = "swarmtrain.queue.machines"
+_LABEL_REASON = "swarmtrain.queue.reason"
+_LABEL_CHANGED = "swarmtrain.queue.changed"
+_LABEL_TRAINED = "swarmtrain.queue.trained"
+_LABEL_SAVING = "swarmtrain.queue.saving"
+_LABEL_LOST = "swarmtrain.queue.lost"
+_MAX_REASON_LENGTH = 300
+
+
+class EntryState(StrEnum):
+    """State of a run's entry in the queue."""
+
+    incomplete = "incomplete"
+    """Not all of its services exist yet. If its submission was interrupted, another deploy completes it."""
+    waiting = "waiting"
+    admitted = "admitted"
+    stopped = "stopped"
+    """Stopped by a user or by the scheduler; another deploy queues it again."""
+
+
+@dataclass(frozen=True)
+class QueueEntry:
+    """Entry of a run in the queue."""
+
+    state: EntryState
+    position: float = 0.0
+    """Order within a priority; 0 until the submission is complete."""
+    machines: Mapping[str, str] = field(default_factory=dict)
+    """Id of the machine of each admitted node, by the node's name."""
+    reason: str = ""
+    """Why the run waits, or why it was stopped."""
+    changed: float = 0.0
+    """Time of the last change of the state, in seconds since the epoch, by the clock of the machine that made it."""
+    trained_seconds: float = 0.0
+    """Seconds for which the run was admitted before this time: what counts against its time limit after a preemption."""
+
+    is_saving: bool = False
+    """Whether the scheduler has asked the nodes to save and stop, and has not yet checked what was saved."""
+    lost_steps: int = 0
+    """Steps that the run had completed after its last checkpoint when its nodes were killed at the end of their grace."""
+
+    @property
+    def shortened_reason(self) -> str:
+        """The reason as the labels store it."""
+        return self.reason[:_MAX_REASON_LENGTH]
+
+    def to_labels(self) -> dict[str, str]:
+        """Return the labels that store the entry."""
+        return {
+            LABEL_STATE: str(self.state),
+            _LABEL_POSITION: repr(self.position),
+            _LABEL_MACHINES: json.dumps(dict(sorted(self.machines.items()))),
+            _LABEL_REASON: self.shortened_reason,
+            _LABEL_CHANGED: f"{self.changed:.0f}",
+            _LABEL_TRAINED: f"{self.trained_seconds:.0f}",
+            _LABEL_SAVING: "yes" if self.is_saving else "",
+            _LABEL_LOST: f"{self.lost_steps}",
+        }
+
+    def change_state(self, state: EntryState, now: float, *, reason: str = "", machines: Mapping[str, str] | None = None) -> QueueEntry:
+        """Return the entry in `state` from `now` on. Time in the state `admitted` is added to `trained_seconds`."""
+        trained, is_saving = self.trained_seconds, self.is_saving
+        if self.state is EntryState.admitted and state is not EntryState.admitted:
+            trained += max(0.0, now - self.changed)
+            is_saving = True
+        return replace(
+            self,
+            state=state,
+            machines=machines or {},
+            reason=reason,
+            changed=self.changed if state is self.state else now,
+            trained_seconds=trained,
+            is_saving=is_saving and state is not EntryState.admitted,
+        )
+
+
+def parse_entry(labels: Mapping[str, str]) -> QueueEntry | None:
+    """Return the entry that `labels` store; None if the run is not in the queue. Malformed values count as absent."""
+    try:
+        state = EntryState(labels.get(LABEL_STATE, ""))
+    except ValueError:
+        return None
+    try:
+        machines = {str(node): str(machine) for node, machine in json.loads(labels.get(_LABEL_MACHINES, "{}")).items()}
+    except (ValueError, AttributeError):
+        machines = {}
+    return QueueEntry(
+        state,
+        _parse_number(labels.get(_LABEL_POSITION)),
+        machines,
+        labels.get(_LABEL_REASON, ""),
+        _parse_number(labels.get(_LABEL_CHANGED)),
+        _parse_number(labels.get(_LABEL_TRAINED)),
+        labels.get(_LABEL_SAVING) == "yes",
+        int(_parse_number(labels.get(_LABEL_LOST))),
+    )
+
+
+def find_queue_entry(services: Sequence[Service], run: str) -> QueueEntry | None:
+    """Return the entry of `run`, whose services these are; None if it is not in the queue."""
+    coordinator = cluster_state.find_coordinator(list(services), run)
+    return parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+
+
+def is_waiting_in_queue(services: Sequence[Service], run: str) -> bool:
+    """Return whether `run` waits in the queue, so that it has no nodes but has not ended."""
+    entry = find_queue_entry(services, run)
+    return entry is not None and entry.state in (EntryState.waiting, EntryState.incomplete)
+
+
+def _parse_number(text: str | None) -> float:
+    try:
+        return float(text or 0.0)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,181 @@
+"""The scheduler as a service of the swarm: one container on a manager, with that manager's socket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from swarmtrain import __version__
+from swarmtrain.errors import StackError
+from swarmtrain.images.pinning import pin_image
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.run_lock import RunLock
+from swarmtrain.launchers.swarm.step_executor import update_service
+
+SERVICE_NAME = "swarmtrain-queue"
+SOCKET_PATH = "/var/run/docker.sock"
+_LABEL_SCHEDULER = "swarmtrain.scheduler.of"
+_LABEL_VERSION = "swarmtrain.scheduler.version"
+_LABEL_IMAGE = "swarmtrain.scheduler.image"
+_MODULE = "swarmtrain.launchers.swarm.queueing"
+_PLACE = "the queue's scheduler"
+_MEMORY_BYTES = 512 * 2**20
+_NANOSECONDS = 10**9
+_TIMEOUT_SECONDS = 120.0
+_POLL_SECONDS = 0.3
+ApiObject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SchedulerStatus:
+    """Status of the scheduler's service."""
+
+    state: str
+    """State of its newest task, such as running."""
+    host: str
+    image: str
+    version: str
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the status as a JSON-compatible dict, for `--json`."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        update = "" if self.version == __version__ else "; update it with: swarmtrain queue up"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"the scheduler is {self.state}{where}{reason} (swarmtrain {self.version}, {self.image}){update}"
+
+
+def is_scheduler_installed(engine: DockerEngine) -> bool:
+    """Return whether the swarm has a scheduler, so that runs are queued. Raises EngineError."""
+    return _find_service(engine) is not None
+
+
+def create_scheduler_lock(engine: DockerEngine) -> RunLock:
+    """Return the lock that the one active scheduler of the swarm holds."""
+    return RunLock(engine, SERVICE_NAME, "schedules the queue", kind_label=_LABEL_SCHEDULER)
+
+
+def start_scheduler(engine: DockerEngine, image: str, report_progress: ProgressReporter) -> SchedulerStatus:
+    """Start the scheduler, or update it to `image` and this version, and wait until it runs. Raises ImageError, StackError, EngineError."""
+    spec = _build_service_spec(image, pin_image(engine, image).reference)
+    existing = _find_service(engine)
+    old_tasks = {task["ID"] for task in _list_tasks(engine)} if existing else set()
+    if existing is None:
+        report_progress(f"starting {image} on a manager")
+        engine.post("/services/create", spec, image=image)
+    else:
+        report_progress(f"updating to {image}")
+        count = int(existing["Spec"]["TaskTemplate"].get("ForceUpdate", 0)) + 1
+        spec["TaskTemplate"]["ForceUpdate"] = count
+        update_service(engine, existing["ID"], existing["Version"]["Index"], spec)
+    try:
+        _wait_until_running(engine, old_tasks, report_progress)
+    except BaseException:
+        if existing is None:
+            engine.delete(f"/services/{SERVICE_NAME}")
+        raise
+    return read_scheduler_status(engine)
+
+
+def remove_scheduler(engine: DockerEngine, report_progress: ProgressReporter) -> None:
+    """Remove the scheduler. Running runs continue; waiting ones wait until there is a scheduler again. Raises StackError, EngineError."""
+    service = _get_service(engine)
+    engine.delete(f"/services/{SERVICE_NAME}")
+    report_progress("waiting for its container to stop")
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while any(task.get("ServiceID") == service["ID"] for task in engine.list_objects("/tasks")) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def read_scheduler_status(engine: DockerEngine) -> SchedulerStatus:
+    """Return the status of the scheduler. Raises StackError if there is none, EngineError."""
+    labels = _get_service(engine)["Spec"]["Labels"]
+    task = next(iter(_list_tasks(engine)), None)
+    hosts = cluster_state.read_host_names(engine)
+    return SchedulerStatus(
+        state=str(task["Status"]["State"]) if task else "new",
+        host=hosts.get(task.get("NodeID", ""), "") if task else "",
+        image=str(labels.get(_LABEL_IMAGE, "")),
+        version=str(labels.get(_LABEL_VERSION, "")),
+        reason=str(task["Status"].get("Err", "")) if task else "",
+    )
+
+
+def _build_service_spec(image: str, pinned_image: str) -> ApiObject:
+    """Return the spec of the service. Its container can use the engine's socket and nothing else: no network, no capabilities."""
+    container = {
+        "Image": pinned_image,
+        "Command": ["python3", "-m", _MODULE],
+        "User": "0",  # the owner of the socket; without capabilities, that gives no other rights
+        "Env": ["PYTHONDONTWRITEBYTECODE=1", "HOME=/tmp"],
+        "Mounts": [
+            {"Type": "bind", "Source": SOCKET_PATH, "Target": SOCKET_PATH},
+            {"Type": "tmpfs", "Target": "/tmp", "TmpfsOptions": {"SizeBytes": 16 * 2**20}},  # noqa: S108  # in the container
+        ],
+        "CapabilityDrop": ["ALL"],
+        "ReadOnly": True,
+        "Init": True,
+        "StopGracePeriod": 10 * _NANOSECONDS,
+    }
+    return {
+        "Name": SERVICE_NAME,
+        "Labels": {_LABEL_VERSION: __version__, _LABEL_IMAGE: image},
+        "TaskTemplate": {
+            "ContainerSpec": container,
+            "Resources": {"Limits": {"MemoryBytes": _MEMORY_BYTES}},
+            "RestartPolicy": {"Condition": "any", "Delay": 2 * _NANOSECONDS},
+            "Placement": {"Constraints": ["node.role==manager"]},
+            "LogDriver": {"Name": "json-file", "Options": {"max-size": "10m", "max-file": "3"}},
+        },
+        "Mode": {"Replicated": {"Replicas": 1}},
+        "UpdateConfig": {"Parallelism": 1, "Order": "stop-first"},
+        "EndpointSpec": {"Mode": "dnsrr"},
+    }
+
+
+def _wait_until_running(engine: DockerEngine, old_tasks: set[str], report_progress: ProgressReporter) -> None:
+    """Wait until a new task of the scheduler runs. Raises StackError with the reason as soon as one cannot be started."""
+    deadline, last_line = time.monotonic() + _TIMEOUT_SECONDS, ""
+    while time.monotonic() < deadline:
+        tasks = [task for task in _list_tasks(engine) if task["ID"] not in old_tasks]
+        states = [task["Status"] for task in tasks] or [{"State": "new"}]
+        if any(status["State"] == "running" for status in states):
+            return
+        for status in states:
+            if status["State"] in ("rejected", "failed", "complete"):
+                raise StackError(
+                    f"does not start: {status.get('Err', '')}", place=_PLACE, hint=f"docker service logs {SERVICE_NAME} shows why"
+                )
+        if (line := f"{states[0]['State']} {states[0].get('Err', '')}".strip()) != last_line:
+            report_progress(line)
+            last_line = line
+        time.sleep(_POLL_SECONDS)
+    raise StackError(f"is not running after {_TIMEOUT_SECONDS:.0f} s: {last_line}", place=_PLACE, hint=f"docker service ps {SERVICE_NAME}")
+
+
+def _find_service(engine: DockerEngine) -> ApiObject | None:
+    services = engine.list_objects("/services", name=SERVICE_NAME)
+    return next((service for service in services if service["Spec"]["Name"] == SERVICE_NAME and _is_ours(service)), None)
+
+
+def _is_ours(service: Mapping[str, Any]) -> bool:
+    return _LABEL_VERSION in (service["Spec"].get("Labels") or {})
+
+
+def _get_service(engine: DockerEngine) -> ApiObject:
+    service = _find_service(engine)
+    if service is None:
+        raise StackError("there is none in this swarm, so runs start at once, or not at all", place=_PLACE, hint="swarmtrain queue up")
+    return service
+
+
+def _list_tasks(engine: DockerEngine) -> list[ApiObject]:
+    """Return the tasks of the scheduler's service, newest first."""
+    return sorted(engine.list_objects("/tasks", service=SERVICE_NAME), key=lambda task: str(task["CreatedAt"]), reverse=True)

@@ -1,0 +1,228 @@
+"""Submit a run to the queue: create its services without replicas, and complete its entry once all of them exist.
+
+What an existing run holds does not change: nodes that are admitted keep running, on the machines that the queue has given them. New nodes,
+and those that a change moves to another machine, wait for the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from swarmtrain import __version__
+from swarmtrain.errors import ConfigError, StackError
+from swarmtrain.inventory import Inventory
+from swarmtrain.launchers.base import Finding, ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.cluster_state import Service, StackState
+from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry
+from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_settings
+from swarmtrain.launchers.swarm.queueing.queue_model import (
+    CORES,
+    Claims,
+    Ledger,
+    MachineSupply,
+    OwnerLimit,
+    count_gpus,
+)
+from swarmtrain.launchers.swarm.queueing.queue_service import read_scheduler_status
+from swarmtrain.launchers.swarm.queueing.queue_state import compute_needs, format_amounts
+from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity
+from swarmtrain.launchers.swarm.queueing.stored_policy import read_policy
+from swarmtrain.launchers.swarm.reconcile import EndedRun, ObjectKind, reconcile
+from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
+from swarmtrain.launchers.swarm.step_executor import update_service
+from swarmtrain.node_selection import format_count
+from swarmtrain.plan import Plan
+from swarmtrain.protocol import LABEL_SLOTS, RENDEZVOUS_SERVICE
+from swarmtrain.render.process_environment import VISIBLE_DEVICES_VARIABLE
+from swarmtrain.run_identity import find_current_owner
+
+
+def collect_findings(engine: DockerEngine, plan: Plan) -> list[Finding]:
+    """Return why `plan` cannot be queued: an unknown priority class, or a request that can never fit. Raises EngineError."""
+    try:
+        policy = read_policy(engine)
+    except ConfigError as error:
+        return [Finding("queue", f"its policy cannot be read: {error}", "store another one with: swarmtrain queue policy FILE")]
+    findings = []
+    priority = plan.config.runner.priority
+    if priority and priority not in policy.classes:
+        known = ", ".join(policy.classes)
+        findings.append(Finding("config runner.priority", f"the queue has no class {priority!r}; its classes: {known}", None))
+    inventory = cluster_state.read_inventory(engine)
+    limits = policy.limits.get(find_current_owner()) or policy.limits.get("*")
+    limit = OwnerLimit(limits.gpus, limits.nodes, limits.runs) if limits else OwnerLimit()
+    if problem := describe_impossible_request(plan, inventory, limit):
+        findings.append(Finding(*problem))
+    return findings
+
+
+def find_scheduler_problems(engine: DockerEngine) -> list[Finding]:
+    """Return why a run that is queued now may wait although its machines are free. Raises EngineError; StackError without a scheduler."""
+    status = read_scheduler_status(engine)
+    findings = []
+    if status.state != "running":
+        reason = f": {status.reason}" if status.reason else ""
+        message = f"its scheduler is {status.state}{reason}; runs wait until it runs again"
+        findings.append(Finding("queue", message, "swarmtrain queue status", fatal=False))
+    if status.version != __version__:
+        message = f"its scheduler is swarmtrain {status.version}, and this is {__version__}"
+        findings.append(Finding("queue", message, "update it with: swarmtrain queue up", fatal=False))
+    return findings
+
+
+def describe_impossible_request(plan: Plan, inventory: Inventory, limit: OwnerLimit) -> tuple[str, str, str] | None:
+    """Return (place, reason, the largest request that would fit) if `plan` would not fit even on an empty cluster, else None."""
+    needs = compute_needs(plan.config, inventory)
+    machines = tuple(MachineSupply(machine.id, machine.host, build_capacity(machine)) for machine in inventory.machines)
+    ledger = Ledger(machines)
+    required = min(plan.min_nodes, max(1, plan.requested_node_count))
+    fitting = [machine for machine, claims in needs.items() if ledger.fits(machine, claims)]
+    if len(fitting) < required:
+        claims = next(iter(needs.values()), Claims())
+        have = f"{format_count(len(fitting), 'machine')} {'has' if len(fitting) == 1 else 'have'} that"
+        message = f"{format_count(required, 'node')} with {format_amounts(claims.total)} each never fit: {have}"
+        return "config runner.min_nodes", message, _suggest_fitting_request(needs, machines, required, len(fitting))
+    gpus = max((count_gpus(needs[machine]) for machine in fitting), default=0.0)
+    for unit, per_node, maximum in (("node", 1.0, limit.nodes), ("GPU", gpus, limit.gpus)):
+        if maximum is not None and required * per_node > maximum:
+            needed = format_count(round(required * per_node), unit)
+            message = f"{needed} never fit: the limit of {find_current_owner()} is {format_count(maximum, unit)}"
+            most = format_count(int(maximum // per_node), "node")
+            hint = f"the largest request that fits: {most}; swarmtrain queue policy prints the limits"
+            return "config runner.min_nodes", message, hint
+    return None
+
+
+def _suggest_fitting_request(needs: Mapping[str, Claims], machines: tuple[MachineSupply, ...], required: int, fitting: int) -> str:
+    """Return a hint with the largest number of such nodes, and with the largest nodes in the required number, that would fit."""
+    options = [f"runner.min_nodes: {fitting}"] if fitting else []
+    kind = next((name for claims in needs.values() for name in claims.total if name != CORES), CORES)
+    capacities = sorted((machine.get_capacity(kind) for machine in machines if machine.id in needs), reverse=True)
+    if len(capacities) >= required and capacities[required - 1] >= 1:
+        options.append(f"{format_count(required, 'node')} with {format_amounts({kind: capacities[required - 1]})} each")
+    return f"the largest requests that fit: {' or '.join(options)}" if options else "swarmtrain join prints how machines join"
+
+
+def queue_specs(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None) -> StackSpecs:
+    """Return `desired` as a run in the queue: what the run holds stays, and everything else waits without replicas."""
+    return _keep_machines_of_waiting_nodes(_place_in_queue(desired, existing, ended_run), existing)
+
+
+def _place_in_queue(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None) -> StackSpecs:
+    coordinator_name = f"{desired.stack}_{RENDEZVOUS_SERVICE}"
+    coordinator = existing.services.get(coordinator_name)
+    entry = find_entry(existing)
+    if entry is None:
+        return _set_queue_state(desired, QueueEntry(EntryState.incomplete), {})
+    if ended_run is not None:
+        kept = _set_queue_state(desired, entry, {name: service.replicas for name, service in existing.services.items()})
+        is_unchanged = not any(step.kind is ObjectKind.service for step in reconcile(kept, existing, ended_run))
+        requeued = _restart_entry(entry)
+        return kept if is_unchanged else _set_queue_state(desired, requeued, {})
+    coordinator_replicas = {coordinator_name: coordinator.replicas} if coordinator else {}
+    if entry.state is EntryState.stopped:
+        requeued = _restart_entry(entry)
+        return _set_queue_state(desired, requeued, coordinator_replicas)
+    if entry.state is not EntryState.admitted:
+        return _set_queue_state(desired, entry, coordinator_replicas)
+    kept_names = [
+        service.name
+        for service in existing.services.values()
+        if service.is_node and service.replicas and _keeps_claims(service, desired.services.get(service.name))
+    ]
+    kept_nodes = {existing.services[name].get_short_name(desired.stack) for name in kept_names}
+    machines = {node: machine for node, machine in entry.machines.items() if node in kept_nodes}
+    return _set_queue_state(desired, replace(entry, machines=machines), coordinator_replicas | dict.fromkeys(kept_names, 1))
+
+
+def _restart_entry(entry: QueueEntry) -> QueueEntry:
+    """Return the entry of a run that has ended or was stopped, and is submitted again."""
+    return replace(entry, state=EntryState.incomplete, machines={}, reason="", trained_seconds=0.0, is_saving=False, lost_steps=0)
+
+
+def find_entry(existing: StackState) -> QueueEntry | None:
+    """Return the entry of an existing run in the queue; None if the run does not exist, or was deployed without the queue.
+
+    A running run that was deployed without the queue gets an entry as if it had been admitted.
+    """
+    services = list(existing.services.values())
+    coordinator = cluster_state.find_coordinator(services, existing.stack)
+    if coordinator is None:
+        return None
+    entry = parse_entry(coordinator.spec.get("Labels") or {})
+    if entry is not None:
+        return entry
+    machines = {
+        service.get_short_name(existing.stack): service.pinned_machine for service in services if service.is_node and service.replicas
+    }
+    return QueueEntry(EntryState.admitted if machines else EntryState.stopped, machines=machines, changed=time.time())
+
+
+def complete_entry(engine: DockerEngine, run: str, report_progress: ProgressReporter) -> None:
+    """Let the scheduler see the run, whose services all exist now. Raises EngineError; StackError if the run was removed meanwhile."""
+    coordinator = cluster_state.find_coordinator(cluster_state.list_services(engine, run), run)
+    entry = parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+    if coordinator is None or entry is None:
+        raise StackError("was removed during this deploy", place=f"run {run}", hint="deploy again")
+    if entry.state is EntryState.incomplete:
+        # The version index grows with every change in the swarm, so it orders the runs without any clock.
+        entry = replace(entry.change_state(EntryState.waiting, time.time()), position=float(coordinator.version))
+        write_entry(engine, coordinator, entry)
+        report_progress(f"{run} is in the queue")
+
+
+def mark_stopped(engine: DockerEngine, run: str, reason: str) -> None:
+    """Let the scheduler know that `run`, if it is in the queue, was stopped and must not start again. Raises EngineError."""
+    coordinator = cluster_state.find_coordinator(cluster_state.list_services(engine, run), run)
+    entry = parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+    if coordinator and entry and entry.state is not EntryState.stopped:
+        write_entry(engine, coordinator, entry.change_state(EntryState.stopped, time.time(), reason=reason))
+
+
+def write_entry(engine: DockerEngine, coordinator: Service, entry: QueueEntry) -> None:
+    """Store `entry` in the labels of the coordinator's service. Its container is not restarted. Raises EngineError."""
+    spec = {**coordinator.spec, "Labels": {**(coordinator.spec.get("Labels") or {}), **entry.to_labels()}}
+    update_service(engine, coordinator.id, coordinator.version, spec)
+
+
+def _keeps_claims(service: Service, desired: ApiSpec | None) -> bool:
+    """Return whether a node keeps its machine and what it claims there in its desired spec."""
+    if desired is None:
+        return False
+    old, new = service.spec["TaskTemplate"], desired["TaskTemplate"]
+    return (
+        service.pinned_machine == replace(service, spec=desired).pinned_machine
+        and (old.get("Resources") or {}) == (new.get("Resources") or {})
+        and service.spec["Labels"].get(LABEL_SLOTS) == desired["Labels"].get(LABEL_SLOTS)
+        and _get_visible_devices(service.spec) == _get_visible_devices(desired)
+    )
+
+
+def _get_visible_devices(spec: ApiSpec) -> str:
+    prefix = f"{VISIBLE_DEVICES_VARIABLE}="
+    return next((item for item in spec["TaskTemplate"]["ContainerSpec"].get("Env") or [] if item.startswith(prefix)), "")
+
+
+def _set_queue_state(desired: StackSpecs, entry: QueueEntry, replicas: Mapping[str, int]) -> StackSpecs:
+    """Return `desired` with `entry`, and with the given numbers of replicas by service; 0 for others."""
+    services = {}
+    for name, spec in desired.services.items():
+        labels = entry.to_labels() if name == f"{desired.stack}_{RENDEZVOUS_SERVICE}" else {}
+        mode = {"Replicated": {"Replicas": replicas.get(name, 0)}}
+        services[name] = {**spec, "Labels": {**spec["Labels"], **labels}, "Mode": mode}
+    return replace(desired, services=services)
+
+
+def _keep_machines_of_waiting_nodes(desired: StackSpecs, existing: StackState) -> StackSpecs:
+    """Return `desired` in which the nodes without replicas keep the machines of their existing services, which have no effect yet."""
+    services = {
+        name: copy_machine_settings(spec, existing.services[name].spec)
+        if name in existing.services and existing.services[name].is_node and not spec["Mode"]["Replicated"]["Replicas"]
+        else spec
+        for name, spec in desired.services.items()
+    }
+    return replace(desired, services=services)

@@ -1,0 +1,52 @@
+"""States of a run's services, in Swarm's terms, as the launcher reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from swarmtrain.launchers.base import QUEUED_STATE, TaskState
+from swarmtrain.launchers.swarm.cluster_state import Service, Task, find_newest_task
+from swarmtrain.launchers.swarm.queue_entry import EntryState, find_queue_entry
+from swarmtrain.protocol import LABEL_HOST
+
+
+def build_task_states(
+    run: str, services: Sequence[Service], tasks: Sequence[Task], host_name_by_node_id: Mapping[str, str]
+) -> list[TaskState]:
+    """Return the states of the services of `run`. Those that the queue has not started yet are queued, with the reason."""
+    states = [build_task_state(service.get_short_name(run), list(tasks), service, host_name_by_node_id) for service in services]
+    entry = find_queue_entry(services, run)
+    if entry is None:
+        return states
+    if entry.state is EntryState.stopped:
+        return [replace(state, reason=entry.reason) if state.state == "stopped" else state for state in states]
+    reason = "waits for a free machine" if entry.state is EntryState.admitted else entry.reason
+    return [replace(state, host="", state=QUEUED_STATE, reason=reason) if state.state == "stopped" else state for state in states]
+
+
+def build_task_state(node_name: str, tasks: list[Task], service: Service, host_name_by_node_id: Mapping[str, str]) -> TaskState:
+    """Return the state of `service` as a TaskState, in Swarm's terms.
+
+    While a task is pending, `reason` states why the previous task ended.
+    """
+    task = find_newest_task(tasks, service.id)
+    host = service.spec.get("Labels", {}).get(LABEL_HOST, "")
+    if task is None or (service.replicas == 0 and task.is_final):
+        return TaskState(node_name, host, "stopped" if service.replicas == 0 else "new")
+    reason = task.reason
+    if not reason and not task.is_final and task.state != "running":
+        earlier_failures = [
+            candidate for candidate in tasks if candidate.service_id == service.id and candidate.id != task.id and candidate.reason
+        ]
+        reason = f"restarting after: {earlier_failures[-1].reason}" if earlier_failures else ""
+    return TaskState(node_name, host_name_by_node_id.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus)
+
+
+def list_stopping_nodes(tasks: list[Task], services: list[Service], host_name_by_node_id: Mapping[str, str]) -> list[TaskState]:
+    """Return the states of nodes whose services are removed but whose containers still run."""
+    service_ids = {service.id for service in services}
+    leftover = [task for task in tasks if task.service_id not in service_ids and task.node_id and not task.is_final]
+    return [
+        TaskState(task.node_name, host_name_by_node_id.get(task.node_id, ""), "stopping", "its service is removed") for task in leftover
+    ]

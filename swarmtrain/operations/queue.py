@@ -1,0 +1,133 @@
+"""The operations on the queue of a swarm: start and remove its scheduler, print it, change its policy and its order, cancel a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from swarmtrain import __version__
+from swarmtrain.config.loader import parse_section, read_config_text
+from swarmtrain.config.schema.queue_policy import QueuePolicy
+from swarmtrain.errors import ImageError, StackError
+from swarmtrain.images import distribute_image, push_image, swarm_registry
+from swarmtrain.images.queue_image import build_queue_image
+from swarmtrain.images.swarm_nodes import list_other_engines
+from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.registry import create_launcher
+from swarmtrain.launchers.swarm.queue_entry import EntryState
+from swarmtrain.launchers.swarm.queueing import queue_service, reordering, stored_policy
+from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
+from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader, QueueState
+from swarmtrain.operations.confirmation import confirm_change, require_confirmation
+from swarmtrain.operations.runs import remove_run
+from swarmtrain.view.console import print_message, show_progress
+from swarmtrain.view.queue_table import QueueTable, build_queue_table, format_policy
+
+_IMAGE_NAME = "swarmtrain-queue"
+_ENGINE_TIMEOUT_SECONDS = 1800.0  # seconds without progress from the engine in one step of a build
+
+
+def start_scheduler(image: str | None) -> SchedulerStatus:
+    """Start or update the scheduler with `image`; without one, build it, and push it to the swarm's registry or copy it to all managers.
+
+    Raises SwarmtrainError.
+    """
+    engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
+    with show_progress("starting the scheduler of the queue", interrupt_hint="run swarmtrain queue up again") as report_progress:
+        return queue_service.start_scheduler(engine, image or _build_image(engine, report_progress), report_progress)
+
+
+def remove_scheduler(*, assume_yes: bool) -> None:
+    """Remove the scheduler. Raises SwarmtrainError.
+
+    If runs wait, which nobody starts then, the user must confirm it, unless `assume_yes`.
+    """
+    engine = DockerEngine()
+    waiting = [run.run for run in reordering.list_waiting_runs(QueueReader(engine).read_state(time.time()))]
+    if waiting:
+        action = f"remove the scheduler, for which {', '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+        require_confirmation(action, f"service {queue_service.SERVICE_NAME}", assume_yes=assume_yes)
+    with show_progress("removing the scheduler of the queue") as report_progress:
+        queue_service.remove_scheduler(engine, report_progress)
+
+
+def load_queue_table() -> QueueTable:
+    """Return the table of the runs in the queue. Raises StackError if the swarm has no scheduler, EngineError."""
+    engine = DockerEngine()
+    status = queue_service.read_scheduler_status(engine)
+    state = QueueReader(engine).read_state(time.time())
+    overviews = create_launcher("swarm").read_overviews() if reordering.list_waiting_runs(state) else []
+    return build_queue_table(state, status, overviews, time.time())
+
+
+def load_policy_text() -> str:
+    """Return the text of the queue's policy; that of the default one if none is stored. Raises EngineError."""
+    return stored_policy.read_policy_text(DockerEngine()) or format_policy(stored_policy.DEFAULT_POLICY)
+
+
+def store_policy(file: Path) -> None:
+    """Store the policy in the YAML file `file`. Raises ConfigError, EngineError; StackError if it lacks the class of a run in the queue."""
+    engine, text = DockerEngine(), read_config_text(file)
+    policy = parse_section(text, QueuePolicy, source=str(file))
+    state = QueueReader(engine).read_state(time.time())
+    used = {
+        member.config.runner.priority: member.run
+        for member in state.members.values()
+        if member.config and member.config.runner.priority and not member.has_ended
+    }
+    for class_name, run in sorted(used.items()):
+        if class_name not in policy.classes:
+            hint = f"add the class {class_name}, or deploy {run} with another runner.priority first"
+            raise StackError(f"lacks the class {class_name}, which {run} has", place=str(file), hint=hint)
+    stored_policy.store_policy(engine, text, source=str(file))
+    print_message(f"stored; classes: {', '.join(f'{name} {value}' for name, value in policy.classes.items())}")
+
+
+def move_run(run: str, place: int, *, assume_yes: bool) -> QueueTable:
+    """Move the waiting `run` to `place` among the waiting runs of its priority, and return the new table. Raises StackError, EngineError.
+
+    If it passes somebody else's run, or is somebody else's, the user must confirm it, unless `assume_yes`.
+    """
+    engine = DockerEngine()
+    launcher = create_launcher("swarm")
+    confirm_change(launcher, run, f"move to place {place} of its priority:", assume_yes=assume_yes)
+    reordering.move_run(engine, _read_state(engine), run, place)
+    return load_queue_table()
+
+
+def cancel_run(run: str, *, assume_yes: bool) -> None:
+    """Remove the waiting `run`. If it is somebody else's, the user must confirm it, unless `assume_yes`. Raises StackError, EngineError."""
+    engine = DockerEngine()
+    launcher = create_launcher("swarm")
+    member = _read_state(engine).members.get(run)
+    if member is None or member.entry.state not in (EntryState.waiting, EntryState.incomplete):
+        reason = f"does not wait: it is {member.entry.state}" if member else "is not in the queue"
+        raise StackError(reason, place=f"run {run}", hint=f"swarmtrain stop {run}, or swarmtrain down {run}" if member else None)
+    confirm_change(launcher, run, "cancel", assume_yes=assume_yes)
+    remove_run(launcher, run)
+
+
+def _read_state(engine: DockerEngine) -> QueueState:
+    return QueueReader(engine).read_state(time.time())
+
+
+def _build_image(engine: DockerEngine, report_progress: ProgressReporter) -> str:
+    """Build the scheduler's image, make it available to all managers, and return its name. Raises ImageError, EngineError."""
+    try:
+        registry = swarm_registry.get_registry_status(engine)
+    except ImageError:  # there is none
+        registry = None
+    if registry is not None and not registry.trust_problem:
+        tag = f"{registry.address}/{_IMAGE_NAME}:{__version__}"
+        build_queue_image(engine.client, tag, report_progress=report_progress)
+        push_image(engine.client, tag, report_progress=report_progress)
+        return tag
+    build_queue_image(engine.client, f"{_IMAGE_NAME}:{__version__}", report_progress=report_progress)
+    return distribute_image(
+        engine.client,
+        f"{_IMAGE_NAME}:{__version__}",
+        list_other_engines(engine, role="manager"),
+        lambda address: DockerEngine(address, timeout=_ENGINE_TIMEOUT_SECONDS).client,
+        report_progress=report_progress,
+    )

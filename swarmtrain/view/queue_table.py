@@ -1,0 +1,126 @@
+"""Table of the runs in the queue, in the order in which they are served: class, nodes, state, and why and how long each one waits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+
+from swarmtrain.config.schema.queue_policy import QueuePolicy
+from swarmtrain.launchers.base import RunOverview
+from swarmtrain.launchers.swarm.queue_entry import EntryState
+from swarmtrain.launchers.swarm.queueing.estimates import estimate_starts
+from swarmtrain.launchers.swarm.queueing.queue_model import QueuedRun
+from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
+from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueState
+from swarmtrain.protocol import EVENT_PROGRESS
+from swarmtrain.view.formatting import format_count, format_duration, format_table
+
+_RUNNING, _WAITING = "running", "waiting"
+
+
+@dataclass(frozen=True)
+class QueueRow:
+    """One run in the queue."""
+
+    run: str
+    id: str
+    owner: str
+    priority_class: str
+    priority: int
+    state: str
+    """waiting, running, saving (its nodes have been asked to stop), incomplete or stopped."""
+    nodes: int
+    """Number of nodes that it has."""
+    min_nodes: int
+    wanted_nodes: int
+    hosts: tuple[str, ...]
+    since: float
+    """Time of the last change of its state, in seconds since the epoch."""
+    reason: str = ""
+    lost_steps: int = 0
+    """Steps that it lost when it was killed instead of saving, at its last preemption or time limit."""
+    estimate: float | None = None
+    """Seconds until it starts, if that is known."""
+
+
+@dataclass(frozen=True)
+class QueueTable:
+    """The runs in the queue at `time`, in seconds since the epoch: running ones first, then those that wait, in order."""
+
+    scheduler: SchedulerStatus
+    runs: tuple[QueueRow, ...]
+    time: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as a JSON-compatible dict, for `--json`."""
+        return {"scheduler": self.scheduler.to_dict(), "runs": [asdict(row) for row in self.runs], "time": self.time}
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return f"{self.scheduler}\nthe queue is empty"
+        header = ["RUN", "OWNER", "CLASS", "NODES", "STATE", "SINCE", "STARTS IN", ""]
+        table = format_table([header, *(self._format_row(row) for row in self.runs)])
+        return f"{table}\n{self.scheduler}"
+
+    def _format_row(self, row: QueueRow) -> list[str]:
+        since = format_duration(max(0.0, self.time - row.since)) if row.since else ""
+        estimate = "" if row.state != _WAITING else "unknown" if row.estimate is None else format_duration(row.estimate)
+        nodes = f"{row.nodes}/{row.wanted_nodes}"
+        lost = f"{format_count(row.lost_steps, 'step')} lost: it did not save within its grace" if row.lost_steps else ""
+        remark = "; ".join(filter(None, (row.reason or ", ".join(row.hosts), lost)))
+        return [row.run, row.owner, row.priority_class, nodes, row.state, since, estimate, remark]
+
+
+def build_queue_table(state: QueueState, scheduler: SchedulerStatus, overviews: Sequence[RunOverview], now: float) -> QueueTable:
+    """Return the table of the queue. `overviews`: with the time left of running runs, for the estimates."""
+    ends = {**_list_expected_ends(overviews, now), **state.list_ends()}
+    starts = estimate_starts(state.snapshot, ends)
+    runs = [run for run in state.snapshot.runs if not run.is_finished]
+    runs.sort(key=lambda run: (run.state is not EntryState.admitted, run.state is not EntryState.waiting, run.sort_key))
+    return QueueTable(scheduler, tuple(_build_row(state, state.members[run.run], run, starts) for run in runs), now)
+
+
+def format_policy(policy: QueuePolicy) -> str:
+    """Return `policy` as the text of a YAML file."""
+    return str(yaml.safe_dump(json.loads(policy.model_dump_json()), sort_keys=False))
+
+
+def _build_row(state: QueueState, member: QueueMember, run: QueuedRun, starts: Mapping[str, float]) -> QueueRow:
+    hosts = {machine.id: machine.host for machine in state.snapshot.machines}
+    runner = member.config.runner if member.config else None
+    return QueueRow(
+        run=run.run,
+        id=member.identity.id,
+        owner=run.owner,
+        priority_class=(runner.priority if runner else None) or state.policy.default_class,
+        priority=run.priority,
+        state=_describe_state(run),
+        nodes=len(run.held),
+        min_nodes=run.min_nodes,
+        wanted_nodes=run.nodes,
+        hosts=tuple(sorted(hosts.get(machine, machine) for machine in run.held)),
+        since=member.entry.changed,
+        reason=member.problem or member.entry.reason,
+        lost_steps=member.entry.lost_steps,
+        estimate=starts.get(run.run),
+    )
+
+
+def _describe_state(run: QueuedRun) -> str:
+    if run.state is EntryState.admitted:
+        return _RUNNING
+    return "saving" if run.leaving else str(run.state)
+
+
+def _list_expected_ends(overviews: Sequence[RunOverview], now: float) -> dict[str, float]:
+    """Return in how many seconds runs end by their own estimate, by run, as far as they report one."""
+    ends = {}
+    for overview in overviews:
+        progress = next((event for event in reversed(overview.last_events) if event.kind == EVENT_PROGRESS), None)
+        if progress is not None and progress.data.get("eta_seconds") is not None:
+            ends[overview.run] = max(0.0, float(progress.data["eta_seconds"]) - (now - progress.time))
+    return ends
