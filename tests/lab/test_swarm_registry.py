@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from swarmtrain.errors import ImageError, SwarmtrainError
 from swarmtrain.images import swarm_nodes, swarm_registry
 from swarmtrain.images.registry_access import RegistryAccess
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
+from swarmtrain.launchers.base import QUEUED_STATE
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.launchers.swarm.queueing import queue_service
 from swarmtrain.plan import Plan
 
 pytestmark = pytest.mark.test_all_only("builds images and starts registries")
@@ -197,6 +200,45 @@ def test_a_registry_requires_its_login_and_refuses_deletes(
     assert owner.delete_image(registry_address, "stand-in", digest) == 405
     assert owner.start_registry("--allow-deletes", "--yes").returncode == 0
     assert owner.delete_image(registry_address, "stand-in", digest) == 202
+
+
+def test_a_queued_run_pulls_with_the_login_of_a_person_whose_home_is_gone(
+    *,
+    lab: Lab,
+    engine: DockerEngine,
+    image: str,
+    registry_image: str,
+    registry_address: str,
+    stub_image: str,
+    launcher: SwarmLauncher,
+    plan_run: Callable[..., Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Swarm keeps the login with the services, so the scheduler needs none. It does not run before the home has been deleted."""
+    owner = RegistryUser(lab, tmp_path / "owner", registry_image)
+    assert owner.start_registry().returncode == 0
+    queued_image = f"{registry_address}/queued:1"
+    engine.client.tag(stub_image, queued_image.rpartition(":")[0], "1")
+    assert owner.run_command("push", queued_image).returncode == 0
+    queue_service.start_scheduler(engine, image, print_line)
+    try:
+        run_docker(lab, "service", "scale", "--detach", f"{queue_service.SERVICE_NAME}=0")
+        with monkeypatch.context() as patch:
+            patch.setenv("DOCKER_CONFIG", str(owner.docker_config))
+            SwarmLauncher(lab.get_docker_host("node0")).deploy_run(plan_run(nodes=3, image=queued_image), print_line)
+        shutil.rmtree(owner.home)
+        assert {task.state for task in launcher.list_tasks(RUN)} == {QUEUED_STATE}
+        run_docker(lab, "service", "scale", "--detach", f"{queue_service.SERVICE_NAME}=1")
+        deadline = time.monotonic() + 90
+        while [task.state for task in launcher.list_tasks(RUN)] != ["running"] * 4:
+            assert time.monotonic() < deadline, launcher.list_tasks(RUN)
+            time.sleep(0.5)
+        service = engine.list_objects("/services", name=queue_service.SERVICE_NAME)[0]
+        assert not service["Spec"]["TaskTemplate"]["ContainerSpec"].get("Secrets"), "the scheduler has no secret"
+        launcher.tear_down_run(RUN, print_line)
+    finally:
+        queue_service.remove_scheduler(engine, print_line)
 
 
 def test_up_changes_a_running_registry_only_when_confirmed(lab: Lab, engine: DockerEngine, registry_image: str, tmp_path: Path) -> None:

@@ -13,40 +13,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import loss_curves
 import pytest
-import run_audit
 from chaos_run import SIGNAL_SCRIPT
+from training_helpers import (
+    FEW_STEPS,
+    MIDDLE_STEP,
+    ROOT,
+    STEPS,
+    assert_nothing_recomputed,
+    assert_same_losses,
+    build_options,
+    is_done,
+    is_past_the_middle,
+    read_losses,
+    start_swarmtrain,
+    wait_for_events,
+)
 
 from swarmtrain import protocol
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.launchers.swarm.queueing import queue_service
 from swarmtrain.protocol import Event
-
-ROOT = Path(__file__).parents[2]
-# About 30 s on a fast machine: long enough to add a node during the run.
-STEPS = 400
-# Enough for all other tests.
-FEW_STEPS = 160
-SMALL_OPTIONS = [
-    f"trainer.train_iterations={FEW_STEPS}",
-    f"learning_rate_scheduler.learning_rate_decay_iters={STEPS}",
-    "trainer.save_interval=20",
-    "trainer.eval_interval=null",
-    "trainer.eval_iterations=2",
-    "logger.log_interval=50",
-    "transformer_architecture.hidden_size=64",
-    "transformer_architecture.num_layers=2",
-    "transformer_architecture.sequence_length=128",
-    "transformer_architecture.precision=float32",
-]
-# A process is killed after this step at the earliest, with more steps to come.
-MIDDLE_STEP = 20
 
 
 @pytest.fixture
@@ -57,57 +51,6 @@ def launcher(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[SwarmLaunche
     yield launcher
     for run in launcher.list_runs():
         launcher.tear_down_run(run, lambda line: None)
-
-
-def build_options(image: str, run: str, *extra_settings: str) -> list[str]:
-    paths = f"trainer.save_dir=runs/{run}", f"logger.audit_dir=runs/{run}/audit"
-    values = [*SMALL_OPTIONS, f"runner.docker_config.docker_container={image}", *paths, *extra_settings]
-    return [word for value in values for word in ("-o", value)]
-
-
-def start_swarmtrain(*argv: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "swarmtrain", *argv], cwd=ROOT)
-
-
-def read_losses(lab: Lab, run: str) -> dict[int, float]:
-    """Return step → loss as the run wrote them; a step that occurs twice is an error."""
-    lines = [json.loads(line) for line in (lab.shared_disk / run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if "learning_rate" in line]
-    assert steps == sorted(set(steps)), "steps are missing order, or stand twice"
-    return {line["step"]: line["loss"] for line in lines if "learning_rate" in line}
-
-
-def assert_nothing_recomputed(lab: Lab, run: str) -> None:
-    """Assert that there were at least two worlds, and that no step was recomputed."""
-    history = run_audit.read_audit(lab.shared_disk / run / "audit")
-    assert len(history.worlds) >= 2
-    assert history.lost_steps == 0
-
-
-def assert_same_losses(losses: dict[int, float], reference: dict[int, float], steps: int = FEW_STEPS) -> None:
-    """Assert that each of the first `steps` steps is there, with the same loss within 1e-5 (relative)."""
-    assert sorted(losses) == list(range(1, steps + 1))
-    worst = max(abs(losses[step] / reference[step] - 1) for step in losses)
-    print(f"largest relative difference of a loss over {steps} steps: {worst:.1e}")
-    assert worst < 1e-5
-
-
-def wait_for_events(launcher: SwarmLauncher, run: str, condition: Callable[[list[Event]], bool], seconds: float = 240) -> list[Event]:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        events = launcher.read_events(run)
-        if condition(events):
-            return events
-        time.sleep(0.5)
-    raise AssertionError(f"not within {seconds} s; the events: {[event.to_line() for event in launcher.read_events(run)]}")
-
-
-def is_past_the_middle(events: list[Event]) -> bool:
-    return any(event.kind == protocol.EVENT_CHECKPOINT and event.data["step"] >= MIDDLE_STEP for event in events)
-
-
-def is_done(events: list[Event]) -> bool:
-    return any(event.kind == protocol.EVENT_OUTCOME and event.data["status"] == "done" for event in events)
 
 
 def find_container(lab: Lab, node: str) -> tuple[str, list[str]]:
@@ -285,6 +228,48 @@ def test_a_stop_in_the_middle_changes_nothing(lab: Lab, launcher: SwarmLauncher,
     assert [event.kind for event in after].count(protocol.EVENT_COORDINATOR_STARTED) == 1
     assert not any(event.kind == protocol.EVENT_FAILURE for event in after)
     assert_same_losses(read_losses(lab, "stop"), reference)
+
+
+@pytest.fixture
+def scheduler(lab: Lab, image: str) -> Iterator[None]:
+    """A scheduler, so that runs are queued."""
+    engine = DockerEngine(lab.get_docker_host("node0"))
+    queue_service.start_scheduler(engine, image, print)
+    yield
+    queue_service.remove_scheduler(engine, print)
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.test_all_only("two training runs that take turns; what the scheduler does is in tests/lab/test_queue.py")
+@pytest.mark.parametrize("min_nodes", [3, 1])
+def test_a_preempted_run_changes_nothing(
+    lab: Lab, launcher: SwarmLauncher, image: str, reference: dict[int, float], min_nodes: int
+) -> None:
+    """The victim saves and stops, or shrinks, for a run of a higher priority, and continues by itself: no step is lost.
+
+    With the same number of nodes all the time, its losses are those of an undisturbed run to the bit.
+    """
+    run, urgent = f"victim-{min_nodes}", f"urgent-{min_nodes}"
+    sizes = f"runner.min_nodes={min_nodes}", "runner.nodes=3", "runner.max_nodes=3"
+    argv = ["deploy", "examples/quickstart.yml", "--detach", "--name"]
+    assert start_swarmtrain(*argv, run, *build_options(image, run, *sizes)).wait(60) == 0
+    wait_for_events(launcher, run, is_past_the_middle)
+    submitted_at = time.monotonic()
+    more = build_options(image, urgent, "runner.nodes=2", "runner.priority=high", "trainer.train_iterations=40")
+    assert start_swarmtrain(*argv, urgent, *more).wait(60) == 0
+    wait_for_events(launcher, urgent, lambda events: any(event.kind == protocol.EVENT_PROGRESS for event in events))
+    print(f"first step of the urgent run {time.monotonic() - submitted_at:.1f} s after its submission")
+    wait_for_events(launcher, urgent, is_done)
+    events = wait_for_events(launcher, run, is_done)
+    failures = [event.data for event in events if event.kind == protocol.EVENT_FAILURE]
+    print(f"failures: {failures}")
+    # When nodes leave a running world, ranks of the others may lose their connection to them.
+    assert all(min_nodes < 3 and protocol.is_collateral_failure(failure) for failure in failures)
+    losses = read_losses(lab, run)
+    assert_nothing_recomputed(lab, run)
+    assert_same_losses(losses, reference)
+    if min_nodes == 3:
+        assert losses == reference
 
 
 def wait_for_run(launcher: SwarmLauncher, run: str) -> None:

@@ -1,0 +1,407 @@
+"""The scheduler and the submission on a swarm in memory: what they write, and that a killed scheduler loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from fake_swarm import FakeSwarm, Killed
+
+from swarmtrain.cargo import Cargo, RunFile
+from swarmtrain.config import Config
+from swarmtrain.errors import StackError
+from swarmtrain.images.pinning import PinnedImage
+from swarmtrain.launchers.swarm import cluster_state, deployed_run
+from swarmtrain.launchers.swarm.queue_entry import QueueEntry, find_queue_entry
+from swarmtrain.launchers.swarm.queueing import submission
+from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
+from swarmtrain.launchers.swarm.queueing.reordering import move_run
+from swarmtrain.launchers.swarm.queueing.scheduler import LeadershipLost, Scheduler
+from swarmtrain.launchers.swarm.queueing.stored_policy import store_policy
+from swarmtrain.launchers.swarm.reconcile import ReconcileStep, reconcile
+from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
+from swarmtrain.launchers.swarm.service_specs import add_labels, build_stack_specs
+from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
+from swarmtrain.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.plan import Plan, build_plan
+from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, Event
+from swarmtrain.render.stack_document import render_stack
+from swarmtrain.run_identity import RunIdentity
+
+_CARGO = Cargo((RunFile.from_content("training_code.py", b"train()\n"),), (RunFile.from_content("TOKEN", b"hidden"),))
+
+
+class Cluster:
+    """A swarm in memory, with a clock, a scheduler, and the commands of a user."""
+
+    def __init__(self, machines: int = 4) -> None:
+        self.swarm: Any = FakeSwarm(machines)
+        self.now = 1000.0
+        self.events: dict[str, list[Event]] = {}
+        """The last events in the log of each run."""
+        self.restart_scheduler()
+
+    def restart_scheduler(self) -> None:
+        self.scheduler = Scheduler(
+            self.swarm, lambda _line: None, get_time=lambda: self.now, read_events=lambda _engine, member: self.events.get(member.run, [])
+        )
+
+    def plan(self, run: str, topology: Mapping[str, int] | None = None, **runner: Any) -> Plan:
+        settings = {"nodes": 1, "docker_config": {"docker_container": "registry/image:1"}, **runner}
+        config = Config.model_validate_json(json.dumps({"runner": settings, **({"topology": topology} if topology else {})}))
+        services = cluster_state.list_services(self.swarm, run)
+        entry = find_queue_entry(services, run)
+        placement = Placement(dict(entry.machines)) if entry else FRESH_PLACEMENT
+        return build_plan(config, cluster_state.read_inventory(self.swarm), _CARGO, run=run, placement=placement)
+
+    def submit(self, run: str, **runner: Any) -> list[ReconcileStep]:
+        """Deploy a run as the launcher does, and return the steps."""
+        plan = self.plan(run, **runner)
+        stack = render_stack(plan)
+        pinned = PinnedImage("registry/image:1@sha256:00", (("amd64", "linux"),))
+        specs = build_stack_specs(stack, {service["image"]: pinned for service in stack.document["services"].values()})
+        specs = add_labels(specs, RunIdentity(f"id-{run}", "anna", "desk", 1.0).labels)
+        taken: list[ReconcileStep] = []
+
+        def plan_steps() -> list[ReconcileStep]:
+            existing = cluster_state.read_stack_state(self.swarm, run)
+            taken[:] = reconcile(submission.queue_specs(specs, existing, None), existing, None)
+            return list(taken)
+
+        deploy_stack(
+            self.swarm,
+            ResourceRequest(run),
+            plan_steps,
+            lambda _line: None,
+            complete_submission=lambda: submission.complete_entry(self.swarm, run, lambda _line: None),
+        )
+        return taken
+
+    def store_policy(self, text: str) -> None:
+        store_policy(self.swarm, text, source="policy.yml")
+
+    def settle(self, seconds: float = 0.0, rounds: int = 12) -> None:
+        """Let the scheduler and Swarm work until nothing changes any more."""
+        self.now += seconds
+        for _ in range(rounds):
+            self.scheduler.run_round()
+            self.swarm.advance()
+
+    def read_entry(self, run: str) -> QueueEntry:
+        entry = find_queue_entry(cluster_state.list_services(self.swarm, run), run)
+        assert entry is not None
+        return entry
+
+    @property
+    def running(self) -> Mapping[str, int]:
+        """Number of running nodes by run."""
+        return {run: len(machines) for run, machines in self.swarm.count_running_nodes().items()}
+
+    def check_no_double_allocation(self) -> None:
+        """Each machine has 2 GPUs, which the tests' runs reserve one or two at a time."""
+        used: dict[str, int] = {}
+        for task in self.swarm.tasks:
+            if task["Status"]["State"] == "running":
+                for item in task["Spec"].get("Resources", {}).get("Reservations", {}).get("GenericResources", []):
+                    used[task["NodeID"]] = used.get(task["NodeID"], 0) + item["DiscreteResourceSpec"]["Value"]
+        assert all(count <= 2 for count in used.values()), used
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def test_a_submitted_run_has_no_container_until_it_is_admitted(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=2)
+    cluster.swarm.advance()
+    assert cluster.running == {}
+    assert cluster.read_entry("demo").state == "waiting"
+    cluster.settle()
+    assert cluster.running == {"demo": 2}
+    assert sorted(cluster.read_entry("demo").machines) == ["node0", "node1"]
+
+
+def test_an_unchanged_deploy_changes_nothing_in_any_state(cluster: Cluster) -> None:
+    cluster.submit("first", nodes=3)
+    cluster.submit("second", nodes=3)
+    assert cluster.submit("second", nodes=3) == []
+    cluster.settle()
+    assert cluster.running == {"first": 3}
+    assert cluster.submit("first", nodes=3) == []
+    assert cluster.submit("second", nodes=3) == []
+
+
+def test_runs_start_on_machines_that_are_free_not_on_those_of_their_plan(cluster: Cluster) -> None:
+    """Both plans name the first two machines, with their slots. The second run gets the others, with theirs."""
+    cluster.submit("first", nodes=2)
+    cluster.submit("second", nodes=2, hosts=["gpu-0 slots=2", "gpu-1 slots=2", "gpu-2 slots=1", "gpu-3 slots=1"])
+    cluster.settle()
+    assert cluster.running == {"first": 2, "second": 2}
+    services = cluster_state.list_services(cluster.swarm, "second")
+    nodes = [service for service in services if service.is_node]
+    assert [service.pinned_machine for service in nodes] == ["gpu-2", "gpu-3"]
+    assert [service.spec["Labels"]["swarmtrain.slots"] for service in nodes] == ["1", "1"]
+    assert all("SWARMTRAIN_SLOTS=1" in service.spec["TaskTemplate"]["ContainerSpec"]["Env"] for service in nodes)
+    cluster.check_no_double_allocation()
+
+
+def test_the_next_run_starts_when_one_has_ended(cluster: Cluster) -> None:
+    cluster.submit("first", nodes=4)
+    cluster.submit("second", nodes=4)
+    cluster.settle()
+    assert cluster.read_entry("second").reason == "0 of 4 nodes free; in use by first"
+    cluster.swarm.complete_run("first")
+    cluster.settle()
+    assert cluster.running == {"second": 4}
+
+
+def test_a_run_whose_coordinator_is_lost_after_the_outcome_holds_nothing(cluster: Cluster) -> None:
+    """Its nodes have ended, and Swarm starts the coordinator again."""
+    cluster.submit("first", nodes=4)
+    cluster.submit("second", nodes=4)
+    cluster.settle()
+    cluster.swarm.complete_run("first")
+    coordinator = next(task for task in cluster.swarm.tasks if task["ServiceName"] == "first_rendezvous")
+    coordinator["Status"], coordinator["DesiredState"] = {"State": "running"}, "running"
+    cluster.settle()
+    assert cluster.running == {"second": 4}
+
+
+def test_a_preempted_run_comes_back_by_itself(cluster: Cluster) -> None:
+    cluster.submit("low", nodes=4, priority="low")
+    cluster.settle()
+    cluster.submit("urgent", nodes=2, priority="high")
+    cluster.settle()
+    assert cluster.running == {"urgent": 2}
+    assert cluster.read_entry("low").state == "waiting"
+    cluster.swarm.complete_run("urgent")
+    cluster.settle()
+    assert cluster.running == {"low": 4}
+
+
+def test_a_victim_that_does_not_save_is_reported_with_the_steps_that_it_lost(cluster: Cluster) -> None:
+    for run, saved in (("good", 40), ("bad", 25)):
+        cluster.submit(run, nodes=2, priority="low")
+        cluster.events[run] = [
+            Event(EVENT_CHECKPOINT, {"step": 20}),
+            Event(EVENT_PROGRESS, {"step": 40, "loss": 1.0}),
+            Event(EVENT_CHECKPOINT, {"step": saved}),
+        ]
+    cluster.settle()
+    cluster.submit("urgent", nodes=4, priority="high")
+    cluster.settle()
+    assert cluster.running == {"urgent": 4}
+    assert {run: cluster.read_entry(run).lost_steps for run in ("good", "bad")} == {"good": 0, "bad": 15}
+    assert not any(cluster.read_entry(run).is_saving for run in ("good", "bad"))
+
+
+def test_an_elastic_run_shrinks_and_grows_again_and_its_other_nodes_keep_running(cluster: Cluster) -> None:
+    cluster.submit("elastic", nodes=4, min_nodes=1)
+    cluster.settle()
+    before = {task["ID"] for task in cluster.swarm.tasks if task["Status"]["State"] == "running"}
+    cluster.submit("urgent", nodes=2, priority="high")
+    cluster.settle()
+    assert cluster.running == {"elastic": 2, "urgent": 2}
+    kept = {task["ID"] for task in cluster.swarm.tasks if task["Status"]["State"] == "running"} & before
+    assert len(kept) == 3, "two nodes and the coordinator"
+    cluster.swarm.complete_run("urgent")
+    cluster.settle()
+    assert cluster.running == {"elastic": 4}
+    assert kept <= {task["ID"] for task in cluster.swarm.tasks if task["Status"]["State"] == "running"}
+
+
+def test_another_priority_restarts_nothing(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=2)
+    cluster.settle()
+    steps = cluster.submit("demo", nodes=2, priority="high", time_limit="2h")
+    assert [(step.name, step.restarts) for step in steps] == [("demo_rendezvous", False)]
+    services = cluster_state.list_services(cluster.swarm, "demo")
+    runner = deployed_run.read_deployment(cluster.swarm, services, "demo")[0].runner
+    assert (runner.priority, runner.time_limit) == ("high", 7200.0)
+
+
+def test_a_drained_machine_is_replaced(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=2)
+    cluster.settle()
+    lost = cluster.swarm.count_running_nodes()["demo"][0]
+    next(node for node in cluster.swarm.nodes if node["ID"] == lost)["Spec"]["Availability"] = "drain"
+    cluster.settle()
+    assert cluster.running == {"demo": 2}
+    assert lost not in cluster.swarm.count_running_nodes()["demo"]
+
+
+def test_time_limits_stop_before_the_limit_and_requeue(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=1, time_limit=1000, stop_grace=90)
+    cluster.submit("other", nodes=1, time_limit=1000, stop_grace=90, on_time_limit="requeue")
+    cluster.settle()
+    cluster.settle(seconds=905)
+    assert cluster.running == {"demo": 1, "other": 1}
+    position = cluster.read_entry("other").position
+    cluster.settle(seconds=10)
+    assert cluster.running == {"other": 1}, "it was queued again, and the machines are free"
+    entry = cluster.read_entry("demo")
+    assert (entry.state, entry.reason) == ("stopped", "reached its time limit of 16m40s")
+    assert cluster.read_entry("other").position > position
+    cluster.settle(seconds=900)
+    assert cluster.running == {"other": 1}
+
+
+def test_time_before_a_preemption_counts_against_the_limit(cluster: Cluster) -> None:
+    cluster.submit("low", nodes=4, priority="low", time_limit=1000, stop_grace=10)
+    cluster.settle()
+    cluster.submit("urgent", nodes=4, priority="high")
+    cluster.settle(seconds=600)
+    assert cluster.read_entry("low").trained_seconds == 600
+    cluster.swarm.complete_run("urgent")
+    cluster.settle(seconds=5000)
+    assert cluster.running == {"low": 4}
+    cluster.settle(seconds=395)
+    assert cluster.read_entry("low").state == "stopped"
+
+
+def test_a_stopped_run_stays_stopped_until_it_is_deployed(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=2)
+    cluster.settle()
+    submission.mark_stopped(cluster.swarm, "demo", "stopped by a user")
+    cluster.settle()
+    assert cluster.running == {}
+    cluster.submit("demo", nodes=2)
+    cluster.settle()
+    assert cluster.running == {"demo": 2}
+
+
+def test_a_run_that_cannot_start_does_not_hold_its_machines(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=2)
+    cluster.settle()
+    for task in cluster.swarm.tasks:
+        if task["Status"]["State"] == "running":
+            task["Status"] = {"State": "rejected", "Err": "No such image: registry/image:1"}
+    cluster.swarm.advance()
+    for task in cluster.swarm.tasks:
+        if task["Status"]["State"] == "running":
+            task["Status"] = {"State": "rejected", "Err": "No such image: registry/image:1"}
+    cluster.settle()
+    entry = cluster.read_entry("demo")
+    assert entry.state == "stopped"
+    assert "No such image" in entry.reason
+
+
+_FOUR_RANKS = {"model_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1}
+
+
+def test_a_run_starts_with_the_number_of_nodes_that_fits_its_parallel_sizes(cluster: Cluster) -> None:
+    """A replica needs 4 ranks, so two nodes of 2 GPUs. Three machines are free."""
+    cluster.submit("first", nodes=1)
+    cluster.settle()
+    cluster.submit("demo", nodes=4, min_nodes=1, topology=_FOUR_RANKS)
+    cluster.settle()
+    assert cluster.running == {"first": 1, "demo": 2}
+
+
+def test_a_run_that_no_plan_fits_waits_and_blocks_nobody(cluster: Cluster) -> None:
+    cluster.submit("first", nodes=3)
+    cluster.settle()
+    cluster.submit("demo", nodes=4, min_nodes=1, topology=_FOUR_RANKS)
+    cluster.submit("next", nodes=1)
+    cluster.settle()
+    assert cluster.running == {"first": 3, "next": 1}
+    assert cluster.read_entry("demo").state == "waiting"
+    cluster.swarm.complete_run("first")
+    cluster.settle()
+    assert cluster.running == {"next": 1, "demo": 2}
+
+
+def test_waiting_runs_can_be_moved(cluster: Cluster) -> None:
+    cluster.submit("first", nodes=4)
+    cluster.settle()
+    for run in ("a", "b", "c"):
+        cluster.submit(run, nodes=4)
+    move_run(cluster.swarm, QueueReader(cluster.swarm).read_state(cluster.now), "c", 1)
+    cluster.swarm.complete_run("first")
+    cluster.settle()
+    assert cluster.running == {"c": 4}
+    with pytest.raises(StackError, match="does not wait: it is admitted"):
+        move_run(cluster.swarm, QueueReader(cluster.swarm).read_state(cluster.now), "c", 1)
+
+
+def _play_preemption(cluster: Cluster, make_round: Callable[[], None]) -> None:
+    """Submit an elastic run, a low one and an urgent one, with rounds in between, until all could have started."""
+    cluster.submit("elastic", nodes=3, min_nodes=1)
+    cluster.submit("low", nodes=1, priority="low")
+    for _ in range(8):
+        make_round()
+    cluster.submit("urgent", nodes=3, priority="high")
+    for _ in range(12):
+        make_round()
+
+
+def test_a_scheduler_that_is_killed_at_any_write_loses_nothing() -> None:
+    """Whichever write is its last, the next scheduler comes to the same end, and no GPU is given to two runs on the way."""
+    kills = 0
+    for write in range(60):
+        cluster = Cluster()
+        is_killed = False
+
+        def make_round(cluster: Cluster = cluster, write: int = write) -> None:
+            nonlocal is_killed
+            if not is_killed and cluster.swarm.writes_until_kill is None:
+                cluster.swarm.writes_until_kill = write
+            try:
+                cluster.scheduler.run_round()
+            except Killed:
+                is_killed = True
+                cluster.restart_scheduler()
+                cluster.swarm.objects["configs"] = {  # the lock of the run counts as free after some seconds
+                    key: item for key, item in cluster.swarm.objects["configs"].items() if not item["Spec"]["Name"].endswith("_lock")
+                }
+            cluster.swarm.advance()
+            cluster.check_no_double_allocation()
+
+        _play_preemption(_without_kills_in_submissions(cluster), make_round)
+        kills += is_killed
+        assert cluster.running == {"elastic": 1, "urgent": 3}, f"killed at write {write}"
+        assert cluster.read_entry("low").state == "waiting"
+    assert kills >= 8, "the scheduler makes at least so many writes"
+
+
+def _without_kills_in_submissions(cluster: Cluster) -> Cluster:
+    """Return `cluster`; only the scheduler is killed in it, not the users' commands."""
+    submit = cluster.submit
+
+    def submit_safely(run: str, **runner: Any) -> list[ReconcileStep]:
+        kept, cluster.swarm.writes_until_kill = cluster.swarm.writes_until_kill, None
+        try:
+            return submit(run, **runner)
+        finally:
+            cluster.swarm.writes_until_kill = kept
+
+    cluster.submit = submit_safely  # type: ignore[method-assign]  # of this object only
+    return cluster
+
+
+def test_a_scheduler_without_its_lock_changes_nothing(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=1)
+
+    def lose() -> None:
+        raise StackError("lost")
+
+    scheduler = Scheduler(cluster.swarm, lambda _line: None, check_leader=lose, get_time=lambda: cluster.now)
+    with pytest.raises(LeadershipLost):
+        scheduler.run_round()
+    assert cluster.read_entry("demo").state == "waiting"
+
+
+def test_a_run_that_a_command_changes_is_left_alone(cluster: Cluster) -> None:
+    """The scheduler does not wait for the lock of a run; it schedules the others."""
+    cluster.submit("locked", nodes=1)
+    cluster.submit("other", nodes=1)
+    name = "locked_lock"
+    cluster.swarm.post("/configs/create", {"Name": name, "Labels": {"swarmtrain.lock.run": "locked"}, "Data": ""})
+    cluster.settle()
+    assert cluster.running == {"other": 1}
+    cluster.swarm.delete(f"/configs/{name}")
+    cluster.settle()
+    assert cluster.running == {"other": 1, "locked": 1}
