@@ -46,7 +46,7 @@ _NODE_COUNT = 4
 _SERVICE_COUNT = 100
 _MISSING_MACHINE_REPEATS = 5
 _RUN_NAME = "hundred"
-_IMAGE = f"{REGISTRY_ADDRESS}/idle:bench"
+IMAGE = f"{REGISTRY_ADDRESS}/idle:bench"
 _PLAN_FILE = BUILD / "hundred" / "plan"
 _SHOW_PLAN_SCRIPT = """
 import pickle, sys
@@ -73,7 +73,7 @@ def measure_services() -> Iterator[BenchmarkRow]:
     """Measure the wall time, in seconds, to deploy and remove 100 services on four engines."""
     with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
-        _provide_image(engine)
+        provide_image(engine)
         plan = _build_plan(lab)
         stack_document.write_stack(stack_document.render_stack(plan), _STACK_FILE)
         results, baselines = [], []
@@ -90,7 +90,7 @@ def measure_status_and_plan() -> Iterator[BenchmarkRow]:
     """Measure the wall time, in seconds, of `status` and `plan` for a run of 100 services."""
     with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
-        _provide_image(engine)
+        provide_image(engine)
         plan = _build_plan(lab)
         SwarmLauncher(engine.address).deploy_run(plan, lambda line: None)
         _PLAN_FILE.parent.mkdir(parents=True, exist_ok=True)
@@ -114,8 +114,8 @@ def measure_run_table() -> Iterator[BenchmarkRow]:
     """Measure the wall time, in seconds, of `ps` with 25 runs of four services."""
     with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
-        _provide_image(engine)
-        launcher, (config, cargo) = SwarmLauncher(engine.address), _build_small_run(_NODE_COUNT - 1)
+        provide_image(engine)
+        launcher, (config, cargo) = SwarmLauncher(engine.address), build_small_run(_NODE_COUNT - 1)
         names = [f"idle{number}" for number in range(_SERVICE_COUNT // _NODE_COUNT)]
         for name in names:
             launcher.deploy_run(build_plan(config, launcher.read_inventory(config.runner), cargo, run=name), print_progress)
@@ -129,8 +129,8 @@ def measure_missing_machine() -> Iterator[BenchmarkRow]:
     """Measure the wall time, in seconds, of a deploy of four nodes with one machine powered off, against all four running."""
     with run_lab(_NODE_COUNT) as lab:
         engine = DockerEngine(lab.get_docker_host("node0"))
-        _provide_image(engine)
-        config, cargo = _build_small_run(_NODE_COUNT)
+        provide_image(engine)
+        config, cargo = build_small_run(_NODE_COUNT)
 
         def measure_deploys(count: int) -> list[float]:
             return [_measure_deploy(engine, config, cargo) for _ in range(count)]
@@ -145,9 +145,10 @@ def measure_missing_machine() -> Iterator[BenchmarkRow]:
     yield BenchmarkRow("missing-machine", description, "s", result, baseline, "the same with all four running", limit=baseline.median + 2)
 
 
-def _build_small_run(node_count: int) -> tuple[Config, Cargo]:
+def build_small_run(node_count: int) -> tuple[Config, Cargo]:
+    """Return the config and the cargo of a run of `node_count` idle nodes."""
     overrides = [f"runner.nodes={node_count}", "runner.docker_config.docker_mounts=[]"]
-    config = load_config(ROOT / "examples/quickstart.yml", [*overrides, f"runner.docker_config.docker_container={_IMAGE}"])
+    config = load_config(ROOT / "examples/quickstart.yml", [*overrides, f"runner.docker_config.docker_container={IMAGE}"])
     return config, Cargo((RunFile.from_content(config.runner.script.name, b"idle\n"),))
 
 
@@ -178,7 +179,7 @@ def _build_plan(lab: Lab) -> Plan:
     hosts = [node.node for node in lab.get_status()]
     count = _SERVICE_COUNT - 1
     overrides = [f"runner.nodes={count}", f"runner.min_nodes={count}", f"runner.max_nodes={count}", "runner.docker_config.docker_mounts=[]"]
-    config = load_config(ROOT / "examples/quickstart.yml", [*overrides, f"runner.docker_config.docker_container={_IMAGE}"])
+    config = load_config(ROOT / "examples/quickstart.yml", [*overrides, f"runner.docker_config.docker_container={IMAGE}"])
     code = (RunFile.from_content(config.runner.script.name, b"idle\n"),)
     machines = [hosts[index % len(hosts)] for index in range(count)]
     nodes = tuple(
@@ -230,7 +231,7 @@ def _parse_timestamp(timestamp: str) -> float:
     return datetime.fromisoformat(timestamp).timestamp()
 
 
-def _provide_image(engine: DockerEngine) -> None:
+def provide_image(engine: DockerEngine) -> None:
     """Build and push an image whose only program waits forever. The program is named python3, the command of a run's services."""
     program = build_idle_program()
     archive = io.BytesIO()
@@ -238,8 +239,8 @@ def _provide_image(engine: DockerEngine) -> None:
         entry = tarfile.TarInfo("usr/bin/python3")
         entry.size, entry.mode = len(program), 0o755
         tar.addfile(entry, io.BytesIO(program))
-    engine.client.import_image_from_data(archive.getvalue(), repository=_IMAGE.rpartition(":")[0], tag=_IMAGE.rpartition(":")[2])
-    images.push_image(engine.client, _IMAGE, report_progress=lambda line: None)
+    engine.client.import_image_from_data(archive.getvalue(), repository=IMAGE.rpartition(":")[0], tag=IMAGE.rpartition(":")[2])
+    images.push_image(engine.client, IMAGE, report_progress=lambda line: None)
 
 
 def build_idle_program() -> bytes:
