@@ -27,7 +27,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 STDIN_PATH = Path("-")
 """Path that stands for standard input."""
 _MAX_BYTES = 1_000_000
-_ERRNO_HINTS = {errno.ENOENT: "swarmtrain init {} creates one", errno.EACCES: "ls -l {} shows its permissions"}
+_MISSING_CONFIG_HINT = "swarmtrain init {} creates one"
 _MAX_PROBLEMS = 50
 _MAX_MESSAGE_LENGTH, _MAX_KEY_LENGTH = 400, 80
 
@@ -74,14 +74,16 @@ def parse_section(text: str, section_class: type[SectionT], overrides: Sequence[
     return section
 
 
-def read_config_text(path: Path) -> str:
-    """Return the text of the YAML file at `path`, or of standard input for `-`. Raises SwarmtrainError if it cannot be read."""
+def read_config_text(path: Path, missing_hint: str = _MISSING_CONFIG_HINT) -> str:
+    """Return the text of the YAML file at `path`, or of standard input for `-`. Raises SwarmtrainError if it cannot be read.
+
+    `missing_hint`: what to do if there is no such file; {} stands for the path.
+    """
     try:
         content = sys.stdin.buffer.read(_MAX_BYTES) if path == STDIN_PATH else read_file_with_limit(path, _MAX_BYTES)
     except UnreadableFileError as error:
-        raise SwarmtrainError(
-            str(error), place=str(path), hint=_ERRNO_HINTS.get(error.errno, "pass a YAML config file").format(path)
-        ) from None
+        hints = {errno.ENOENT: missing_hint, errno.EACCES: "ls -l {} shows its permissions"}
+        raise SwarmtrainError(str(error), place=str(path), hint=hints.get(error.errno, "pass a YAML config file").format(path)) from None
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:

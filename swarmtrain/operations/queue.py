@@ -16,7 +16,7 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.registry import create_launcher
 from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing import queue_service, reordering, stored_policy
+from swarmtrain.launchers.swarm.queueing import queue_order, queue_service, stored_policy
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader, QueueState
 from swarmtrain.operations.confirmation import confirm_change, require_confirmation
@@ -44,7 +44,7 @@ def remove_scheduler(*, assume_yes: bool) -> None:
     If runs wait, which nobody starts then, the user must confirm it, unless `assume_yes`.
     """
     engine = DockerEngine()
-    waiting = [run.run for run in reordering.list_waiting_runs(QueueReader(engine).read_state(time.time()))]
+    waiting = [run.run for run in queue_order.list_waiting_runs(QueueReader(engine).read_state(time.time()))]
     if waiting:
         action = f"remove the scheduler, for which {', '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
         require_confirmation(action, f"service {queue_service.SERVICE_NAME}", assume_yes=assume_yes)
@@ -53,11 +53,11 @@ def remove_scheduler(*, assume_yes: bool) -> None:
 
 
 def load_queue_table() -> QueueTable:
-    """Return the table of the runs in the queue. Raises StackError if the swarm has no scheduler, EngineError."""
+    """Return the table of the runs in the queue. Raises EngineError."""
     engine = DockerEngine()
-    status = queue_service.read_scheduler_status(engine)
+    status = queue_service.find_scheduler_status(engine)
     state = QueueReader(engine).read_state(time.time())
-    overviews = create_launcher("swarm").read_overviews() if reordering.list_waiting_runs(state) else []
+    overviews = create_launcher("swarm").read_overviews() if queue_order.list_waiting_runs(state) else []
     return build_queue_table(state, status, overviews, time.time())
 
 
@@ -68,7 +68,7 @@ def load_policy_text() -> str:
 
 def store_policy(file: Path) -> None:
     """Store the policy in the YAML file `file`. Raises ConfigError, EngineError; StackError if it lacks the class of a run in the queue."""
-    engine, text = DockerEngine(), read_config_text(file)
+    engine, text = DockerEngine(), read_config_text(file, "swarmtrain queue policy > {} writes the present one there")
     policy = parse_section(text, QueuePolicy, source=str(file))
     state = QueueReader(engine).read_state(time.time())
     used = {
@@ -92,7 +92,7 @@ def move_run(run: str, place: int, *, assume_yes: bool) -> QueueTable:
     engine = DockerEngine()
     launcher = create_launcher("swarm")
     confirm_change(launcher, run, f"move to place {place} of its priority:", assume_yes=assume_yes)
-    reordering.move_run(engine, _read_state(engine), run, place)
+    queue_order.move_run(engine, _read_state(engine), run, place)
     return load_queue_table()
 
 

@@ -20,6 +20,7 @@ from swarmtrain.protocol import EVENT_PROGRESS
 from swarmtrain.view.formatting import format_count, format_duration, format_table
 
 _RUNNING, _WAITING = "running", "waiting"
+_NO_SCHEDULER_TEXT = "there is no scheduler: runs that wait stay waiting; start one with: swarmtrain queue up"
 
 
 @dataclass(frozen=True)
@@ -51,31 +52,39 @@ class QueueRow:
 class QueueTable:
     """The runs in the queue at `time`, in seconds since the epoch: running ones first, then those that wait, in order."""
 
-    scheduler: SchedulerStatus
+    scheduler: SchedulerStatus | None
+    """None if the swarm has no scheduler, so that nobody starts the runs that wait."""
     runs: tuple[QueueRow, ...]
     time: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as a JSON-compatible dict, for `--json`."""
-        return {"scheduler": self.scheduler.to_dict(), "runs": [asdict(row) for row in self.runs], "time": self.time}
+        return {"scheduler": self.scheduler and self.scheduler.to_dict(), "runs": [asdict(row) for row in self.runs], "time": self.time}
 
     def __str__(self) -> str:
+        scheduler = str(self.scheduler or _NO_SCHEDULER_TEXT)
         if not self.runs:
-            return f"{self.scheduler}\nthe queue is empty"
+            return f"{scheduler}\nthe queue is empty"
         header = ["RUN", "OWNER", "CLASS", "NODES", "STATE", "SINCE", "STARTS IN", ""]
         table = format_table([header, *(self._format_row(row) for row in self.runs)])
-        return f"{table}\n{self.scheduler}"
+        return f"{table}\n{scheduler}"
 
     def _format_row(self, row: QueueRow) -> list[str]:
         since = format_duration(max(0.0, self.time - row.since)) if row.since else ""
-        estimate = "" if row.state != _WAITING else "unknown" if row.estimate is None else format_duration(row.estimate)
+        estimate = "" if row.state != _WAITING else self._format_estimate(row.estimate)
         nodes = f"{row.nodes}/{row.wanted_nodes}"
         lost = f"{format_count(row.lost_steps, 'step')} lost: it did not save within its grace" if row.lost_steps else ""
         remark = "; ".join(filter(None, (row.reason or ", ".join(row.hosts), lost)))
         return [row.run, row.owner, row.priority_class, nodes, row.state, since, estimate, remark]
 
+    def _format_estimate(self, seconds: float | None) -> str:
+        """Return when a waiting run starts. The estimate is 0 if those that it waits for should have ended by now."""
+        if seconds is None or self.scheduler is None:
+            return "unknown"
+        return format_duration(seconds) if seconds else "soon"
 
-def build_queue_table(state: QueueState, scheduler: SchedulerStatus, overviews: Sequence[RunOverview], now: float) -> QueueTable:
+
+def build_queue_table(state: QueueState, scheduler: SchedulerStatus | None, overviews: Sequence[RunOverview], now: float) -> QueueTable:
     """Return the table of the queue. `overviews`: with the time left of running runs, for the estimates."""
     ends = {**_list_expected_ends(overviews, now), **state.list_ends()}
     starts = estimate_starts(state.snapshot, ends)

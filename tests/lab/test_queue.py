@@ -111,6 +111,34 @@ def test_runs_wait_their_turn_and_give_way_to_a_higher_priority(queue: Queue) ->
     queue.wait_for({"second": 3})
 
 
+_CONTAINER_CHECK = """
+import pathlib, socket
+problems = []
+status = dict(line.split(":", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines())
+problems += [f"{{name}} {{status[name]}}" for name in ("CapEff", "CapBnd") if int(status[name], 16)]
+try:
+    pathlib.Path("/written").write_text("")
+    problems.append("/ is writable")
+except OSError:
+    pass
+for address in {addresses}:
+    try:
+        socket.create_connection((address, 2377), timeout=3)
+        problems.append(f"{{address}} is reachable")
+    except OSError:
+        pass
+print(problems)
+"""
+
+
+def test_the_scheduler_has_the_socket_and_nothing_else(queue: Queue) -> None:
+    """Seen from its container: no capabilities, no writable files, no route to the machines, whose managers listen on port 2377."""
+    container = run_docker(queue.lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}").strip()
+    addresses = [node["Status"]["Addr"] for node in queue.engine.list_objects("/nodes")]
+    check = _CONTAINER_CHECK.format(addresses=addresses)
+    assert run_docker(queue.lab, "exec", container, "python3", "-c", check).strip() == "[]"
+
+
 @pytest.mark.test_all_only("kills the scheduler many times; one that dies at any write is in tests/queueing/test_scheduler.py")
 def test_a_scheduler_that_dies_again_and_again_loses_nothing(queue: Queue) -> None:
     """Whatever it was doing: runs keep running, nothing is allocated twice, and everything is as it would have been."""

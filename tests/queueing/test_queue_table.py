@@ -32,6 +32,26 @@ def test_running_and_waiting_runs_in_order_with_reasons_and_estimates() -> None:
     assert lines[2].startswith("first anna normal 0/4 waiting 0 s unknown 1 of 4 nodes free; in use by urgent")
 
 
+def test_without_a_scheduler_nothing_starts() -> None:
+    cluster = Cluster()
+    cluster.submit("demo")
+    table = build_queue_table(QueueReader(cluster.swarm).read_state(cluster.now), None, [], cluster.now)
+    lines = [" ".join(line.split()) for line in str(table).splitlines()]
+    assert lines[1] == "demo anna normal 0/1 waiting 0 s unknown"
+    assert lines[2] == "there is no scheduler: runs that wait stay waiting; start one with: swarmtrain queue up"
+    assert table.to_dict()["scheduler"] is None
+
+
+def test_a_run_whose_predecessor_is_late_starts_soon() -> None:
+    cluster = Cluster()
+    cluster.submit("first", nodes=4, time_limit="1h", stop_grace=60)
+    cluster.settle()
+    cluster.submit("second", nodes=4)
+    cluster.now += 4000
+    table = build_queue_table(QueueReader(cluster.swarm).read_state(cluster.now), STATUS, [], cluster.now)
+    assert " ".join(str(table).splitlines()[2].split()).startswith("second anna normal 0/4 waiting 0 s soon")
+
+
 def test_an_empty_queue() -> None:
     cluster = Cluster()
     table = build_queue_table(QueueReader(cluster.swarm).read_state(cluster.now), STATUS, [], cluster.now)

@@ -16,8 +16,8 @@ from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.launchers.swarm import cluster_state, deployed_run
 from swarmtrain.launchers.swarm.queue_entry import QueueEntry, find_queue_entry
 from swarmtrain.launchers.swarm.queueing import submission
+from swarmtrain.launchers.swarm.queueing.queue_order import move_run
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
-from swarmtrain.launchers.swarm.queueing.reordering import move_run
 from swarmtrain.launchers.swarm.queueing.scheduler import LeadershipLost, Scheduler
 from swarmtrain.launchers.swarm.queueing.stored_policy import store_policy
 from swarmtrain.launchers.swarm.reconcile import ReconcileStep, reconcile
@@ -67,7 +67,7 @@ class Cluster:
 
         def plan_steps() -> list[ReconcileStep]:
             existing = cluster_state.read_stack_state(self.swarm, run)
-            taken[:] = reconcile(submission.queue_specs(specs, existing, None), existing, None)
+            taken[:] = reconcile(submission.queue_specs(specs, existing, None, plan.min_nodes), existing, None)
             return list(taken)
 
         deploy_stack(
@@ -265,7 +265,7 @@ def test_time_before_a_preemption_counts_against_the_limit(cluster: Cluster) -> 
 def test_a_stopped_run_stays_stopped_until_it_is_deployed(cluster: Cluster) -> None:
     cluster.submit("demo", nodes=2)
     cluster.settle()
-    submission.mark_stopped(cluster.swarm, "demo", "stopped by a user")
+    submission.record_stop(cluster.swarm, "demo", "stopped by a user")
     cluster.settle()
     assert cluster.running == {}
     cluster.submit("demo", nodes=2)
@@ -325,6 +325,75 @@ def test_waiting_runs_can_be_moved(cluster: Cluster) -> None:
     assert cluster.running == {"c": 4}
     with pytest.raises(StackError, match="does not wait: it is admitted"):
         move_run(cluster.swarm, QueueReader(cluster.swarm).read_state(cluster.now), "c", 1)
+
+
+def test_a_move_never_undoes_an_admission(cluster: Cluster) -> None:
+    """The scheduler admits the run after the command has read the queue."""
+    cluster.submit("demo", nodes=1)
+    state = QueueReader(cluster.swarm).read_state(cluster.now)
+    cluster.settle()
+    with pytest.raises(StackError, match="does not wait: it is admitted"):
+        move_run(cluster.swarm, state, "demo", 1)
+    cluster.settle()
+    assert cluster.running == {"demo": 1}
+
+
+def _claim_gpus(count: int) -> dict[str, Any]:
+    return {"hosts": [f"gpu-{number} slots={count}" for number in range(4)], "swarm": {"gpu": "reserve"}}
+
+
+def test_a_deploy_that_changes_what_a_run_claims_makes_it_wait_in_its_old_position(cluster: Cluster) -> None:
+    """All its nodes stop, and start together when all of them fit."""
+    cluster.submit("demo", nodes=4, **_claim_gpus(1))
+    cluster.submit("other", nodes=1, **_claim_gpus(1))
+    cluster.settle()
+    assert cluster.running == {"demo": 4, "other": 1}
+    position = cluster.read_entry("demo").position
+    cluster.submit("demo", nodes=4, **_claim_gpus(2))
+    cluster.submit("late", nodes=4, **_claim_gpus(2))
+    cluster.settle()
+    assert cluster.running == {"other": 1}
+    assert cluster.read_entry("demo").position == position
+    cluster.swarm.complete_run("other")
+    cluster.settle()
+    assert cluster.running == {"demo": 4}
+    cluster.check_no_double_allocation()
+
+
+def test_an_elastic_run_keeps_the_nodes_whose_claims_a_deploy_does_not_change(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=4, min_nodes=2, **_claim_gpus(1))
+    cluster.settle()
+    hosts = [f"gpu-{number} slots={2 if number else 1}" for number in range(4)]
+    cluster.submit("demo", nodes=4, min_nodes=1, hosts=hosts, swarm={"gpu": "reserve"})
+    entry = cluster.read_entry("demo")
+    assert (entry.state, len(entry.machines)) == ("admitted", 1)
+    cluster.settle()
+    assert cluster.running == {"demo": 4}
+
+
+_NO_GPUS = {"gpu": "none"}
+
+
+def test_a_run_that_stops_sharing_waits_until_its_machines_are_its_own(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=4, share=True, swarm=_NO_GPUS)
+    cluster.submit("other", nodes=1, share=True, swarm=_NO_GPUS)
+    cluster.settle()
+    assert cluster.running == {"demo": 4, "other": 1}
+    cluster.submit("demo", nodes=4, swarm=_NO_GPUS)
+    cluster.settle()
+    assert cluster.running == {"other": 1}
+    cluster.swarm.complete_run("other")
+    cluster.settle()
+    assert cluster.running == {"demo": 4}
+
+
+def test_the_next_round_is_due_when_a_time_limit_is_near(cluster: Cluster) -> None:
+    cluster.submit("demo", nodes=1, time_limit=100, stop_grace=5)
+    cluster.settle()
+    cluster.now += 80
+    assert cluster.scheduler.run_round() == 15
+    cluster.settle(seconds=15)
+    assert cluster.read_entry("demo").state == "stopped"
 
 
 def _play_preemption(cluster: Cluster, make_round: Callable[[], None]) -> None:

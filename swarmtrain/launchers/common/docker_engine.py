@@ -219,6 +219,11 @@ def is_not_found_error(error: EngineError) -> bool:
     return error.status == 404
 
 
+def is_outdated_version_error(error: EngineError) -> bool:
+    """Return whether `error` means that a Swarm object has changed since the version that an update named, so that nothing was changed."""
+    return "out of sequence" in error.message
+
+
 class LogStream:
     """A multiplexed log of the Docker engine. Iterating it yields its frames; `close`, from any thread, ends the iteration."""
 

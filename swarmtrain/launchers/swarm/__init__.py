@@ -80,7 +80,7 @@ class SwarmLauncher:
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
         """Return the steps that `deploy_run` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
-        return self._plan_reconcile_steps(self._build_stack_specs(plan), create_run_identity(), is_queued=self._uses_queue(plan))
+        return self._plan_reconcile_steps(plan, self._build_stack_specs(plan), create_run_identity(), is_queued=self._uses_queue(plan))
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         desired = self._pin_images(render_stack(self._place_code(plan, report_progress)))
@@ -89,7 +89,7 @@ class SwarmLauncher:
         deploy_stack(
             self._engine,
             ResourceRequest(plan.run) if is_queued else _build_resource_request(plan),
-            lambda: self._plan_reconcile_steps(desired, new_identity, is_queued=is_queued),
+            lambda: self._plan_reconcile_steps(plan, desired, new_identity, is_queued=is_queued),
             report_progress,
             self._timeouts,
             tolerance=_build_startup_tolerance(plan),
@@ -169,7 +169,7 @@ class SwarmLauncher:
         cluster_state.list_run_services(self._engine, run)
         lock = RunLock(self._engine, run, "is stopping it", self._timeouts)
         with lock.hold_lock(report_progress):
-            submission.mark_stopped(self._engine, run, "stopped by a user")
+            submission.record_stop(self._engine, run, "stopped by a user")
             teardown.stop_nodes(
                 self._engine, run, cluster_state.list_run_services(self._engine, run), report_progress, lock.check_lock_held
             )
@@ -189,8 +189,8 @@ class SwarmLauncher:
         """Return whether `plan` waits in the queue. The doctor's probes never do: they are refused if they do not fit."""
         return not plan.is_probe and is_scheduler_installed(self._engine)
 
-    def _plan_reconcile_steps(self, desired: StackSpecs, new_identity: RunIdentity, *, is_queued: bool) -> list[ReconcileStep]:
-        """Return the steps to `desired`. An existing run keeps its identity, or has none; any other gets `new_identity`.
+    def _plan_reconcile_steps(self, plan: Plan, desired: StackSpecs, new_identity: RunIdentity, *, is_queued: bool) -> list[ReconcileStep]:
+        """Return the steps to `desired`, the specs of `plan`. An existing run keeps its identity, or has none; others get `new_identity`.
 
         `is_queued`: only the scheduler starts nodes.
         """
@@ -202,7 +202,9 @@ class SwarmLauncher:
         identity = cluster_state.find_labelled_identity(services) if services else new_identity
         labelled = add_labels(desired, identity.labels) if identity else desired
         ended_run = self._find_ended_run(services, desired.stack)
-        return reconcile(submission.queue_specs(labelled, existing, ended_run) if is_queued else labelled, existing, ended_run)
+        if is_queued:
+            labelled = submission.queue_specs(labelled, existing, ended_run, plan.min_nodes)
+        return reconcile(labelled, existing, ended_run)
 
     def _build_stack_specs(self, plan: Plan) -> StackSpecs:
         """Return the specs of the stack of `plan`. In the specs of a code layer that is not built yet, the image has no digest."""

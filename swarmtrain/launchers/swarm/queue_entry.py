@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from swarmtrain.errors import EngineError
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
 
@@ -19,6 +22,8 @@ _LABEL_TRAINED = "swarmtrain.queue.trained"
 _LABEL_SAVING = "swarmtrain.queue.saving"
 _LABEL_LOST = "swarmtrain.queue.lost"
 _MAX_REASON_LENGTH = 300
+_MAX_UPDATE_ATTEMPTS = 10
+_RETRY_SECONDS = 0.2
 
 
 class EntryState(StrEnum):
@@ -114,6 +119,32 @@ def find_queue_entry(services: Sequence[Service], run: str) -> QueueEntry | None
     """Return the entry of `run`, whose services these are; None if it is not in the queue."""
     coordinator = cluster_state.find_coordinator(list(services), run)
     return parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+
+
+def update_entry(engine: DockerEngine, run: str, change: Callable[[QueueEntry, Service], QueueEntry]) -> QueueEntry | None:
+    """Change the entry of `run` as the coordinator's service stores it now, and return the new one; None if the run is not in the queue.
+
+    `change` is called with the entry and the service, and again if the scheduler or another command changes them meanwhile. The
+    coordinator's container is not restarted. Raises EngineError, and what `change` raises.
+    """
+    for is_last_attempt in [False] * (_MAX_UPDATE_ATTEMPTS - 1) + [True]:
+        coordinator = cluster_state.find_coordinator(cluster_state.list_services(engine, run), run)
+        entry = parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+        if coordinator is None or entry is None:
+            return None
+        new_entry = change(entry, coordinator)
+        if new_entry == entry:
+            return entry
+        spec = {**coordinator.spec, "Labels": {**(coordinator.spec.get("Labels") or {}), **new_entry.to_labels()}}
+        try:
+            engine.post(f"/services/{coordinator.id}/update", spec, {"version": str(coordinator.version), "registryAuthFrom": "spec"})
+        except EngineError as error:
+            if is_last_attempt or not (is_outdated_version_error(error) or is_not_found_error(error)):
+                raise
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return new_entry
+    raise AssertionError("the last attempt returns or raises")
 
 
 def is_waiting_in_queue(services: Sequence[Service], run: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import ProgressReporter
-from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
 from swarmtrain.launchers.swarm.cluster_state import LABEL_LOCK, LABEL_LOCK_ACTION, LABEL_LOCK_OWNER
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.process import defer_signals
@@ -229,7 +229,7 @@ class RunLock:
         try:
             self._engine.post(f"/configs/{state.id}/update", self._build_lock_spec(), {"version": str(state.version)})
         except EngineError as error:
-            if is_not_found_error(error) or "out of sequence" in error.message:
+            if is_not_found_error(error) or is_outdated_version_error(error):
                 return False
             raise
         self._renewed_at = started_at

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import ProgressReporter
-from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_outdated_version_error
 from swarmtrain.launchers.swarm.cluster_state import read_stack_state
 from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
 from swarmtrain.launchers.swarm.service_specs import ApiSpec
@@ -129,7 +129,7 @@ def update_service(engine: DockerEngine, service_id: str, version: int, spec: Ap
             engine.post(f"/services/{service_id}/update", spec, {"version": str(version), "registryAuthFrom": "spec"}, image=image)
             return
         except EngineError as error:
-            if "out of sequence" not in error.message or attempt == _MAX_UPDATE_ATTEMPTS - 1:
+            if not is_outdated_version_error(error) or attempt == _MAX_UPDATE_ATTEMPTS - 1:
                 raise
         time.sleep(0.1 * (attempt + 1))
         version = engine.get(f"/services/{service_id}")["Version"]["Index"]

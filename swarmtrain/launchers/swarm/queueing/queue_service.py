@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarmtrain import __version__
-from swarmtrain.errors import StackError
+from swarmtrain.errors import EngineError, StackError
 from swarmtrain.images.pinning import pin_image
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -21,6 +21,7 @@ SOCKET_PATH = "/var/run/docker.sock"
 _LABEL_SCHEDULER = "swarmtrain.scheduler.of"
 _LABEL_VERSION = "swarmtrain.scheduler.version"
 _LABEL_IMAGE = "swarmtrain.scheduler.image"
+_NETWORK_NAME = SERVICE_NAME
 _MODULE = "swarmtrain.launchers.swarm.queueing"
 _PLACE = "the queue's scheduler"
 _MEMORY_BYTES = 512 * 2**20
@@ -52,6 +53,11 @@ class SchedulerStatus:
         return f"the scheduler is {self.state}{where}{reason} (swarmtrain {self.version}, {self.image}){update}"
 
 
+def find_scheduler_status(engine: DockerEngine) -> SchedulerStatus | None:
+    """Return the status of the scheduler; None if the swarm has none. Raises EngineError."""
+    return read_scheduler_status(engine) if is_scheduler_installed(engine) else None
+
+
 def is_scheduler_installed(engine: DockerEngine) -> bool:
     """Return whether the swarm has a scheduler, so that runs are queued. Raises EngineError."""
     return _find_service(engine) is not None
@@ -65,6 +71,7 @@ def create_scheduler_lock(engine: DockerEngine) -> RunLock:
 def start_scheduler(engine: DockerEngine, image: str, report_progress: ProgressReporter) -> SchedulerStatus:
     """Start the scheduler, or update it to `image` and this version, and wait until it runs. Raises ImageError, StackError, EngineError."""
     spec = _build_service_spec(image, pin_image(engine, image).reference)
+    _create_network(engine)
     existing = _find_service(engine)
     old_tasks = {task["ID"] for task in _list_tasks(engine)} if existing else set()
     if existing is None:
@@ -80,6 +87,7 @@ def start_scheduler(engine: DockerEngine, image: str, report_progress: ProgressR
     except BaseException:
         if existing is None:
             engine.delete(f"/services/{SERVICE_NAME}")
+            _remove_network(engine)
         raise
     return read_scheduler_status(engine)
 
@@ -92,6 +100,7 @@ def remove_scheduler(engine: DockerEngine, report_progress: ProgressReporter) ->
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while any(task.get("ServiceID") == service["ID"] for task in engine.list_objects("/tasks")) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+    _remove_network(engine)
 
 
 def read_scheduler_status(engine: DockerEngine) -> SchedulerStatus:
@@ -109,7 +118,7 @@ def read_scheduler_status(engine: DockerEngine) -> SchedulerStatus:
 
 
 def _build_service_spec(image: str, pinned_image: str) -> ApiObject:
-    """Return the spec of the service. Its container can use the engine's socket and nothing else: no network, no capabilities."""
+    """Return the spec of the service. Its container can use the engine's socket; it has no capabilities, and no way out of its network."""
     container = {
         "Image": pinned_image,
         "Command": ["python3", "-m", _MODULE],
@@ -129,6 +138,7 @@ def _build_service_spec(image: str, pinned_image: str) -> ApiObject:
         "Labels": {_LABEL_VERSION: __version__, _LABEL_IMAGE: image},
         "TaskTemplate": {
             "ContainerSpec": container,
+            "Networks": [{"Target": _NETWORK_NAME}],
             "Resources": {"Limits": {"MemoryBytes": _MEMORY_BYTES}},
             "RestartPolicy": {"Condition": "any", "Delay": 2 * _NANOSECONDS},
             "Placement": {"Constraints": ["node.role==manager"]},
@@ -138,6 +148,30 @@ def _build_service_spec(image: str, pinned_image: str) -> ApiObject:
         "UpdateConfig": {"Parallelism": 1, "Order": "stop-first"},
         "EndpointSpec": {"Mode": "dnsrr"},
     }
+
+
+def _create_network(engine: DockerEngine) -> None:
+    """Create the scheduler's own network, if it does not exist. Raises EngineError.
+
+    Without one, Swarm connects a container to the machine's default bridge, through which it reaches other containers and the outside. A
+    service cannot have the network none, so this is an internal overlay with nobody else in it.
+    """
+    network = {"Name": _NETWORK_NAME, "Driver": "overlay", "Scope": "swarm", "Internal": True, "Labels": {_LABEL_VERSION: __version__}}
+    if not engine.list_objects("/networks", name=_NETWORK_NAME):
+        engine.post("/networks/create", {**network, "CheckDuplicate": True})
+
+
+def _remove_network(engine: DockerEngine) -> None:
+    """Remove the scheduler's network, as soon as its last container has left it. Raises EngineError."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while True:
+        try:
+            engine.delete(f"/networks/{_NETWORK_NAME}")
+            return
+        except EngineError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 def _wait_until_running(engine: DockerEngine, old_tasks: set[str], report_progress: ProgressReporter) -> None:

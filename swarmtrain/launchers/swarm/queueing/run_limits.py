@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,16 +26,22 @@ def find_limit_change(member: QueueMember, now: float) -> QueueEntry | None:
     reached. A run that is queued again goes to the end of the queue, and has its whole limit again.
     """
     runner = member.config.runner if member.config else None
-    if runner is None or runner.time_limit is None:
-        return None
-    used = member.entry.trained_seconds + max(0.0, now - member.entry.changed)
-    if used < max(runner.time_limit - runner.stop_grace, runner.time_limit / 2):
+    if runner is None or runner.time_limit is None or compute_seconds_until_limit(member, now) > 0:
         return None
     limit = format_duration_text(runner.time_limit)
     if runner.on_time_limit is TimeLimitAction.stop:
         return member.entry.change_state(EntryState.stopped, now, reason=f"reached its time limit of {limit}")
     entry = member.entry.change_state(EntryState.waiting, now, reason=f"reached its time limit of {limit}, and is queued again")
     return replace(entry, trained_seconds=0.0, position=float(max(service.version for service in member.services)))
+
+
+def compute_seconds_until_limit(member: QueueMember, now: float) -> float:
+    """Return in how many seconds an admitted run is asked to stop for its time limit, 0 at the earliest; infinity without a limit."""
+    runner = member.config.runner if member.config else None
+    if runner is None or runner.time_limit is None:
+        return math.inf
+    used = member.entry.trained_seconds + max(0.0, now - member.entry.changed)
+    return max(0.0, max(runner.time_limit - runner.stop_grace, runner.time_limit / 2) - used)
 
 
 class IdleGpuMonitor:

@@ -5,7 +5,8 @@ applies the entry again. So it may be killed at any moment, and another one comp
 the service that was read, and every command that changes a run changes its coordinator's service: if the run has changed meanwhile,
 nothing is written, and the next round decides again.
 
-A scheduler only acts while it holds the scheduler's lock in the swarm, and while no command holds the lock of the run.
+A scheduler only acts while it holds the scheduler's lock in the swarm. It admits, changes and stops a run only while no command holds the
+lock of the run; the reason why a run waits is written without that lock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from swarmtrain.config.schema.queue_policy import IdlePolicy
 from swarmtrain.errors import EngineError, PlanError, StackError, SwarmtrainError
 from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.launchers.base import ProgressReporter
-from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
 from swarmtrain.launchers.swarm import deployed_run
 from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry
@@ -29,7 +30,7 @@ from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_se
 from swarmtrain.launchers.swarm.queueing.queue_model import ChangeKind, QueueChange, QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueReader, QueueState, find_machine
 from swarmtrain.launchers.swarm.queueing.run_failures import count_lost_steps, describe_start_failure, read_last_events
-from swarmtrain.launchers.swarm.queueing.run_limits import IdleGpuMonitor, find_limit_change
+from swarmtrain.launchers.swarm.queueing.run_limits import IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
 from swarmtrain.launchers.swarm.run_lock import RunLock, UnchangedLocks
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, build_stack_specs
 from swarmtrain.launchers.swarm.step_executor import run_in_parallel
@@ -118,7 +119,7 @@ class Scheduler:
             is_changed |= self._change_run(state, planned.member, planned.entry, planned.cause)
         if not is_changed:
             self._write_reasons(state, reasons)
-        return _BUSY_SECONDS if is_changed else self._find_delay(state)
+        return _BUSY_SECONDS if is_changed else _find_delay(state, now)
 
     def _find_entry_change(self, member: QueueMember, idle_policy: IdlePolicy | None, now: float) -> QueueEntry | None:
         """Return the new entry of a run that has stopped, has reached a limit, or cannot start; None if there is no such reason."""
@@ -258,7 +259,7 @@ class Scheduler:
             # The nodes keep pulling with the login of the person who has submitted the run: Swarm stores it with the service.
             self._engine.post(f"/services/{service.id}/update", spec, {"version": str(service.version), "registryAuthFrom": "spec"})
         except EngineError as error:
-            if "out of sequence" in error.message or error.status == 404:
+            if is_outdated_version_error(error) or is_not_found_error(error):
                 raise _ChangedMeanwhile from None
             raise
 
@@ -277,14 +278,17 @@ class Scheduler:
         prefix = f"{member.run}_"
         return {name.removeprefix(prefix): spec for name, spec in specs.services.items() if name != f"{prefix}{RENDEZVOUS_SERVICE}"}
 
-    def _find_delay(self, state: QueueState) -> float:
-        """Return in how many seconds something may happen that the swarm does not report as an event: containers start and end."""
-        runs = [run for run in state.snapshot.runs if not run.is_finished]
-        if any(run.leaving for run in runs):
-            return _BUSY_SECONDS
-        if any(run.state is EntryState.waiting for run in runs):
-            return _WAITING_SECONDS
-        return _IDLE_SECONDS
+
+def _find_delay(state: QueueState, now: float) -> float:
+    """Return in how many seconds something may happen that the swarm does not report as an event: containers end, or a limit is reached."""
+    runs = [run for run in state.snapshot.runs if not run.is_finished]
+    delay = _IDLE_SECONDS
+    if any(run.leaving for run in runs):
+        delay = _BUSY_SECONDS
+    elif any(run.state is EntryState.waiting for run in runs):
+        delay = _WAITING_SECONDS
+    admitted = [state.members[run.run] for run in runs if run.state is EntryState.admitted]
+    return min([delay, *(compute_seconds_until_limit(member, now) for member in admitted)])
 
 
 def _exclude_run(run: QueuedRun) -> QueuedRun:

@@ -6,6 +6,7 @@ and those that a change moves to another machine, wait for the scheduler.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from swarmtrain.launchers.base import Finding, ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, StackState
-from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry
+from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry, update_entry
 from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_settings
 from swarmtrain.launchers.swarm.queueing.queue_model import (
     CORES,
@@ -33,10 +34,9 @@ from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity
 from swarmtrain.launchers.swarm.queueing.stored_policy import read_policy
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ObjectKind, reconcile
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
-from swarmtrain.launchers.swarm.step_executor import update_service
 from swarmtrain.node_selection import format_count
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import LABEL_SLOTS, RENDEZVOUS_SERVICE
+from swarmtrain.protocol import LABEL_QUEUE_SETTINGS, LABEL_SLOTS, RENDEZVOUS_SERVICE
 from swarmtrain.render.process_environment import VISIBLE_DEVICES_VARIABLE
 from swarmtrain.run_identity import find_current_owner
 
@@ -107,12 +107,15 @@ def _suggest_fitting_request(needs: Mapping[str, Claims], machines: tuple[Machin
     return f"the largest requests that fit: {' or '.join(options)}" if options else "swarmtrain join prints how machines join"
 
 
-def queue_specs(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None) -> StackSpecs:
-    """Return `desired` as a run in the queue: what the run holds stays, and everything else waits without replicas."""
-    return _keep_machines_of_waiting_nodes(_place_in_queue(desired, existing, ended_run), existing)
+def queue_specs(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None, min_nodes: int) -> StackSpecs:
+    """Return `desired` as a run in the queue: what the run holds stays, and everything else waits without replicas.
+
+    A change after which the run would keep fewer than `min_nodes` nodes stops the others, too: the run waits again, in its old position.
+    """
+    return _keep_machines_of_waiting_nodes(_place_in_queue(desired, existing, ended_run, min_nodes), existing)
 
 
-def _place_in_queue(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None) -> StackSpecs:
+def _place_in_queue(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None, min_nodes: int) -> StackSpecs:
     coordinator_name = f"{desired.stack}_{RENDEZVOUS_SERVICE}"
     coordinator = existing.services.get(coordinator_name)
     entry = find_entry(existing)
@@ -121,27 +124,23 @@ def _place_in_queue(desired: StackSpecs, existing: StackState, ended_run: EndedR
     if ended_run is not None:
         kept = _set_queue_state(desired, entry, {name: service.replicas for name, service in existing.services.items()})
         is_unchanged = not any(step.kind is ObjectKind.service for step in reconcile(kept, existing, ended_run))
-        requeued = _restart_entry(entry)
-        return kept if is_unchanged else _set_queue_state(desired, requeued, {})
+        return kept if is_unchanged else _set_queue_state(desired, QueueEntry(EntryState.incomplete), {})
     coordinator_replicas = {coordinator_name: coordinator.replicas} if coordinator else {}
     if entry.state is EntryState.stopped:
-        requeued = _restart_entry(entry)
-        return _set_queue_state(desired, requeued, coordinator_replicas)
+        return _set_queue_state(desired, QueueEntry(EntryState.incomplete), coordinator_replicas)
     if entry.state is not EntryState.admitted:
         return _set_queue_state(desired, entry, coordinator_replicas)
+    running = [service for service in existing.services.values() if service.is_node and service.replicas]
+    is_sharing_changed = coordinator is not None and _is_shared(coordinator.spec) != _is_shared(desired.services[coordinator_name])
     kept_names = [
-        service.name
-        for service in existing.services.values()
-        if service.is_node and service.replicas and _keeps_claims(service, desired.services.get(service.name))
+        service.name for service in running if not is_sharing_changed and _keeps_claims(service, desired.services.get(service.name))
     ]
+    if len(kept_names) < min(min_nodes, len(running)):
+        waiting = entry.change_state(EntryState.incomplete, time.time(), reason="a deploy has changed what it claims")
+        return _set_queue_state(desired, waiting, coordinator_replicas)
     kept_nodes = {existing.services[name].get_short_name(desired.stack) for name in kept_names}
     machines = {node: machine for node, machine in entry.machines.items() if node in kept_nodes}
     return _set_queue_state(desired, replace(entry, machines=machines), coordinator_replicas | dict.fromkeys(kept_names, 1))
-
-
-def _restart_entry(entry: QueueEntry) -> QueueEntry:
-    """Return the entry of a run that has ended or was stopped, and is submitted again."""
-    return replace(entry, state=EntryState.incomplete, machines={}, reason="", trained_seconds=0.0, is_saving=False, lost_steps=0)
 
 
 def find_entry(existing: StackState) -> QueueEntry | None:
@@ -164,29 +163,27 @@ def find_entry(existing: StackState) -> QueueEntry | None:
 
 def complete_entry(engine: DockerEngine, run: str, report_progress: ProgressReporter) -> None:
     """Let the scheduler see the run, whose services all exist now. Raises EngineError; StackError if the run was removed meanwhile."""
-    coordinator = cluster_state.find_coordinator(cluster_state.list_services(engine, run), run)
-    entry = parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
-    if coordinator is None or entry is None:
-        raise StackError("was removed during this deploy", place=f"run {run}", hint="deploy again")
-    if entry.state is EntryState.incomplete:
+
+    def complete(entry: QueueEntry, coordinator: Service) -> QueueEntry:
+        if entry.state is not EntryState.incomplete:
+            return entry
         # The version index grows with every change in the swarm, so it orders the runs without any clock.
-        entry = replace(entry.change_state(EntryState.waiting, time.time()), position=float(coordinator.version))
-        write_entry(engine, coordinator, entry)
+        position = entry.position or float(coordinator.version)
         report_progress(f"{run} is in the queue")
+        return replace(entry.change_state(EntryState.waiting, time.time(), reason=entry.reason), position=position)
+
+    if update_entry(engine, run, complete) is None:
+        raise StackError("was removed during this deploy", place=f"run {run}", hint="deploy again")
 
 
-def mark_stopped(engine: DockerEngine, run: str, reason: str) -> None:
+def record_stop(engine: DockerEngine, run: str, reason: str) -> None:
     """Let the scheduler know that `run`, if it is in the queue, was stopped and must not start again. Raises EngineError."""
-    coordinator = cluster_state.find_coordinator(cluster_state.list_services(engine, run), run)
-    entry = parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
-    if coordinator and entry and entry.state is not EntryState.stopped:
-        write_entry(engine, coordinator, entry.change_state(EntryState.stopped, time.time(), reason=reason))
 
+    def stop(entry: QueueEntry, _coordinator: Service) -> QueueEntry:
+        is_stopped = entry.state is EntryState.stopped
+        return entry if is_stopped else entry.change_state(EntryState.stopped, time.time(), reason=reason)
 
-def write_entry(engine: DockerEngine, coordinator: Service, entry: QueueEntry) -> None:
-    """Store `entry` in the labels of the coordinator's service. Its container is not restarted. Raises EngineError."""
-    spec = {**coordinator.spec, "Labels": {**(coordinator.spec.get("Labels") or {}), **entry.to_labels()}}
-    update_service(engine, coordinator.id, coordinator.version, spec)
+    update_entry(engine, run, stop)
 
 
 def _keeps_claims(service: Service, desired: ApiSpec | None) -> bool:
@@ -200,6 +197,11 @@ def _keeps_claims(service: Service, desired: ApiSpec | None) -> bool:
         and service.spec["Labels"].get(LABEL_SLOTS) == desired["Labels"].get(LABEL_SLOTS)
         and _get_visible_devices(service.spec) == _get_visible_devices(desired)
     )
+
+
+def _is_shared(coordinator_spec: ApiSpec) -> bool:
+    """Return whether the run shares its machines with other runs, by the labels of its coordinator."""
+    return bool(json.loads(coordinator_spec["Labels"].get(LABEL_QUEUE_SETTINGS, "{}")).get("share"))
 
 
 def _get_visible_devices(spec: ApiSpec) -> str:

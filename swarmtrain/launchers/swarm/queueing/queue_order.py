@@ -1,4 +1,4 @@
-"""Change the order of waiting runs: what `swarmtrain queue move` does."""
+"""The order of waiting runs, and what `swarmtrain queue move` changes in it."""
 
 from __future__ import annotations
 
@@ -6,37 +6,44 @@ from dataclasses import replace
 
 from swarmtrain.errors import StackError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry
+from swarmtrain.launchers.swarm.cluster_state import Service
+from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, update_entry
 from swarmtrain.launchers.swarm.queueing.queue_model import QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueState
-from swarmtrain.launchers.swarm.queueing.submission import write_entry
 
 
-def move_run(engine: DockerEngine, state: QueueState, run: str, place: int) -> QueueEntry:
-    """Move the waiting `run` to `place` among the waiting runs of its priority, 1 for the first, and return its new entry.
+def move_run(engine: DockerEngine, state: QueueState, run: str, place: int) -> None:
+    """Move the waiting `run` to `place` among the waiting runs of its priority, 1 for the first.
 
-    Raises StackError if the run does not wait, EngineError.
+    Raises StackError if the run does not wait, or does not wait any more, EngineError.
     """
     waiting = list_waiting_runs(state)
     own = next((queued for queued in waiting if queued.run == run), None)
     if own is None:
-        entry = state.members[run].entry if run in state.members else None
-        raise StackError(
-            f"does not wait: it is {entry.state}" if entry else "is not in the queue", place=f"run {run}", hint="swarmtrain queue status"
-        )
+        raise _build_not_waiting_error(run, state.members[run].entry if run in state.members else None)
     others = [queued for queued in waiting if queued.priority == own.priority and queued.run != run]
     index = max(0, min(place - 1, len(others)))
     before = others[index - 1].position if index else None
     after = others[index].position if index < len(others) else None
-    member = state.members[run]
-    entry = replace(member.entry, position=_choose_position(before, after, own.position))
-    write_entry(engine, member.coordinator, entry)
-    return entry
+    position = _choose_position(before, after, own.position)
+
+    def change_position(entry: QueueEntry, _coordinator: Service) -> QueueEntry:
+        if entry.state is not EntryState.waiting:  # the scheduler has started it since `state` was read
+            raise _build_not_waiting_error(run, entry)
+        return replace(entry, position=position)
+
+    if update_entry(engine, run, change_position) is None:
+        raise _build_not_waiting_error(run, None)
 
 
 def list_waiting_runs(state: QueueState) -> list[QueuedRun]:
     """Return the waiting runs in the order in which they are served."""
     return sorted((run for run in state.snapshot.runs if run.state is EntryState.waiting), key=lambda run: run.sort_key)
+
+
+def _build_not_waiting_error(run: str, entry: QueueEntry | None) -> StackError:
+    reason = f"does not wait: it is {entry.state}" if entry else "is not in the queue"
+    return StackError(reason, place=f"run {run}", hint="swarmtrain queue status")
 
 
 def _choose_position(before: float | None, after: float | None, unchanged: float) -> float:
