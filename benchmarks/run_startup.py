@@ -31,8 +31,8 @@ from swarmtrain.protocol import Event
 
 _REPEATS = 3
 RUN_NAME = "bench"
-_IMAGE = f"{REGISTRY_ADDRESS}/swarmtrain:bench"
-DEPLOY_OPTIONS = ["-o", f"runner.docker_config.docker_container={_IMAGE}", "-o", f"trainer.save_dir=runs/{RUN_NAME}"]
+IMAGE = f"{REGISTRY_ADDRESS}/swarmtrain:bench"
+DEPLOY_OPTIONS = ["-o", f"runner.docker_config.docker_container={IMAGE}", "-o", f"trainer.save_dir=runs/{RUN_NAME}"]
 _STACK_FILE = BUILD / "run" / "generated.yml"
 
 
@@ -87,10 +87,10 @@ def measure_doctor() -> Iterator[BenchmarkRow]:
 def provide_image(lab: Lab) -> None:
     """Build the image, push it to the lab's registry, and pull it on every node."""
     engine = DockerEngine(lab.get_docker_host("node0"), timeout=600)
-    images.build_image(engine.client, ROOT, _IMAGE, report_progress=lambda line: None)
+    images.build_image(engine.client, ROOT, IMAGE, report_progress=lambda line: None)
     print_progress("pushing the image")
-    images.push_image(engine.client, _IMAGE, report_progress=lambda line: None)
-    pinned = images.pin_image(engine, _IMAGE).reference
+    images.push_image(engine.client, IMAGE, report_progress=lambda line: None)
+    pinned = images.pin_image(engine, IMAGE).reference
     print_progress("pulling it on every node")
     with ThreadPoolExecutor() as pool:
         engines = [DockerEngine(lab.get_docker_host(node.node), timeout=600) for node in lab.get_status()]

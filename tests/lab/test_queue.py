@@ -166,6 +166,24 @@ def test_a_scheduler_that_dies_again_and_again_loses_nothing(queue: Queue) -> No
     queue.wait_for({"low": 2, "later": 1}, seconds=120)
 
 
+@pytest.mark.test_all_only("waits until a lock is stale; that a scheduler without the lock changes nothing is in tests/queueing")
+def test_of_two_schedulers_one_acts_and_the_other_takes_over(queue: Queue) -> None:
+    def list_acting() -> list[str]:
+        containers = run_docker(queue.lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}").split()
+        return [container for container in containers if "scheduling" in run_docker(queue.lab, "logs", container)]
+
+    [first] = list_acting()
+    run_docker(queue.lab, "service", "scale", f"{queue_service.SERVICE_NAME}=2")
+    queue.submit("demo", nodes=2)
+    queue.wait_for({"demo": 2})
+    assert list_acting() == [first]
+    run_docker(queue.lab, "kill", first)
+    queue.submit("other", nodes=1)
+    queue.wait_for({"demo": 2, "other": 1})
+    [second] = list_acting()
+    assert second != first
+
+
 @pytest.mark.test_all_only("waits until a swarm notices that a manager is lost; that Swarm then restarts services is its own claim")
 def test_a_lost_manager_loses_nothing(queue: Queue) -> None:
     """The client, the leader of the managers and perhaps the scheduler are on it. The queue continues through another manager."""

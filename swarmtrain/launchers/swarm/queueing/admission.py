@@ -60,11 +60,11 @@ class _Admission:
         self._changes: list[QueueChange] = []
         self._reasons: dict[str, str] = {}
         self._ledger = _build_ledger(snapshot)
-        self._held = {run.run: run.held for run in snapshot.runs if _is_holding(run)}
+        self._held = {run.run: run.held for run in snapshot.runs if _is_admitted(run)}
         self._leaving = {run.run: _make_all_exclusive(run.leaving) for run in snapshot.runs if run.leaving}
         self._usage: dict[str, _Usage] = {}
         for run in snapshot.runs:
-            if _is_holding(run):
+            if _is_admitted(run):
                 self._count_usage(run, run.held, is_new=True)
         # Per machine and resource: what a run may use without delaying one that waits. Absent: no waiting run could use it.
         self._allowed: dict[str, dict[str, float]] = {}
@@ -75,8 +75,8 @@ class _Admission:
     def decide(self) -> Decision:
         """Apply the rules of this module to each run in order."""
         # Of each priority, the waiting runs come first, and then the running ones that want more nodes.
-        for run in sorted(self._snapshot.runs, key=lambda run: (-run.priority, _is_holding(run), run.sort_key)):
-            if _is_holding(run):
+        for run in sorted(self._snapshot.runs, key=lambda run: (-run.priority, _is_admitted(run), run.sort_key)):
+            if _is_admitted(run):
                 self._grow(run)
             elif run.state is not EntryState.waiting:
                 continue
@@ -305,7 +305,7 @@ def _build_ledger(snapshot: QueueSnapshot) -> Ledger:
     for run in snapshot.runs:
         for machine, claims in _make_all_exclusive(run.leaving).items():
             ledger.add(machine, claims)
-        if _is_holding(run):
+        if _is_admitted(run):
             for machine in run.held:
                 ledger.add(machine, run.get_claims(machine))
     return ledger
@@ -316,7 +316,7 @@ def _make_all_exclusive(claims_by_machine: Mapping[str, Claims]) -> dict[str, Cl
     return {machine: Claims(claims.total) for machine, claims in claims_by_machine.items()}
 
 
-def _is_holding(run: QueuedRun) -> bool:
+def _is_admitted(run: QueuedRun) -> bool:
     return run.state is EntryState.admitted and not run.is_finished
 
 

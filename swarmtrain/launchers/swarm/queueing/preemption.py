@@ -37,7 +37,7 @@ class VictimSearch:
             self._stop_all()
         machines: list[str] = []
         if self._is_enough():
-            self._spare_unneeded()
+            self._remove_unneeded_victims()
             machines = [machine for machine in self._run.needs if machine in self._fitting][: self._run.min_nodes]
         else:
             for victim in self._victims:
@@ -66,7 +66,7 @@ class VictimSearch:
             for machine in sorted(victim.run.held - set(victim.shrunk)):
                 self._free(victim, machine, victim.stopped)
 
-    def _spare_unneeded(self) -> None:
+    def _remove_unneeded_victims(self) -> None:
         """Give back what the run does not need: whole runs first, from the highest priority and the oldest on."""
         for victim in reversed(self._victims):
             if victim.stopped:
@@ -85,19 +85,19 @@ class VictimSearch:
     def _free(self, victim: Victim, machine: str, freed: list[str]) -> None:
         freed.append(machine)
         self._ledger.remove(machine, victim.run.get_claims(machine))
-        self._update_fitting(machine)
+        self._recheck_machine(machine)
 
     def _give_back(self, victim: Victim, machines: list[str], freed: list[str]) -> None:
         for machine in machines:
             freed.remove(machine)
             self._ledger.add(machine, victim.run.get_claims(machine))
-            self._update_fitting(machine)
+            self._recheck_machine(machine)
 
     def _restore(self, victim: Victim) -> None:
         for machine in [*victim.shrunk, *victim.stopped]:
             self._ledger.add(machine, victim.run.get_claims(machine))
 
-    def _update_fitting(self, machine: str) -> None:
+    def _recheck_machine(self, machine: str) -> None:
         claims = self._run.needs.get(machine)
         if claims is None:
             return
