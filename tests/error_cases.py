@@ -18,6 +18,7 @@ is complete whichever suites run.
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import os
 import re
@@ -33,6 +34,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import preloaded_fork
+import pytest
 
 from swarmtrain import errors
 
@@ -238,7 +240,9 @@ class ErrorCase:
         if os.environ.get("REFRESH"):
             PAGE.write_text(render_page({**read_sections(), self.section.title: text}))
         recorded = read_sections().get(self.section.title)
-        assert recorded == text, f"{PAGE.relative_to(ROOT)} has another text for `{self.section.title}`; REFRESH=1 rewrites it"
+        if recorded != text:
+            difference = "\n".join(difflib.ndiff((recorded or "").splitlines(), text.splitlines()))
+            pytest.fail(f"{PAGE.relative_to(ROOT)} has another text for `{self.section.title}`; REFRESH=1 rewrites it\n{difference}")
 
     def _run_command(self, command: str, as_nobody: bool, timeout: float) -> subprocess.CompletedProcess[str]:
         if as_nobody:
