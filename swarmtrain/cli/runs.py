@@ -114,11 +114,17 @@ def open_dashboard(
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the dashboard in this machine's browser.")] = False,
 ) -> None:
-    """Serve a live dashboard of a run, and Prometheus metrics at /metrics. For a removed run, show the records kept on this machine."""
+    """Serve a live dashboard of all runs, the queue and the nodes, or of one run, and Prometheus metrics at /metrics.
+
+    For a removed run, show the records kept on this machine.
+    """
+    from swarmtrain.view.dashboard.cluster_reader import ClusterReader
+    from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
     from swarmtrain.view.dashboard.data_source import open_data_source
     from swarmtrain.view.dashboard.server import serve_dashboard
 
-    serve_dashboard(open_data_source(run), host=host, port=port, token_file=token_file, open_browser=open_browser)
+    data_source = ClusterDataSource(ClusterReader()) if run is None else open_data_source(run)
+    serve_dashboard(data_source, host=host, port=port, token_file=token_file, open_browser=open_browser)
 
 
 def write_report(

@@ -52,6 +52,11 @@ class RunDataSource:
         self._recent_events.clear()
         self._newest_time = 0.0
 
+    @property
+    def title(self) -> str:
+        """What the page shows: the name of the run."""
+        return self.run
+
     def get_page_data(self) -> PageData:
         """Return the current page data. If they are outdated, their field `connection_error` contains the reason.
 

@@ -15,8 +15,11 @@ from swarmtrain.errors import SwarmtrainError
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
 
-ASSET_TYPES = {"page.css": "text/css", "page.js": "text/javascript", "uplot/uPlot.css": "text/css", "uplot/uPlot.js": "text/javascript"}
-"""Media types of the files next to index.html, by the names under which the page requests them."""
+ASSET_TYPES = {
+    **dict.fromkeys(("page.css", "uplot/uPlot.css"), "text/css"),
+    **dict.fromkeys(("common.js", "charts.js", "page.js", "cluster.js", "uplot/uPlot.js"), "text/javascript"),
+}
+"""Media types of the files next to index.html, by the names under which the pages request them."""
 _DATA_PLACEHOLDER = '<script type="application/json" id="data"></script>'
 _CSP_TEMPLATE = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; {rest}"
 SERVED_CSP = _CSP_TEMPLATE.format(rest="script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'")

@@ -1,0 +1,70 @@
+"""Reads the page of a cluster from all launchers and from the swarm's managers, and opens the data sources of its runs."""
+
+from __future__ import annotations
+
+import time
+
+from swarmtrain.errors import RunNotFound, StackError, SwarmtrainError
+from swarmtrain.launchers.base import Launcher, RunOverview
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
+from swarmtrain.launchers.run_discovery import discover_overviews
+from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
+from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus, read_scheduler_status
+from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
+from swarmtrain.view.dashboard.cluster_nodes import SwarmState
+from swarmtrain.view.dashboard.cluster_page import ClusterPage, build_cluster_page
+from swarmtrain.view.dashboard.data_source import RunDataSource
+
+
+class ClusterReader:
+    """Reads the page of the cluster, and opens its runs. Keeps connections, and what the reader of the queue remembers."""
+
+    def __init__(self) -> None:
+        self._launchers: dict[str, Launcher] = {}
+        self._overviews: dict[str, tuple[Launcher, RunOverview]] = {}
+        """The runs of the newest page, by id."""
+        self._queue_reader: QueueReader | None = None
+
+    def read_page(self) -> ClusterPage:
+        """Return the current page. Raises the error of a launcher if none answers."""
+        overviews, errors = discover_overviews(self._launchers)
+        swarm, scheduler = self._try_read_swarm()
+        if errors and not overviews and swarm is None:
+            raise errors[0]
+        self._overviews = {overview.identity.id: (launcher, overview) for launcher, overview in overviews}
+        located = [(launcher.location, overview) for launcher, overview in overviews]
+        return build_cluster_page(located, swarm, scheduler, [str(error) for error in errors], time.time())
+
+    def open_run(self, name_or_id: str) -> RunDataSource:
+        """Return the data source of a run of the newest page, by its id, or of a run that is recorded on this machine.
+
+        Raises RunNotFound.
+        """
+        if name_or_id in self._overviews:
+            launcher, overview = self._overviews[name_or_id]
+            return RunDataSource(RecordedRun(overview.run, overview.identity), launcher)
+        if recorded_run := find_recorded_run(name_or_id):
+            return RunDataSource(recorded_run, None)
+        known = ", ".join(sorted(overview.run for _, overview in self._overviews.values())) or "none"
+        raise RunNotFound(f"unknown run; existing runs: {known}", place=f"run {name_or_id}", hint="swarmtrain history lists all known runs")
+
+    def _try_read_swarm(self) -> tuple[SwarmState | None, SchedulerStatus | str]:
+        launcher = self._launchers.get("swarm")
+        if launcher is None:
+            return None, "this machine does not reach a swarm"
+        try:
+            return self._read_swarm(launcher.location)
+        except SwarmtrainError as error:
+            self._queue_reader = None
+            return None, str(error)
+
+    def _read_swarm(self, location: str) -> tuple[SwarmState, SchedulerStatus | str]:
+        if self._queue_reader is None:
+            self._queue_reader = QueueReader(DockerEngine())
+        engine = self._queue_reader.engine
+        state = SwarmState(location, self._queue_reader.read_state(time.time()), read_gpu_ids(engine))
+        try:
+            return state, read_scheduler_status(engine)
+        except StackError as error:  # there is none
+            return state, f"{error}; start one with: {error.hint}"
