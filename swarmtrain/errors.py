@@ -180,6 +180,10 @@ class AmbiguousRun(SwarmtrainError):
     """Several runs have this name; or no name was given, and the user has several runs."""
 
 
+class ComparisonError(SwarmtrainError):
+    """The named runs cannot be compared: they are not two different runs with curves."""
+
+
 class StateDirectoryError(SwarmtrainError):
     """The state directory, which holds the runs on this machine, cannot be read or written."""
 

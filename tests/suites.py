@@ -109,6 +109,7 @@ SUITES = {
             "mistakes",
             "page/test_page_data.py",
             "page/test_monitoring_files.py",
+            "page/test_run_comparison.py",
         ],
         "everything that needs neither torch nor a lab, and bad input to every command",
     ),

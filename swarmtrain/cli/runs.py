@@ -15,6 +15,7 @@ from swarmtrain.cli.options import (
     OverridesOption,
     RunArgument,
     RunNameOption,
+    TwoRunsArgument,
     YesOption,
 )
 
@@ -128,20 +129,21 @@ def open_dashboard(
 
 
 def write_report(
-    run: RunArgument = None,
+    runs: TwoRunsArgument = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN.html.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN.html, or RUN-RUN.html.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write the dashboard of a run to a single HTML file that needs no server and no network."""
+    """Write the dashboard of a run, or a comparison of two runs, to a single HTML file that needs no server and no network."""
     from swarmtrain.view.console import print_message
     from swarmtrain.view.dashboard.data_source import open_data_source
     from swarmtrain.view.dashboard.html_page import write_html_report
 
-    data_source = open_data_source(run)
-    path = output or Path(f"{data_source.run}.html")
-    write_html_report(data_source, path, overwrite=force)
+    sources = [open_data_source(run) for run in runs or [None]]
+    path = output or Path(f"{'-'.join(source.run for source in sources)}.html")
+    write_html_report(sources, path, overwrite=force)
     print_message(f"wrote {path}")
 
 

@@ -175,6 +175,8 @@ def test_every_route_of_a_cluster_requires_the_token(backend: sample_cluster.Fak
     paths = (
         "/",
         "/api/cluster",
+        "/compare",
+        "/api/compare?run=demo&run=sweep",
         "/metrics",
         "/cluster.js",
         "/runs/demo/",
@@ -315,13 +317,13 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: RunDataSource, 
 
 
 def test_the_report_of_a_run(demo: RunDataSource, tmp_path: Path) -> None:
-    html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=False)
+    html_page.write_html_report([demo], tmp_path / "demo.html", overwrite=False)
     assert '"run":"demo"' in (tmp_path / "demo.html").read_text()
     with pytest.raises(SwarmtrainError, match="already exists"):
-        html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=False)
-    html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=True)
+        html_page.write_html_report([demo], tmp_path / "demo.html", overwrite=False)
+    html_page.write_html_report([demo], tmp_path / "demo.html", overwrite=True)
     with pytest.raises(SwarmtrainError, match="cannot be written: file exists"):
-        html_page.write_html_report(demo, tmp_path / "demo.html" / "demo.html", overwrite=False)
+        html_page.write_html_report([demo], tmp_path / "demo.html" / "demo.html", overwrite=False)
     assert not list(tmp_path.glob(".demo*"))
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING
 
-from swarmtrain.errors import AmbiguousRun, RunNotFound, SwarmtrainError
+from swarmtrain.errors import AmbiguousRun, ComparisonError, RunNotFound, SwarmtrainError
 from swarmtrain.view.dashboard import cluster_metrics, html_page, prometheus
 from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
+from swarmtrain.view.dashboard.run_comparison import check_run_count, load_comparison
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
 _LINE_NUMBER_PATTERN = re.compile(r"[0-9]{1,18}")
+_ERROR_STATUSES = {RunNotFound: 404, AmbiguousRun: 404, ComparisonError: 400}
 
 
 def build_routes(data_source: RunDataSource | ClusterDataSource) -> list[BaseRoute]:
@@ -79,9 +81,18 @@ def _build_cluster_routes(data_source: ClusterDataSource) -> list[BaseRoute]:
         )
         return Response(text, media_type=prometheus.CONTENT_TYPE)
 
+    @_report_errors
+    def serve_comparison(request: Request) -> Response:
+        keys = request.query_params.getlist("run")
+        check_run_count(keys)
+        sources = [data_source.find_run_source(key) for key in keys]
+        return _send_page_data(request, load_comparison(sources), max(source.compute_data_age() for source in sources))
+
     return [
         Route("/", _build_page_handler("cluster.html")),
         Route("/api/cluster", serve_cluster_data),
+        Route("/compare", _build_page_handler("compare.html")),
+        Route("/api/compare", serve_comparison),
         Route("/metrics", serve_metrics),
         Mount("/runs/{run}", routes=_build_run_routes(lambda request: data_source.find_run_source(request.path_params["run"]))),
         Route("/{name:path}", _serve_asset),
@@ -115,7 +126,7 @@ def _serve_asset(request: Request) -> Response:
 
 
 def _report_errors(handle: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Return `handle` with a response for each SwarmtrainError: 404 for an unknown run, otherwise 503."""
+    """Return `handle` with a response for each SwarmtrainError, of status 503 unless the request is at fault."""
 
     @wraps(handle)
     def handle_and_report(request: Request) -> Response:
@@ -124,7 +135,7 @@ def _report_errors(handle: Callable[[Request], Response]) -> Callable[[Request],
         try:
             return handle(request)
         except SwarmtrainError as error:
-            status = 404 if isinstance(error, RunNotFound | AmbiguousRun) else 503
+            status = next((status for kind, status in _ERROR_STATUSES.items() if isinstance(error, kind)), 503)
             return Response(json.dumps({"error": str(error), "hint": error.hint}), status, media_type="application/json")
 
     return handle_and_report

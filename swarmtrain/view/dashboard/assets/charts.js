@@ -4,6 +4,9 @@
 const swarmtrainCharts = (() => {
   const { $, COLORS, createElement, createSwatch, createTimeElement, formatCompact, formatInteger, getSeriesColor, isFiniteNumber } = swarmtrain;
   const HEIGHT = 190;
+  // A run of a comparison has the same color in all plots, also where the other run has no curve.
+  const getColorNumber = (plot, i) => plot.colors?.[i] ?? i;
+  const readSeriesColor = (i) => i < COLORS ? readCssColor(`--c${i + 1}`) : getSeriesColor(i);
   const readCssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   // `describeX` describes a value of the horizontal axis, `getXName` names the axis.
@@ -17,7 +20,7 @@ const swarmtrainCharts = (() => {
     }
 
     function createChart(plot, holder) {
-      const keys = plot.labels.map((label, i) => createElement("span", { class: "key" }, createSwatch(i), plot.labels.length > 1 ? label : "", createElement("b")));
+      const keys = plot.labels.map((label, i) => createElement("span", { class: "key" }, createSwatch(getColorNumber(plot, i)), plot.labels.length > 1 ? label : "", createElement("b")));
       const heading = createElement("h3", {}, plot.title, plot.unit ? createElement("small", {}, plot.unit) : "", ...keys);
       const container = createElement("div", { role: "img" });
       holder.append(createElement("div", { class: "plot" }, heading, container));
@@ -38,7 +41,7 @@ const swarmtrainCharts = (() => {
           { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => v === null ? "" : formatCompact(v)) },
         ],
         series: [{}, ...plot.curveNames.map((name, i) => ({
-          stroke: i < COLORS ? readCssColor(`--c${i + 1}`) : getSeriesColor(i), width: 1.5, spanGaps: true,
+          stroke: readSeriesColor(getColorNumber(plot, i)), width: 1.5, spanGaps: true,
           points: { show: sparse(name) && name.endsWith("validation"), size: 5 },
         }))],
         hooks: {
@@ -116,7 +119,7 @@ const swarmtrainCharts = (() => {
     // Shows `newPlots`: title, unit, and the names of their curves in `newCurves`, each with its label. `markers` are drawn at their steps.
     function render(newPlots, newCurves, newMarkers) {
       [plots, curves, markers] = [newPlots, newCurves, newMarkers];
-      const newLayout = JSON.stringify(plots.map((plot) => plot.curveNames));
+      const newLayout = JSON.stringify(plots.map((plot) => [plot.curveNames, plot.labels]));
       $("plots").hidden = !plots.length;
       if (newLayout !== layout) {
         recreate();

@@ -100,6 +100,7 @@ const swarmtrain = (() => {
           throw new Error(poller.error);
         }
         await more();
+        poller.error = "";
         poller.unreachableSince = 0;
         poller.answeredAt = Date.now();
       } catch {
