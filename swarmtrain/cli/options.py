@@ -60,6 +60,12 @@ RunArgument = Annotated[
         autocompletion=shell_completion.complete_runs,
     ),
 ]
+RunOrAllArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]", help="Name or id of the run. Default: all runs.", show_default=False, autocompletion=shell_completion.complete_runs
+    ),
+]
 TwoRunsArgument = Annotated[
     list[str] | None,
     typer.Argument(

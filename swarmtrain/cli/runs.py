@@ -15,6 +15,7 @@ from swarmtrain.cli.options import (
     OverridesOption,
     RunArgument,
     RunNameOption,
+    RunOrAllArgument,
     TwoRunsArgument,
     YesOption,
 )
@@ -105,7 +106,7 @@ def show_status(
 
 
 def open_dashboard(
-    run: RunArgument = None,
+    run: RunOrAllArgument = None,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on. An address other than loopback requires a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8265,
@@ -189,7 +190,7 @@ def open_shell(
     open_node_shell(*find_run(run), rank=rank, node=node, argv=argv or ())
 
 
-def show_run_history(run: RunArgument = None, json: JsonOption = False) -> None:
+def show_run_history(run: RunOrAllArgument = None, json: JsonOption = False) -> None:
     """Show the timeline of a run: worlds, failures, checkpoints, outcome. Without RUN: list the runs known on this machine."""
     from swarmtrain.view.run_state import show_history
 

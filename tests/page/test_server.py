@@ -123,13 +123,17 @@ def test_elsewhere_it_requires_the_token(demo: RunDataSource) -> None:
         assert send_request(port, "/", Host="a-name-of-this-machine", Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-@pytest.fixture
-def backend() -> sample_cluster.FakeBackend:
-    """A cluster, with stored events of all its runs."""
+def store_runs() -> None:
+    """Store events of all runs of the sample cluster."""
     for run, run_id in sample_cluster.IDS.items():
         recorded_run = RecordedRun(run, RunIdentity(run_id))
         recorded_run.create_folder()
         (recorded_run.folder / EVENTS_FILE).write_text("".join(f"{event.to_line()}\n" for event in sample_run.build_events(outcome="done")))
+
+
+@pytest.fixture
+def backend() -> sample_cluster.FakeBackend:
+    store_runs()
     return sample_cluster.FakeBackend()
 
 
