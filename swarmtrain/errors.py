@@ -144,6 +144,10 @@ class EngineError(SwarmtrainError):
         self.status = status
 
 
+class SwarmAbsentError(EngineError):
+    """The engine answers, but is not part of a swarm."""
+
+
 class HostError(SwarmtrainError):
     """A host cannot be reached over SSH, or a request to it failed."""
 

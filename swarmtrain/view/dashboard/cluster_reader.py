@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from swarmtrain.errors import RunNotFound, StackError, SwarmtrainError
+from swarmtrain.errors import EngineError, RunNotFound, StackError, SwarmAbsentError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher, RunOverview
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
@@ -29,12 +29,21 @@ class ClusterReader:
     def read_page(self) -> ClusterPage:
         """Return the current page. Raises the error of a launcher if none answers."""
         overviews, errors = discover_overviews(self._launchers)
-        swarm, scheduler = self._try_read_swarm()
+        swarm: SwarmState | None = None
+        scheduler: SchedulerStatus | str = "this machine does not reach a swarm"
+        if swarm_launcher := self._launchers.get("swarm"):
+            try:
+                swarm, scheduler = self._read_swarm(swarm_launcher.location)
+            except SwarmtrainError as error:
+                scheduler, errors = str(error), [*errors, error]
+                if isinstance(error, EngineError) and error.status is None:  # no answer: its SSH tunnel may be closed
+                    self._queue_reader = None
+        problems = list(dict.fromkeys(str(error) for error in errors if not isinstance(error, SwarmAbsentError)))
         if errors and not overviews and swarm is None:
             raise errors[0]
         self._overviews = {overview.identity.id: (launcher, overview) for launcher, overview in overviews}
         located = [(launcher.location, overview) for launcher, overview in overviews]
-        return build_cluster_page(located, swarm, scheduler, [str(error) for error in errors], time.time())
+        return build_cluster_page(located, swarm, scheduler, problems, time.time())
 
     def open_run(self, name_or_id: str) -> RunDataSource:
         """Return the data source of a run of the newest page, by its id, or of a run that is recorded on this machine.
@@ -48,16 +57,6 @@ class ClusterReader:
             return RunDataSource(recorded_run, None)
         known = ", ".join(sorted(overview.run for _, overview in self._overviews.values())) or "none"
         raise RunNotFound(f"unknown run; existing runs: {known}", place=f"run {name_or_id}", hint="swarmtrain history lists all known runs")
-
-    def _try_read_swarm(self) -> tuple[SwarmState | None, SchedulerStatus | str]:
-        launcher = self._launchers.get("swarm")
-        if launcher is None:
-            return None, "this machine does not reach a swarm"
-        try:
-            return self._read_swarm(launcher.location)
-        except SwarmtrainError as error:
-            self._queue_reader = None
-            return None, str(error)
 
     def _read_swarm(self, location: str) -> tuple[SwarmState, SchedulerStatus | str]:
         if self._queue_reader is None:

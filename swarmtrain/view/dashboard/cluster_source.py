@@ -45,16 +45,17 @@ class ClusterDataSource:
 
         While one thread waits for a slow manager, all others receive the previous page.
         """
-        page = self._page
-        if self._poll_lock.acquire(blocking=page is None):
-            try:
-                page = self._page
-                if page is None or time.monotonic() - self._polled_at > POLL_SECONDS:
-                    page = self._refresh_page(page)
-                    self._polled_at = time.monotonic()
-            finally:
-                self._poll_lock.release()
-        return page or self.get_page()
+        previous = self._page
+        if previous is not None and not self._poll_lock.acquire(blocking=False):
+            return previous
+        if previous is None:
+            self._poll_lock.acquire()
+        try:
+            if self._page is None or time.monotonic() - self._polled_at > POLL_SECONDS:
+                return self._refresh_page(self._page)
+            return self._page
+        finally:
+            self._poll_lock.release()
 
     def get_page_data(self) -> PageData:
         """Return the current page as a JSON-compatible value. If it is outdated, its field `connection_error` contains the reason."""
@@ -108,6 +109,8 @@ class ClusterDataSource:
                 raise
             self._connection_error = str(error)
             return previous
+        finally:
+            self._polled_at = time.monotonic()
         self._connection_error, self._answered_at = "", time.monotonic()
         return page
 
