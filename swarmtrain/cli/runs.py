@@ -116,7 +116,7 @@ def open_dashboard(
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the dashboard in this machine's browser.")] = False,
 ) -> None:
-    """Serve a live dashboard of all runs, the queue and the nodes, or of one run, and Prometheus metrics at /metrics.
+    """Serve a live dashboard of all runs, the queue and the machines, or of one run, and Prometheus metrics at /metrics.
 
     For a removed run, show the records kept on this machine.
     """

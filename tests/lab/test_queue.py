@@ -126,9 +126,9 @@ def check_cluster_page() -> None:
         ("second", "waiting", 0),
     }
     assert {(row.run, row.running_nodes) for row in page.runs} == {("urgent", 2), ("elastic", 1), ("second", 0)}
-    assert sorted(holder.holder for node in page.nodes for holder in node.holders) == ["elastic", "urgent", "urgent"]
-    assert [(node.name, node.state, node.cores_claimed) for node in page.nodes] == [
-        (f"node{number}", "ready", node.cores) for number, node in enumerate(page.nodes)
+    assert sorted(holder.holder for machine in page.machines for holder in machine.holders) == ["elastic", "urgent", "urgent"]
+    assert [(machine.name, machine.state, machine.cores_claimed) for machine in page.machines] == [
+        (f"node{number}", "ready", machine.cores) for number, machine in enumerate(page.machines)
     ]
 
 

@@ -1,4 +1,4 @@
-"""A sample cluster for the tests of its page: three runs, a queue, three nodes of a swarm, and a host of another launcher."""
+"""A sample cluster for the tests of its page: three runs, a queue, three machines of a swarm, and a host of another launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.run_identity import RunIdentity
-from swarmtrain.view.dashboard.cluster_nodes import ClusterNode, GpuHolder
+from swarmtrain.view.dashboard.cluster_machines import ClusterMachine, GpuHolder
 from swarmtrain.view.dashboard.cluster_page import ClusterPage
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.queue_table import QueueRow, QueueTable
@@ -37,14 +37,14 @@ def build_page() -> ClusterPage:
     )
     holder = GpuHolder("baseline", 4.0, (0, 1, 2, 3), 32.0)
     notebook = GpuHolder("notebook", 1.0, (0,), 16.0, is_shared=True)
-    nodes = (
-        ClusterNode("gpu-1", LOCATION, "ready", _GPU_IDS, 4.0, 64.0, 32.0, (holder,)),
-        ClusterNode("gpu-2", LOCATION, "ready", _GPU_IDS, 3.0, 64.0, 48.0, (replace(holder, gpus=2.0, gpu_numbers=(1, 3)), notebook)),
-        ClusterNode("gpu-3", LOCATION, "drained", ("",) * 4, 2.0, 64.0, 16.0, (GpuHolder("urgent", 2.0, (), 16.0, is_saving=True),)),
-        ClusterNode("lab-9", "its hosts", "", holders=(GpuHolder("sweep", 0.0),)),
+    machines = (
+        ClusterMachine("gpu-1", LOCATION, "ready", _GPU_IDS, 4.0, 64.0, 32.0, (holder,)),
+        ClusterMachine("gpu-2", LOCATION, "ready", _GPU_IDS, 3.0, 64.0, 48.0, (replace(holder, gpus=2.0, gpu_numbers=(1, 3)), notebook)),
+        ClusterMachine("gpu-3", LOCATION, "drained", ("",) * 4, 2.0, 64.0, 16.0, (GpuHolder("urgent", 2.0, (), 16.0, is_saving=True),)),
+        ClusterMachine("lab-9", "its hosts", "", holders=(GpuHolder("sweep", 0.0),)),
     )
     scheduler = SchedulerStatus("running", "gpu-1", "registry/queue:1", "0.1.0")
-    return ClusterPage(runs, QueueTable(scheduler, queue, NOW, ("high", "normal")), "", nodes, (), NOW)
+    return ClusterPage(runs, QueueTable(scheduler, queue, NOW, ("high", "normal")), "", machines, (), NOW)
 
 
 def _build_run(run: str, owner: str, state: str, running: int, nodes: int, **fields: object) -> RunRow:

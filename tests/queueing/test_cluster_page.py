@@ -1,4 +1,4 @@
-"""The values of a cluster's page: runs, queue, and nodes with the GPUs that each run holds, from a swarm in memory and other launchers."""
+"""The values of a cluster's page: runs, queue, and machines with the GPUs that each run holds, on a swarm in memory and elsewhere."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
+from swarmtrain.view.dashboard.cluster_machines import SwarmState
 from swarmtrain.view.dashboard.cluster_metrics import render_cluster_metrics
-from swarmtrain.view.dashboard.cluster_nodes import SwarmState
 from swarmtrain.view.dashboard.cluster_page import ClusterPage, build_cluster_page
 
 STATUS = SchedulerStatus("running", "gpu-0", "registry/queue:1", "0.1.0")
@@ -80,7 +80,7 @@ def test_runs_the_queue_and_who_holds_which_gpu() -> None:
         ("third", "normal", "waiting", {GPU: 2.0, "cores": 8.0}),
     ]
     assert "in use by first" in page.queue.runs[2].reason
-    first, second = page.nodes
+    first, second = page.machines
     assert (first.name, first.state, first.gpu_ids, first.gpus_held) == ("gpu-0", "ready", ("GPU-0-0", "GPU-0-1"), 1.0)
     assert [(holder.holder, holder.gpus, holder.gpu_numbers, holder.cores) for holder in first.holders] == [("first", 1.0, (1,), 3.0)]
     assert (first.cores, first.cores_claimed) == (8.0, 3.0)
@@ -93,9 +93,9 @@ def test_gpus_whose_numbers_nobody_knows_have_none() -> None:
     cluster.swarm.nodes[0]["Description"]["Resources"]["GenericResources"] = [{"DiscreteResourceSpec": {"Kind": GPU, "Value": 4}}]
     cluster.submit("first", nodes=1, swarm={"gpu": "reserve"}, hosts=["gpu-0 slots=2"])
     cluster.settle()
-    (node,) = build_page(cluster).nodes
-    assert (node.gpu_ids, node.gpus_held) == (("",) * 4, 2.0)
-    assert [(holder.gpus, holder.gpu_numbers) for holder in node.holders] == [(2.0, ())]
+    (machine,) = build_page(cluster).machines
+    assert (machine.gpu_ids, machine.gpus_held) == (("",) * 4, 2.0)
+    assert [(holder.gpus, holder.gpu_numbers) for holder in machine.holders] == [(2.0, ())]
 
 
 def test_visible_gpus_by_number_of_a_probed_machine() -> None:
@@ -104,9 +104,9 @@ def test_visible_gpus_by_number_of_a_probed_machine() -> None:
     record_gpus(cluster.swarm, {cluster.swarm.nodes[0]["ID"]: ["GPU-a", "GPU-b", "GPU-c"]})
     cluster.submit("first", nodes=1, swarm={"gpu": "visible"}, hosts=["gpu-0 slots=2,0"])
     cluster.settle()
-    (node,) = build_page(cluster).nodes
-    assert (node.gpu_ids, node.gpus_held) == (("GPU-a", "GPU-b", "GPU-c"), 2.0)
-    assert [(holder.gpus, holder.gpu_numbers) for holder in node.holders] == [(2.0, (0, 2))]
+    (machine,) = build_page(cluster).machines
+    assert (machine.gpu_ids, machine.gpus_held) == (("GPU-a", "GPU-b", "GPU-c"), 2.0)
+    assert [(holder.gpus, holder.gpu_numbers) for holder in machine.holders] == [(2.0, (0, 2))]
 
 
 def test_runs_that_share_are_counted_once() -> None:
@@ -114,9 +114,9 @@ def test_runs_that_share_are_counted_once() -> None:
     for run in ("first", "second"):
         cluster.submit(run, nodes=1, share=True, swarm={"gpu": "visible"})
     cluster.settle()
-    (node,) = build_page(cluster).nodes
-    assert (node.gpus_held, node.cores_claimed) == (2.0, 8.0)
-    assert [(holder.holder, holder.gpu_numbers, holder.is_shared) for holder in node.holders] == [
+    (machine,) = build_page(cluster).machines
+    assert (machine.gpus_held, machine.cores_claimed) == (2.0, 8.0)
+    assert [(holder.holder, holder.gpu_numbers, holder.is_shared) for holder in machine.holders] == [
         ("first", (0, 1), True),
         ("second", (0, 1), True),
     ]
@@ -125,7 +125,7 @@ def test_runs_that_share_are_counted_once() -> None:
 def test_without_a_scheduler_the_page_says_so() -> None:
     cluster = Cluster(1)
     page = build_page(cluster, scheduler="the queue's scheduler: there is none in this swarm")
-    assert (page.queue, page.queue_note, len(page.nodes)) == (None, "the queue's scheduler: there is none in this swarm", 1)
+    assert (page.queue, page.queue_note, len(page.machines)) == (None, "the queue's scheduler: there is none in this swarm", 1)
     assert "queue_runs" not in render_cluster_metrics(page, (), cluster.now, is_reachable=True)
 
 
@@ -135,11 +135,11 @@ def test_runs_of_other_launchers_are_on_the_hosts_that_their_tasks_report() -> N
     tasks = (TaskState("node0", "alpha", "running"), TaskState("node1", "beta", "complete"), TaskState("rendezvous", "alpha", "running"))
     local = RunOverview("sweep", RunIdentity("aaaaaaaaaaaa", "ben"), tasks, (usage,))
     page = build_page(cluster, ("its hosts", local))
-    node = page.nodes[1]
-    assert (node.name, node.location, node.state, node.gpu_ids, node.gpus_held) == ("alpha", "its hosts", "", (), 2.0)
-    assert [asdict(holder)["holder"] for holder in node.holders] == ["sweep"]
+    machine = page.machines[1]
+    assert (machine.name, machine.location, machine.state, machine.gpu_ids, machine.gpus_held) == ("alpha", "its hosts", "", (), 2.0)
+    assert [asdict(holder)["holder"] for holder in machine.holders] == ["sweep"]
     without_swarm = build_cluster_page([("its hosts", local)], None, "this machine does not reach a swarm", (), cluster.now)
-    assert [node.name for node in without_swarm.nodes] == ["alpha"]
+    assert [machine.name for machine in without_swarm.machines] == ["alpha"]
     assert without_swarm.queue is None
 
 
@@ -150,7 +150,7 @@ def test_runs_and_machines_with_the_same_name_are_told_apart_by_their_ids() -> N
     cluster.submit("first", nodes=1)
     page = build_page(cluster, ("its hosts", other))
     assert sorted(page.list_keys()) == ["aaaaaaaaaaaa", "id-first"]
-    assert [node.name for node in page.nodes] == [node["ID"] for node in cluster.swarm.nodes]
+    assert [machine.name for machine in page.machines] == [node["ID"] for node in cluster.swarm.nodes]
 
 
 def test_a_page_stays_equal_while_nothing_changes() -> None:

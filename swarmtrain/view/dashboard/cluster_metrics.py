@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from swarmtrain.view.dashboard.cluster_nodes import ClusterNode
+from swarmtrain.view.dashboard.cluster_machines import ClusterMachine
 from swarmtrain.view.dashboard.cluster_page import ClusterPage
 from swarmtrain.view.dashboard.page_data import PageData
 from swarmtrain.view.dashboard.prometheus import MetricSample, format_samples, iterate_run_samples
@@ -36,8 +36,8 @@ def _iterate_cluster_samples(page: ClusterPage, *, is_reachable: bool) -> Iterat
     yield "cluster_reachable", "gauge", "1 if the last query of all launchers succeeded.", {}, float(is_complete)
     if page.queue:
         yield from _iterate_queue_samples(page.queue)
-    for node in page.nodes:
-        yield from _iterate_machine_samples(node)
+    for machine in page.machines:
+        yield from _iterate_machine_samples(machine)
 
 
 def _iterate_queue_samples(queue: QueueTable) -> Iterator[MetricSample]:
@@ -60,12 +60,12 @@ def _find_oldest_wait(queue: QueueTable) -> float:
     return max(0.0, *waits) if waits else 0.0
 
 
-def _iterate_machine_samples(node: ClusterNode) -> Iterator[MetricSample]:
-    labels = {"host": node.name}
-    if node.state:
-        yield "machine_available", "gauge", "1 if nodes of runs can start on the machine.", labels, float(node.state == "ready")
-        yield "machine_gpus", "gauge", "GPUs of the machine, as declared or as last probed.", labels, float(len(node.gpu_ids))
-    yield "machine_gpus_held", "gauge", "GPUs of the machine that runs or other services hold.", labels, node.gpus_held
-    yield "machine_cores", "gauge", "Cores of the machine.", labels, node.cores
-    if node.cores is not None:
-        yield "machine_cores_claimed", "gauge", "Cores of the machine that runs or other services claim.", labels, node.cores_claimed
+def _iterate_machine_samples(machine: ClusterMachine) -> Iterator[MetricSample]:
+    labels = {"host": machine.name}
+    if machine.state:
+        yield "machine_available", "gauge", "1 if nodes of runs can start on the machine.", labels, float(machine.state == "ready")
+        yield "machine_gpus", "gauge", "GPUs of the machine, as declared or as last probed.", labels, float(len(machine.gpu_ids))
+    yield "machine_gpus_held", "gauge", "GPUs of the machine that runs or other services hold.", labels, machine.gpus_held
+    yield "machine_cores", "gauge", "Cores of the machine.", labels, machine.cores
+    if machine.cores is not None:
+        yield "machine_cores_claimed", "gauge", "Cores of the machine that runs or other services claim.", labels, machine.cores_claimed

@@ -1,4 +1,4 @@
-"""The page of a cluster as a value: all runs, the queue, and the nodes with their GPUs and who holds them. Pure."""
+"""The page of a cluster as a value: all runs, the queue, and the machines with their GPUs and who holds them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from swarmtrain.launchers.base import RunOverview
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
-from swarmtrain.view.dashboard.cluster_nodes import ClusterNode, SwarmState, build_cluster_nodes
+from swarmtrain.view.dashboard.cluster_machines import ClusterMachine, SwarmState, build_cluster_machines
 from swarmtrain.view.dashboard.page_data import PageData, replace_non_finite_numbers
 from swarmtrain.view.queue_table import QueueTable, build_queue_table
 from swarmtrain.view.run_table import RunRow, build_run_table
@@ -24,9 +24,9 @@ class ClusterPage:
     """None if there is no scheduler."""
     queue_note: str
     """Why there is no queue; empty if there is one."""
-    nodes: tuple[ClusterNode, ...]
+    machines: tuple[ClusterMachine, ...]
     problems: tuple[str, ...]
-    """Why the runs of a launcher, or the nodes, are missing."""
+    """Why the runs of a launcher, or the machines, are missing."""
     time: float
 
     def list_keys(self) -> dict[str, RunRow]:
@@ -41,7 +41,7 @@ class ClusterPage:
             "queue": [asdict(row) for row in self.queue.runs] if self.queue else None,
             "scheduler": str(self.queue.scheduler) if self.queue else "",
             "queue_note": self.queue_note,
-            "nodes": [asdict(node) for node in self.nodes],
+            "machines": [asdict(machine) for machine in self.machines],
             "problems": list(self.problems),
         }
         clean: PageData = replace_non_finite_numbers(page_data)
@@ -67,4 +67,4 @@ def build_cluster_page(
     else:
         own = [overview for location, overview in located_overviews if location == swarm.location]
         queue = build_queue_table(swarm.queue, scheduler, own, now)
-    return ClusterPage(runs, queue, note, build_cluster_nodes(swarm, located_overviews, now), tuple(problems), now)
+    return ClusterPage(runs, queue, note, build_cluster_machines(swarm, located_overviews, now), tuple(problems), now)

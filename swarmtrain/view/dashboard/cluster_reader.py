@@ -12,7 +12,7 @@ from swarmtrain.launchers.run_discovery import discover_overviews
 from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus, read_scheduler_status
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
-from swarmtrain.view.dashboard.cluster_nodes import SwarmState
+from swarmtrain.view.dashboard.cluster_machines import SwarmState
 from swarmtrain.view.dashboard.cluster_page import ClusterPage, build_cluster_page
 from swarmtrain.view.dashboard.data_source import RunDataSource
 

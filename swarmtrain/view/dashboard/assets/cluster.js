@@ -19,10 +19,10 @@
   function renderSummary() {
     const states = new Map();
     for (const run of page.runs) states.set(run.state, (states.get(run.state) ?? 0) + 1);
-    const known = page.nodes.filter((node) => node.gpu_ids.length);
-    const gpus = known.reduce((sum, node) => sum + node.gpu_ids.length, 0), held = known.reduce((sum, node) => sum + node.gpus_held, 0);
+    const known = page.machines.filter((machine) => machine.gpu_ids.length);
+    const gpus = known.reduce((sum, machine) => sum + machine.gpu_ids.length, 0), held = known.reduce((sum, machine) => sum + machine.gpus_held, 0);
     const facts = [[formatCount(page.runs.length, "run"), [...states].map(([state, count]) => `${count} ${state}`).join(", ")].filter(Boolean).join(": "),
-      formatCount(page.nodes.length, "node"), gpus ? `${formatAmount(held)} of ${formatCount(gpus, "GPU")} held` : ""];
+      formatCount(page.machines.length, "machine"), gpus ? `${formatAmount(held)} of ${formatCount(gpus, "GPU")} held` : ""];
     $("summary").textContent = facts.filter(Boolean).join(" · ");
     document.title = `swarmtrain: ${formatCount(page.runs.length, "run")}`;
   }
@@ -63,31 +63,31 @@
     renderSection("queue", true, rows.length ? createTable("queue", columns, rows) : createElement("p", { class: "quiet" }, "the queue is empty"), createElement("p", { class: "quiet" }, page.scheduler));
   }
 
-  function createGpu(node, number) {
-    const holders = node.holders.filter((holder) => holder.gpu_numbers.includes(number));
+  function createGpu(machine, number) {
+    const holders = machine.holders.filter((holder) => holder.gpu_numbers.includes(number));
     const text = holders.map((holder) => holder.holder + (holder.is_saving ? ", saving" : "")).join(" + ");
-    return createElement("li", { class: holders.length ? "held" : null, title: node.gpu_ids[number] || null }, createElement("b", {}, `GPU ${number}`), createElement("span", {}, text || "free"));
+    return createElement("li", { class: holders.length ? "held" : null, title: machine.gpu_ids[number] || null }, createElement("b", {}, `GPU ${number}`), createElement("span", {}, text || "free"));
   }
 
-  function createNode(node) {
-    const uncertain = node.holders.filter((holder) => holder.gpus > holder.gpu_numbers.length);
-    // Which GPUs these are, nobody knows, so that no GPU of this node can be called free.
-    const gpus = uncertain.length && node.gpu_ids.length ? node.gpu_ids.flatMap((_, i) => node.holders.some((holder) => holder.gpu_numbers.includes(i)) ? [createGpu(node, i)] : []) : node.gpu_ids.map((_, i) => createGpu(node, i));
-    const amounts = uncertain.map((holder) => createElement("li", { class: "held" }, createElement("b", {}, `${formatAmount(holder.gpus - holder.gpu_numbers.length)}${node.gpu_ids.length ? ` of ${node.gpu_ids.length}` : ""} GPUs`), createElement("span", {}, holder.holder)));
-    const others = node.holders.filter((holder) => !holder.gpus && !holder.cores);
-    const cores = isFiniteNumber(node.cores) ? `${formatAmount(node.cores_claimed)} of ${formatAmount(node.cores)} cores claimed` : "";
-    const shares = node.holders.filter((holder) => holder.cores || holder.is_shared).map((holder) => createElement("li", {}, createElement("b", {}, holder.holder),
+  function createMachine(machine) {
+    const uncertain = machine.holders.filter((holder) => holder.gpus > holder.gpu_numbers.length);
+    // Which GPUs these are, nobody knows, so that no GPU of this machine can be called free.
+    const gpus = uncertain.length && machine.gpu_ids.length ? machine.gpu_ids.flatMap((_, i) => machine.holders.some((holder) => holder.gpu_numbers.includes(i)) ? [createGpu(machine, i)] : []) : machine.gpu_ids.map((_, i) => createGpu(machine, i));
+    const amounts = uncertain.map((holder) => createElement("li", { class: "held" }, createElement("b", {}, `${formatAmount(holder.gpus - holder.gpu_numbers.length)}${machine.gpu_ids.length ? ` of ${machine.gpu_ids.length}` : ""} GPUs`), createElement("span", {}, holder.holder)));
+    const others = machine.holders.filter((holder) => !holder.gpus && !holder.cores);
+    const cores = isFiniteNumber(machine.cores) ? `${formatAmount(machine.cores_claimed)} of ${formatAmount(machine.cores)} cores claimed` : "";
+    const shares = machine.holders.filter((holder) => holder.cores || holder.is_shared).map((holder) => createElement("li", {}, createElement("b", {}, holder.holder),
       createElement("span", {}, [holder.cores ? `${formatAmount(holder.cores)} cores` : "", holder.is_shared ? "shared" : "", holder.is_saving ? "saving" : ""].filter(Boolean).join(", "))));
-    return createElement("article", { class: `card ${node.state === "ready" || !node.state ? "" : node.state === "down" ? "bad" : "warn"}`, "aria-label": node.name },
-      createElement("h3", {}, node.name, node.state ? createElement("span", { class: `badge ${node.state === "down" ? "bad" : STATE_CLASSES[node.state] ?? "warn"}` }, node.state) : ""),
-      createElement("p", { class: "where" }, [node.location, cores].filter(Boolean).join(" · ")),
+    return createElement("article", { class: `card ${machine.state === "ready" || !machine.state ? "" : machine.state === "down" ? "bad" : "warn"}`, "aria-label": machine.name },
+      createElement("h3", {}, machine.name, machine.state ? createElement("span", { class: `badge ${machine.state === "down" ? "bad" : STATE_CLASSES[machine.state] ?? "warn"}` }, machine.state) : ""),
+      createElement("p", { class: "where" }, [machine.location, cores].filter(Boolean).join(" · ")),
       gpus.length || amounts.length ? createElement("ul", { class: "gpus" }, ...gpus, ...amounts) : "",
       shares.length ? createElement("ul", { class: "holders" }, ...shares) : "",
       others.length ? createElement("p", { class: "where" }, `used by ${others.map((holder) => holder.holder).join(", ")}`) : "");
   }
 
-  function renderNodes() {
-    renderSection("nodes", true, page.nodes.length ? createElement("div", { class: "cards" }, ...page.nodes.map(createNode)) : createElement("p", { class: "quiet" }, "no node is known"));
+  function renderMachines() {
+    renderSection("machines", true, page.machines.length ? createElement("div", { class: "cards" }, ...page.machines.map(createMachine)) : createElement("p", { class: "quiet" }, "no machine is known"));
   }
 
   function renderFreshness() {
@@ -98,7 +98,7 @@
   function render(data) {
     page = data;
     const focused = document.activeElement?.dataset.run;
-    renderSummary(); renderRuns(); renderQueue(); renderNodes(); updateComparison();
+    renderSummary(); renderRuns(); renderQueue(); renderMachines(); updateComparison();
     if (focused) document.querySelector(`#runs input[data-run="${CSS.escape(focused)}"]`)?.focus();
   }
 

@@ -1,4 +1,4 @@
-"""The nodes of a cluster: their states, their GPUs by number with the runs that hold them, and their cores. Pure."""
+"""The machines of a cluster: their states, their GPUs by number with the runs that hold them, and their cores. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDLE_STATES = ("down", "queued", "stopped", "shutdown", "complete", "failed", "
 
 @dataclass(frozen=True)
 class GpuHolder:
-    """What one run, or another service, holds on a node."""
+    """What one run, or another service, holds on a machine."""
 
     holder: str
     gpus: float
@@ -29,17 +29,17 @@ class GpuHolder:
     is_shared: bool = False
     """Whether other runs may hold the same GPUs and cores, because all of them share."""
     is_saving: bool = False
-    """Whether the node has been asked to stop, and still holds this."""
+    """Whether its node has been asked to stop, and still holds this."""
 
 
 @dataclass(frozen=True)
-class ClusterNode:
-    """One node of a cluster, that is, one machine, with what it has and who holds it."""
+class ClusterMachine:
+    """One machine of a cluster, with what it has and who holds it."""
 
     name: str
     """The host name; the id, if several machines have this host name."""
     location: str
-    """The backend of which it is a node, such as a swarm."""
+    """The backend to which it belongs, such as a swarm."""
     state: str
     """ready, down, drained, paused or unknown; empty if its launcher does not report it."""
     gpu_ids: tuple[str, ...] = ()
@@ -61,18 +61,18 @@ class SwarmState:
     """Ids of the GPUs of each machine, by the machine's id."""
 
 
-def build_cluster_nodes(
+def build_cluster_machines(
     swarm: SwarmState | None, located_overviews: Iterable[tuple[str, RunOverview]], now: float
-) -> tuple[ClusterNode, ...]:
-    """Return the nodes of `swarm`, and those on which runs of other launchers are, as far as their overviews report them."""
+) -> tuple[ClusterMachine, ...]:
+    """Return the machines of `swarm`, and those on which runs of other launchers are, as far as their overviews report them."""
     overviews = list(located_overviews)
     own = [overview for location, overview in overviews if swarm and location == swarm.location]
-    nodes = list(_iterate_swarm_nodes(swarm, own)) if swarm else []
+    machines = list(_iterate_swarm_machines(swarm, own)) if swarm else []
     others = [item for item in overviews if not swarm or item[0] != swarm.location]
-    return (*nodes, *_iterate_other_nodes(others, now))
+    return (*machines, *_iterate_other_machines(others, now))
 
 
-def _iterate_swarm_nodes(swarm: SwarmState, overviews: Sequence[RunOverview]) -> Iterator[ClusterNode]:
+def _iterate_swarm_machines(swarm: SwarmState, overviews: Sequence[RunOverview]) -> Iterator[ClusterMachine]:
     snapshot, machines = swarm.queue.snapshot, swarm.queue.inventory.machines
     claims_by_machine = _collect_claims(snapshot)
     ledger = Ledger(snapshot.machines)
@@ -87,7 +87,7 @@ def _iterate_swarm_nodes(swarm: SwarmState, overviews: Sequence[RunOverview]) ->
         count = round(sum(capacity[kind] for kind in kinds))
         ids = swarm.gpu_ids.get(machine.id, ())
         ids = ids if len(ids) == count else ("",) * count
-        yield ClusterNode(
+        yield ClusterMachine(
             machine.host if host_counts[machine.host] == 1 else machine.id,
             swarm.location,
             machine.unavailable_reason or _READY,
@@ -141,7 +141,7 @@ def _find_gpu_numbers(amounts: Mapping[str, float], count: float, ids: Sequence[
     return tuple(range(len(ids))) if ids and count >= len(ids) else ()
 
 
-def _iterate_other_nodes(located_overviews: Sequence[tuple[str, RunOverview]], now: float) -> Iterator[ClusterNode]:
+def _iterate_other_machines(located_overviews: Sequence[tuple[str, RunOverview]], now: float) -> Iterator[ClusterMachine]:
     """Yield the hosts of the running tasks. What they hold is what their nodes report as usage."""
     holders: dict[tuple[str, str], list[GpuHolder]] = defaultdict(list)
     for location, overview in located_overviews:
@@ -150,6 +150,6 @@ def _iterate_other_nodes(located_overviews: Sequence[tuple[str, RunOverview]], n
             if task.host and task.node != RENDEZVOUS_SERVICE and task.state not in _IDLE_STATES:
                 holders[location, task.host].append(GpuHolder(overview.run, float(len(usage.get(task.node, {}).get("gpus") or []))))
     host_counts = Counter(host for _, host in holders)
-    for (location, host), node_holders in sorted(holders.items()):
+    for (location, host), machine_holders in sorted(holders.items()):
         name = host if host_counts[host] == 1 else f"{host}, {location}"
-        yield ClusterNode(name, location, "", gpus_held=sum(holder.gpus for holder in node_holders), holders=tuple(node_holders))
+        yield ClusterMachine(name, location, "", gpus_held=sum(holder.gpus for holder in machine_holders), holders=tuple(machine_holders))
