@@ -81,10 +81,16 @@ class QueueTable:
         return [row.run, row.owner, row.priority_class, nodes, row.state, since, estimate, remark]
 
 
-def build_queue_table(state: QueueState, scheduler: SchedulerStatus, overviews: Sequence[RunOverview], now: float) -> QueueTable:
-    """Return the table of the queue. `overviews`: with the time left of running runs, for the estimates."""
-    ends = {**_list_expected_ends(overviews, now), **state.list_ends()}
-    starts = estimate_starts(state.snapshot, ends)
+def estimate_queue_starts(state: QueueState, overviews: Sequence[RunOverview], now: float) -> dict[str, float]:
+    """Return in how many seconds waiting runs start, by run, as far as that is known. `overviews`: with the time left of running runs.
+
+    With 200 waiting runs and 50 machines this takes seconds.
+    """
+    return estimate_starts(state.snapshot, {**_list_expected_ends(overviews, now), **state.list_ends()})
+
+
+def build_queue_table(state: QueueState, scheduler: SchedulerStatus, starts: Mapping[str, float], now: float) -> QueueTable:
+    """Return the table of the queue. `starts`: in how many seconds waiting runs start, by run, as far as that is known."""
     runs = [run for run in state.snapshot.runs if not run.is_finished]
     runs.sort(key=lambda run: (run.state is not EntryState.admitted, run.state is not EntryState.waiting, run.sort_key))
     return QueueTable(

@@ -1,4 +1,4 @@
-"""A sample cluster for the tests of its page: three runs, a queue, three machines of a swarm, and a host of another launcher."""
+"""A sample cluster for the tests of its page: four runs, a queue, three machines of a swarm, and a host of another launcher."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import pytest
 from test_scheduler import Cluster
 
 from swarmtrain import protocol
@@ -21,6 +22,8 @@ from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard.cluster_machines import SwarmState
 from swarmtrain.view.dashboard.cluster_metrics import render_cluster_metrics
 from swarmtrain.view.dashboard.cluster_page import ClusterPage, build_cluster_page
+from swarmtrain.view.dashboard.cluster_reader import StartEstimator
+from swarmtrain.view.queue_table import estimate_queue_starts
 
 STATUS = SchedulerStatus("running", "gpu-0", "registry/queue:1", "0.1.0")
 LOCATION = "the swarm at fake"
@@ -41,8 +44,10 @@ def build_overviews(cluster: Cluster) -> list[tuple[str, RunOverview]]:
 def build_page(
     cluster: Cluster, *others: tuple[str, RunOverview], scheduler: SchedulerStatus | str = STATUS, problems: Sequence[str] = ()
 ) -> ClusterPage:
-    swarm = SwarmState(LOCATION, QueueReader(cluster.swarm).read_state(cluster.now), read_gpu_ids(cluster.swarm))
-    return build_cluster_page([*build_overviews(cluster), *others], swarm, scheduler, problems, cluster.now)
+    queue, overviews = QueueReader(cluster.swarm).read_state(cluster.now), build_overviews(cluster)
+    starts = estimate_queue_starts(queue, [overview for _, overview in overviews], cluster.now)
+    swarm = SwarmState(LOCATION, queue, read_gpu_ids(cluster.swarm), starts)
+    return build_cluster_page([*overviews, *others], swarm, scheduler, problems, cluster.now)
 
 
 def assign_gpus(cluster: Cluster, run: str, number: int) -> None:
@@ -80,6 +85,7 @@ def test_runs_the_queue_and_who_holds_which_gpu() -> None:
         ("third", "normal", "waiting", {GPU: 2.0, "cores": 8.0}),
     ]
     assert "in use by first" in page.queue.runs[2].reason
+    assert [row.estimate for row in page.queue.runs] == [None, None, None], "second has no known end"
     first, second = page.machines
     assert (first.name, first.state, first.gpu_ids, first.gpus_held) == ("gpu-0", "ready", ("GPU-0-0", "GPU-0-1"), 1.0)
     assert [(holder.holder, holder.gpus, holder.gpu_numbers, holder.cores) for holder in first.holders] == [("first", 1.0, (1,), 3.0)]
@@ -161,6 +167,22 @@ def test_a_page_stays_equal_while_nothing_changes() -> None:
     before = build_page(cluster).to_page_data()
     cluster.now += 30
     assert build_page(cluster).to_page_data() == before
+
+
+def test_starts_are_estimated_again_after_a_multiple_of_the_time_that_it_took() -> None:
+    cluster = Cluster(1)
+    cluster.submit("first", nodes=1, time_limit="1h")
+    cluster.settle()
+    cluster.submit("second", nodes=1, time_limit="1h")
+    cluster.settle()
+    reader = QueueReader(cluster.swarm)
+    clock = iter([0.0, 2.0, 41.0, 42.0, 43.0])  # the first estimate takes 2 s
+    estimator = StartEstimator(lambda: next(clock))
+    assert estimator.estimate(reader.read_state(cluster.now), ())["second"] == pytest.approx(3600, abs=5)
+    cluster.submit("third", nodes=1, time_limit="1h")
+    cluster.settle()
+    known = [list(estimator.estimate(reader.read_state(cluster.now), ())) for _ in range(2)]
+    assert known == [["second"], ["second", "third"]], "at 41 s the first estimate is used, at 42 s there is another"
 
 
 def test_the_queue_and_the_machines_as_metrics() -> None:

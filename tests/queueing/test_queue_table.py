@@ -6,7 +6,7 @@ from test_scheduler import Cluster
 
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
-from swarmtrain.view.queue_table import build_queue_table
+from swarmtrain.view.queue_table import build_queue_table, estimate_queue_starts
 
 STATUS = SchedulerStatus("running", "gpu-0", "registry/queue:1", "0.1.0")
 
@@ -19,7 +19,8 @@ def test_running_and_waiting_runs_in_order_with_reasons_and_estimates() -> None:
     cluster.submit("third", nodes=2)
     cluster.submit("urgent", nodes=3, min_nodes=1, priority="high", preemptible=False)
     cluster.settle(seconds=600)
-    table = build_queue_table(QueueReader(cluster.swarm).read_state(cluster.now), STATUS, [], cluster.now)
+    state = QueueReader(cluster.swarm).read_state(cluster.now)
+    table = build_queue_table(state, STATUS, estimate_queue_starts(state, [], cluster.now), cluster.now)
     assert [(row.run, row.state, row.nodes) for row in table.runs] == [
         ("urgent", "running", 3),
         ("first", "waiting", 0),
@@ -34,5 +35,6 @@ def test_running_and_waiting_runs_in_order_with_reasons_and_estimates() -> None:
 
 def test_an_empty_queue() -> None:
     cluster = Cluster()
-    table = build_queue_table(QueueReader(cluster.swarm).read_state(cluster.now), STATUS, [], cluster.now)
+    state = QueueReader(cluster.swarm).read_state(cluster.now)
+    table = build_queue_table(state, STATUS, estimate_queue_starts(state, [], cluster.now), cluster.now)
     assert str(table) == "the scheduler is running on gpu-0 (swarmtrain 0.1.0, registry/queue:1)\nthe queue is empty"

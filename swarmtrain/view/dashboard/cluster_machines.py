@@ -59,6 +59,8 @@ class SwarmState:
     queue: QueueState
     gpu_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Ids of the GPUs of each machine, by the machine's id."""
+    starts: Mapping[str, float] = field(default_factory=dict)
+    """In how many seconds waiting runs start, by run, as far as that is known."""
 
 
 def build_cluster_machines(

@@ -65,6 +65,5 @@ def build_cluster_page(
     if isinstance(scheduler, str) or swarm is None:
         note = str(scheduler)
     else:
-        own = [overview for location, overview in located_overviews if location == swarm.location]
-        queue = build_queue_table(swarm.queue, scheduler, own, now)
+        queue = build_queue_table(swarm.queue, scheduler, swarm.starts, now)
     return ClusterPage(runs, queue, note, build_cluster_machines(swarm, located_overviews, now), tuple(problems), now)

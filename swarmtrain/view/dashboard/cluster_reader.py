@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from swarmtrain.errors import EngineError, RunNotFound, StackError, SwarmAbsentError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher, RunOverview
@@ -11,10 +13,14 @@ from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded
 from swarmtrain.launchers.run_discovery import discover_overviews
 from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus, read_scheduler_status
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
+from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader, QueueState
 from swarmtrain.view.dashboard.cluster_machines import SwarmState
 from swarmtrain.view.dashboard.cluster_page import ClusterPage, build_cluster_page
 from swarmtrain.view.dashboard.data_source import RunDataSource
+from swarmtrain.view.queue_table import estimate_queue_starts
+
+_ESTIMATE_FACTOR = 20.0
+"""How many times as long as the estimate of starts has taken, it is used."""
 
 
 class ClusterReader:
@@ -25,6 +31,7 @@ class ClusterReader:
         self._overviews: dict[str, tuple[Launcher, RunOverview]] = {}
         """The runs of the newest page, by id."""
         self._queue_reader: QueueReader | None = None
+        self._start_estimator = StartEstimator()
 
     def read_page(self) -> ClusterPage:
         """Return the current page. Raises the error of a launcher if none answers."""
@@ -33,7 +40,8 @@ class ClusterReader:
         scheduler: SchedulerStatus | str = "this machine does not reach a swarm"
         if swarm_launcher := self._launchers.get("swarm"):
             try:
-                swarm, scheduler = self._read_swarm(swarm_launcher.location)
+                own = [overview for launcher, overview in overviews if launcher is swarm_launcher]
+                swarm, scheduler = self._read_swarm(swarm_launcher.location, own)
             except SwarmtrainError as error:
                 scheduler, errors = str(error), [*errors, error]
                 if isinstance(error, EngineError) and error.status is None:  # no answer: its SSH tunnel may be closed
@@ -58,12 +66,35 @@ class ClusterReader:
         known = ", ".join(sorted(overview.run for _, overview in self._overviews.values())) or "none"
         raise RunNotFound(f"unknown run; existing runs: {known}", place=f"run {name_or_id}", hint="swarmtrain history lists all known runs")
 
-    def _read_swarm(self, location: str) -> tuple[SwarmState, SchedulerStatus | str]:
+    def _read_swarm(self, location: str, overviews: Sequence[RunOverview]) -> tuple[SwarmState, SchedulerStatus | str]:
         if self._queue_reader is None:
             self._queue_reader = QueueReader(DockerEngine())
         engine = self._queue_reader.engine
-        state = SwarmState(location, self._queue_reader.read_state(time.time()), read_gpu_ids(engine))
+        queue = self._queue_reader.read_state(time.time())
+        state = SwarmState(location, queue, read_gpu_ids(engine))
         try:
-            return state, read_scheduler_status(engine)
+            scheduler = read_scheduler_status(engine)
         except StackError as error:  # there is none
             return state, f"{error}; start one with: {error.hint}"
+        return replace(state, starts=self._start_estimator.estimate(queue, overviews)), scheduler
+
+
+class StartEstimator:
+    """Estimates when waiting runs start, again only after a multiple of the time that it took: a long queue takes seconds."""
+
+    def __init__(self, get_seconds: Callable[[], float] = time.monotonic) -> None:
+        """`get_seconds`: a monotonic clock."""
+        self._get_seconds = get_seconds
+        self._starts: dict[str, float] = {}
+        """Time of the start by run, in seconds since the epoch."""
+        self._next_time = 0.0
+
+    def estimate(self, queue: QueueState, overviews: Sequence[RunOverview]) -> dict[str, float]:
+        """Return in how many seconds waiting runs start, by run, as far as that is known."""
+        began = self._get_seconds()
+        if began >= self._next_time:
+            now = time.time()
+            self._starts = {run: now + seconds for run, seconds in estimate_queue_starts(queue, overviews, now).items()}
+            ended = self._get_seconds()
+            self._next_time = ended + _ESTIMATE_FACTOR * (ended - began)
+        return {run: max(0.0, start - time.time()) for run, start in self._starts.items()}
