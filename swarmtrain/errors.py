@@ -144,6 +144,10 @@ class EngineError(SwarmtrainError):
         self.status = status
 
 
+class SwarmAbsentError(EngineError):
+    """The engine answers, but is not part of a swarm."""
+
+
 class HostError(SwarmtrainError):
     """A host cannot be reached over SSH, or a request to it failed."""
 
@@ -178,6 +182,10 @@ class RunNotFound(SwarmtrainError):
 
 class AmbiguousRun(SwarmtrainError):
     """Several runs have this name; or no name was given, and the user has several runs."""
+
+
+class ComparisonError(SwarmtrainError):
+    """The named runs cannot be compared: they are not two different runs with curves."""
 
 
 class StateDirectoryError(SwarmtrainError):

@@ -244,7 +244,7 @@ EVENT_SCRIPT_RETURNED = "script_returned"
 # step, steps, loss, tokens_per_second, eta_seconds, learning_rate; if known gradient_norm, max_replica_loss, accuracy, tflops, mfu, phases:
 # seconds of a step by phase (swarmtrain.trainer.health.step_timer), memory: bytes (swarmtrain.trainer.metrics.memory_usage)
 EVENT_PROGRESS = "progress"
-# node, and the fields of swarmtrain.trainer.run_report: versions, devices, git …; values are strings, or mappings of strings
+# node, and the fields of swarmtrain.trainer.run_report: versions, devices, tokens_per_step …; values are strings, numbers, or mappings
 EVENT_RUN_REPORT = "report"
 # step, loss
 EVENT_EVALUATION = "evaluation"

@@ -99,7 +99,18 @@ SUITES = {
         "one mistake per test on a lab of its own; the gate has the same mistakes where they need no engine, in `fast`",
     ),
     "fast": Suite(
-        ["unit", "golden", "queueing", "architecture", "docs", "doctor", "mistakes", "page/test_page_data.py"],
+        [
+            "unit",
+            "golden",
+            "queueing",
+            "architecture",
+            "docs",
+            "doctor",
+            "mistakes",
+            "page/test_page_data.py",
+            "page/test_monitoring_files.py",
+            "page/test_run_comparison.py",
+        ],
         "everything that needs neither torch nor a lab, and bad input to every command",
     ),
     "newer": Suite(

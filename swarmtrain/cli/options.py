@@ -60,6 +60,21 @@ RunArgument = Annotated[
         autocompletion=shell_completion.complete_runs,
     ),
 ]
+RunOrAllArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]", help="Name or id of the run. Default: all runs.", show_default=False, autocompletion=shell_completion.complete_runs
+    ),
+]
+TwoRunsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN [RUN]]",
+        help="Name or id of the run, or of two runs to compare. Default: your only run.",
+        show_default=False,
+        autocompletion=shell_completion.complete_runs,
+    ),
+]
 YesOption = Annotated[
     bool, typer.Option("--yes", "-y", help="Do not ask for confirmation before a restart, or before a change to somebody else's run.")
 ]

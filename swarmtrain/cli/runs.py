@@ -15,6 +15,8 @@ from swarmtrain.cli.options import (
     OverridesOption,
     RunArgument,
     RunNameOption,
+    RunOrAllArgument,
+    TwoRunsArgument,
     YesOption,
 )
 
@@ -104,7 +106,7 @@ def show_status(
 
 
 def open_dashboard(
-    run: RunArgument = None,
+    run: RunOrAllArgument = None,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on. An address other than loopback requires a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8265,
@@ -114,28 +116,35 @@ def open_dashboard(
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the dashboard in this machine's browser.")] = False,
 ) -> None:
-    """Serve a live dashboard of a run, and Prometheus metrics at /metrics. For a removed run, show the records kept on this machine."""
+    """Serve a live dashboard of all runs, the queue and the machines, or of one run, and Prometheus metrics at /metrics.
+
+    For a removed run, show the records kept on this machine.
+    """
+    from swarmtrain.view.dashboard.cluster_reader import ClusterReader
+    from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
     from swarmtrain.view.dashboard.data_source import open_data_source
     from swarmtrain.view.dashboard.server import serve_dashboard
 
-    serve_dashboard(open_data_source(run), host=host, port=port, token_file=token_file, open_browser=open_browser)
+    data_source = ClusterDataSource(ClusterReader()) if run is None else open_data_source(run)
+    serve_dashboard(data_source, host=host, port=port, token_file=token_file, open_browser=open_browser)
 
 
 def write_report(
-    run: RunArgument = None,
+    runs: TwoRunsArgument = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN.html.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write. Default: RUN.html, or RUN-RUN.html.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write the dashboard of a run to a single HTML file that needs no server and no network."""
+    """Write the dashboard of a run, or a comparison of two runs, to a single HTML file that needs no server and no network."""
     from swarmtrain.view.console import print_message
     from swarmtrain.view.dashboard.data_source import open_data_source
     from swarmtrain.view.dashboard.html_page import write_html_report
 
-    data_source = open_data_source(run)
-    path = output or Path(f"{data_source.run}.html")
-    write_html_report(data_source, path, overwrite=force)
+    sources = [open_data_source(run) for run in runs or [None]]
+    path = output or Path(f"{'-'.join(source.run for source in sources)}.html")
+    write_html_report(sources, path, overwrite=force)
     print_message(f"wrote {path}")
 
 
@@ -181,7 +190,7 @@ def open_shell(
     open_node_shell(*find_run(run), rank=rank, node=node, argv=argv or ())
 
 
-def show_run_history(run: RunArgument = None, json: JsonOption = False) -> None:
+def show_run_history(run: RunOrAllArgument = None, json: JsonOption = False) -> None:
     """Show the timeline of a run: worlds, failures, checkpoints, outcome. Without RUN: list the runs known on this machine."""
     from swarmtrain.view.run_state import show_history
 

@@ -102,6 +102,10 @@ class Config(Section):
         """Return the full config, including defaults, as JSON text. Equal configs give equal bytes."""
         return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
 
+    def hide_environment(self) -> Config:
+        """Return the config with … for the values of `runner.env`, which may be confidential."""
+        return self.model_copy(update={"runner": self.runner.model_copy(update={"env": dict.fromkeys(self.runner.env, "…")})})
+
     def to_node_config(self) -> Config:
         """Return the config in the form that every node receives and every checkpoint stores.
 

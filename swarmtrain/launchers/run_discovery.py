@@ -106,19 +106,23 @@ def _read_identity_if_exists(launcher: Launcher, run: str) -> RunIdentity | None
         return None
 
 
-def discover_overviews() -> tuple[list[tuple[str, RunOverview]], list[SwarmtrainError]]:
-    """Return an overview of each run, with the location of its launcher; and the errors of launchers that could not be queried.
+def discover_overviews(launchers: dict[str, Launcher]) -> tuple[list[tuple[Launcher, RunOverview]], list[SwarmtrainError]]:
+    """Return an overview of each run, with its launcher; and the errors of launchers that could not be queried.
 
-    The errors do not include those that only say that this machine has no Docker engine.
+    The errors do not include those that only say that this machine has no Docker engine. `launchers`: those of earlier calls, by runner
+    type, which keep their connections; new ones are added.
     """
-    overviews: list[tuple[str, RunOverview]] = []
+    overviews: list[tuple[Launcher, RunOverview]] = []
     errors: list[SwarmtrainError] = []
     for runner_type in list_runner_types():
         try:
-            launcher = create_launcher(runner_type)
-            overviews += [(launcher.location, overview) for overview in launcher.read_overviews()]
+            launcher = launchers.get(runner_type) or create_launcher(runner_type)
+            launchers[runner_type] = launcher
+            overviews += [(launcher, overview) for overview in launcher.read_overviews()]
         except Exception as error:  # noqa: BLE001  # another package's launcher may raise anything
             errors.append(_convert_listing_error(runner_type, error))
+            if isinstance(error, EngineError) and error.status is None:  # no answer: its SSH tunnel may be closed
+                launchers.pop(runner_type, None)
     return overviews, [error for error in errors if not _is_engine_absence(error)]
 
 

@@ -22,7 +22,7 @@ from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader, QueueSt
 from swarmtrain.operations.confirmation import confirm_change, require_confirmation
 from swarmtrain.operations.runs import remove_run
 from swarmtrain.view.console import print_message, show_progress
-from swarmtrain.view.queue_table import QueueTable, build_queue_table, format_policy
+from swarmtrain.view.queue_table import QueueTable, build_queue_table, estimate_queue_starts, format_policy
 
 _IMAGE_NAME = "swarmtrain-queue"
 _ENGINE_TIMEOUT_SECONDS = 1800.0  # seconds without progress from the engine in one step of a build
@@ -58,7 +58,8 @@ def load_queue_table() -> QueueTable:
     status = queue_service.find_scheduler_status(engine)
     state = QueueReader(engine).read_state(time.time())
     overviews = create_launcher("swarm").read_overviews() if queue_order.list_waiting_runs(state) else []
-    return build_queue_table(state, status, overviews, time.time())
+    now = time.time()
+    return build_queue_table(state, status, estimate_queue_starts(state, overviews, now), now)
 
 
 def load_policy_text() -> str:

@@ -116,6 +116,7 @@ def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
             launcher.deploy_run(plan, report_progress)
         recorded_run = find_recorded_run_of(launcher, plan.run)
         recorded_run.record_operation(event)
+        recorded_run.save_config(plan.config)
         recorded_run.save_git_diff(git_checkout.diff if git_checkout else "")
     except KeyboardInterrupt:
         print_message(f"interrupted: {_describe_remaining_run(launcher, plan.run)}")

@@ -70,6 +70,7 @@ def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -
         "generation": generation,
         "time": time.time(),
         "parameters": model.parameter_count,
+        "tokens_per_step": runtime.config.topology.samples_per_step * runtime.config.transformer_architecture.sequence_length,
         "versions": _collect_versions(placements[0].driver),
         "communication": {"backend": "nccl and gloo" if runtime.device.type == "cuda" else "gloo", "environment": environment},
         "ranks": [asdict(placement) for placement in placements],
@@ -112,6 +113,7 @@ def summarize_nodes(report: ReportFields) -> Iterator[tuple[str, ReportFields]]:
         }
         shared_fields = {
             "parameters": f"{report['parameters']:,}",
+            "tokens_per_step": report["tokens_per_step"],
             "versions": report["versions"],
             "communication": report["communication"],
         }

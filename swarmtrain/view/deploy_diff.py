@@ -29,7 +29,7 @@ def list_differences(
     network_note = _describe_network_recreation(plan)
     changed = [
         f"{key}: {_abbreviate_value(old)} → {_abbreviate_value(new)}{network_note if key in _NETWORK_KEYS else restart_note}"
-        for key, old, new in _iterate_changed_keys(plan, deployed_config)
+        for key, old, new in iterate_changed_keys(deployed_config, plan.config)
     ]
     return [
         *changed,
@@ -49,10 +49,10 @@ def _describe_network_recreation(plan: Plan) -> str:
     return f", needs a new network: swarmtrain down {plan.run}, then deploy again"
 
 
-def _iterate_changed_keys(plan: Plan, deployed_config: Config) -> Iterator[tuple[str, Any, Any]]:
-    new_values, old_values = (
-        _flatten_to_dotted_keys(plan.config.to_node_config().model_dump(mode="json")),
-        _flatten_to_dotted_keys(deployed_config.to_node_config().model_dump(mode="json")),
+def iterate_changed_keys(old_config: Config, new_config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each config key whose value differs, with both values. Where a run is, is not compared: its hosts and current node count."""
+    old_values, new_values = (
+        _flatten_to_dotted_keys(config.to_node_config().model_dump(mode="json")) for config in (old_config, new_config)
     )
     for key in [*new_values, *(key for key in old_values if key not in new_values)]:
         if new_values.get(key) != old_values.get(key):

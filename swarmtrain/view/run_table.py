@@ -29,6 +29,8 @@ class RunRow:
     state: str
     step: int | None
     steps: int | None
+    loss: float | None
+    """Training loss of the newest step."""
     created: float
     """Time at which the run was brought up, in seconds since the epoch; 0 if it is unknown."""
     reason: str = ""
@@ -63,10 +65,10 @@ class RunTable:
 
 def load_run_table() -> RunTable:
     """Return the table of the runs of all reachable launchers. Raises the error of a launcher that should be, if there are no runs."""
-    located_overviews, errors = discover_overviews()
-    if errors and not located_overviews:
+    overviews, errors = discover_overviews({})
+    if errors and not overviews:
         raise errors[0]
-    return build_run_table(located_overviews, time.time())
+    return build_run_table([(launcher.location, overview) for launcher, overview in overviews], time.time())
 
 
 def build_run_table(located_overviews: Iterable[tuple[str, RunOverview]], now: float) -> RunTable:
@@ -89,6 +91,7 @@ def _build_row(overview: RunOverview, location: str, now: float) -> RunRow:
         state="unreachable" if overview.error else status.state,
         step=status.progress.get("step"),
         steps=status.progress.get("steps"),
+        loss=status.progress.get("loss"),
         created=overview.identity.created,
         reason=overview.error or status.reason,
     )

@@ -25,6 +25,7 @@ from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.queue_entry import QueueEntry, find_queue_entry
 from swarmtrain.launchers.swarm.queueing import queue_service
 from swarmtrain.plan import build_plan
+from swarmtrain.view.dashboard.cluster_reader import ClusterReader
 
 _LONG = 60.0
 
@@ -89,7 +90,7 @@ def queue(lab: Lab, engine: DockerEngine, image: str, stub_image: str) -> Iterat
     queue_service.remove_scheduler(engine, DISCARD)
 
 
-def test_runs_wait_their_turn_and_give_way_to_a_higher_priority(queue: Queue) -> None:
+def test_runs_wait_their_turn_and_give_way_to_a_higher_priority(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.submit("elastic", nodes=3, min_nodes=1)
     queue.wait_for({"elastic": 3})
     queue.submit("second", nodes=3)
@@ -98,6 +99,8 @@ def test_runs_wait_their_turn_and_give_way_to_a_higher_priority(queue: Queue) ->
     queue.submit("urgent", nodes=2, priority="high")
     queue.wait_for({"elastic": 1, "urgent": 2})
     assert queue.read_entry("second").state == "waiting"
+    monkeypatch.setenv("DOCKER_HOST", queue.engine.address)
+    check_cluster_page()
     queue.launcher.tear_down_run("elastic", DISCARD)
     queue.wait_for({"urgent": 2})
     queue.launcher.tear_down_run("urgent", DISCARD)
@@ -109,6 +112,25 @@ def test_runs_wait_their_turn_and_give_way_to_a_higher_priority(queue: Queue) ->
     assert queue.read_entry("second").reason == "stopped by a user"
     queue.submit("second", nodes=3)
     queue.wait_for({"second": 3})
+
+
+def check_cluster_page() -> None:
+    """Check that the dashboard's page of this swarm shows what the scheduler has done."""
+    page = ClusterReader().read_page()
+    assert page.problems == ()
+    assert page.queue
+    assert page.queue.scheduler
+    assert page.queue.scheduler.state == "running"
+    assert {(row.run, row.state, row.nodes) for row in page.queue.runs} == {
+        ("urgent", "running", 2),
+        ("elastic", "running", 1),
+        ("second", "waiting", 0),
+    }
+    assert {(row.run, row.running_nodes) for row in page.runs} == {("urgent", 2), ("elastic", 1), ("second", 0)}
+    assert sorted(holder.holder for machine in page.machines for holder in machine.holders) == ["elastic", "urgent", "urgent"]
+    assert [(machine.name, machine.state, machine.cores_claimed) for machine in page.machines] == [
+        (f"node{number}", "ready", machine.cores) for number, machine in enumerate(page.machines)
+    ]
 
 
 _CONTAINER_CHECK = """

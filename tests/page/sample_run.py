@@ -95,7 +95,7 @@ def _build_join(node: str, at: float) -> Event:
 def _build_report(node: str, at: float) -> Event:
     versions = {"torch": "2.13.0+cu130", "nccl": "2.29.7", "driver": "580.95.05" if node != "node3" else "575.57.08", "python": "3.11.14"}
     facts = {"versions": versions, "devices": "2 × NVIDIA A100-SXM4-80GB", "git": {"commit": "4be1c09", "changed": "no"}}
-    return Event(protocol.EVENT_RUN_REPORT, {"node": node, "parameters": "1,283,457,024", **facts}, at)
+    return Event(protocol.EVENT_RUN_REPORT, {"node": node, "parameters": "1,283,457,024", "tokens_per_step": 131072, **facts}, at)
 
 
 def _build_world(number: int, nodes: int, at: float) -> Event:

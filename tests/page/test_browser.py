@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
@@ -15,10 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sample_cluster
 import sample_run
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from processes import find_run_pids
+from test_server import run_server, store_runs
 
+from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
 from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file_page
 from swarmtrain.view.dashboard.page_data import build_output_line_data, build_page_data_from_events
 
@@ -259,6 +263,115 @@ def test_curves_grow_from_their_first_point_on(browser: Browser) -> None:
     context.close()
 
 
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[sample_cluster.FakeBackend, str]]:
+    """A sample cluster, and the URL of its page, which the real server serves."""
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source.POLL_SECONDS", -1.0)
+    store_runs()
+    backend = sample_cluster.FakeBackend()
+    with run_server(ClusterDataSource(backend)) as port:
+        yield backend, f"http://127.0.0.1:{port}/"
+
+
+Cluster = tuple[sample_cluster.FakeBackend, str]
+
+
+def test_the_page_of_a_cluster_shows_runs_queue_and_who_holds_which_gpu(browser: Browser, cluster: Cluster) -> None:
+    with open_page(browser, cluster[1]) as eyes:
+        page = eyes.page
+        expect(page.locator("#runs tbody tr")).to_have_count(4)
+        expect(page.locator("#summary")).to_have_text("4 runs: 2 training, 2 queued · 4 machines · 9 of 12 GPUs held")
+        expect(page.locator("#runs tbody tr").last).to_contain_text("1,200 of 4,000, 30 %")
+        expect(page.locator("#runs tbody tr").last).to_contain_text("3.1416")
+        assert page.locator("#planted").count() == 0
+        expect(page.locator("#runs tbody tr").nth(2)).to_contain_text("<b id='planted'>anna</b>")
+        queue = page.locator("#queue tbody tr")
+        assert [row.locator("td").first.text_content() for row in queue.all()] == ["", "1", "2"]
+        expect(queue.nth(1)).to_contain_text("1 min 30 s")
+        expect(queue.nth(2)).to_contain_text("0 of 2 nodes free; in use by baseline")
+        expect(queue.nth(2)).to_contain_text("4 NVIDIA-GPU, 32 cores")
+        machines = page.locator("#machines .card")
+        assert [text.replace("GPU ", "") for text in machines.nth(1).locator(".gpus li").all_text_contents()] == [
+            "0notebook",
+            "1baseline",
+            "2free",
+            "3baseline",
+        ]
+        assert machines.nth(2).locator(".gpus li").all_text_contents() == ["2 of 4 GPUsurgent"]
+        expect(machines.nth(2)).to_contain_text("drained")
+        expect(machines.nth(3)).to_contain_text("used by sweep")
+        assert eyes.problems == []
+
+
+def test_from_the_cluster_to_a_run_and_to_a_comparison(browser: Browser, cluster: Cluster) -> None:
+    with open_page(browser, cluster[1]) as eyes:
+        page = eyes.page
+        page.locator("#runs a", has_text="demo").click()
+        expect(page).to_have_title("demo: done")
+        expect(page.locator(".plot canvas")).to_have_count(8)
+        page.locator("#all-runs").click()
+        expect(page.locator("#compare")).to_be_hidden()
+        for run in ("demo", "baseline"):
+            page.locator(f"#runs input[data-run={run}]").check()
+        expect(page.locator("#runs input[data-run=sweep]")).to_be_disabled()
+        page.locator("#compare").click()
+        expect(page).to_have_title("baseline and demo")
+        canvases = page.locator(".plot canvas")
+        expect(canvases).to_have_count(2)
+        assert all(canvas.evaluate(COUNT_COLORS_SCRIPT) > 3 for canvas in canvases.all())
+        assert [re.sub(r"[\d.]+$", "", key) for key in page.locator(".plot").first.locator(".key").all_text_contents()] == [
+            "baseline",
+            "demo",
+        ]
+        expect(page.locator(".plot div[role=img]").first).to_have_attribute("aria-label", re.compile("^Training loss over steps: baseline"))
+        page.select_option("#axis", "tokens")
+        expect(page.locator(".plot div[role=img]").first).to_have_attribute("aria-label", re.compile("^Training loss over tokens: "))
+        page.locator(".plot .u-over").first.hover(position={"x": 100, "y": 60})
+        expect(page.locator("#plots-title")).to_have_text(re.compile(r"Curves, at [\d.,]+M? tokens"))
+        expect(page.locator("#config")).to_contain_text("its config is not recorded on this machine")
+        page.locator("#all-runs").click()
+        expect(page.locator("h1")).to_have_text("Cluster")
+        assert eyes.problems == []
+
+
+def test_the_page_of_a_cluster_follows_it_and_keeps_a_choice(browser: Browser, cluster: Cluster) -> None:
+    backend, url = cluster
+    with open_page(browser, url) as eyes:
+        page = eyes.page
+        page.locator("#runs input[data-run=demo]").check()
+        backend.page = dataclasses.replace(backend.page, runs=backend.page.runs[1:], queue=None, queue_note="there is no scheduler")
+        expect(page.locator("#runs tbody tr")).to_have_count(3)
+        expect(page.locator("#queue .body")).to_have_text("there is no scheduler")
+        expect(page.locator("#runs input[data-run=demo]")).to_be_checked()
+        backend.is_away = True
+        expect(page.locator("#freshness")).to_have_text("the cluster cannot be asked: no answer")
+        expect(page.locator("#runs tbody tr")).to_have_count(3)
+        assert eyes.problems == []
+
+
+def test_what_cannot_be_compared_is_shown_with_the_reason(browser: Browser, cluster: Cluster) -> None:
+    with open_page(browser, f"{cluster[1]}compare?run=demo&run=demo") as eyes:
+        expect(eyes.page.locator("#problem")).to_contain_text("both runs are the same one: demo, id aaaaaaaaaaaa (name two different runs")
+        expect(eyes.page.locator("#plots")).to_be_hidden()
+    with open_page(browser, f"{cluster[1]}runs/never/") as eyes:
+        expect(eyes.page.locator("#freshness")).to_contain_text("run never: unknown run; existing runs: demo")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["", "compare?run=demo&run=baseline"])
+def test_the_pages_of_a_cluster_are_readable(browser: Browser, cluster: Cluster, path: str, scheme: str) -> None:
+    """On a phone nothing is wider than the screen, and every visible text has a contrast of at least 4.5:1."""
+    with open_page(browser, f"{cluster[1]}{path}", width=390, scheme=scheme) as eyes:
+        expect(eyes.page.locator("#runs tbody tr").first).to_be_visible()
+        if path:
+            expect(eyes.page.locator(".plot canvas")).to_have_count(2)
+        assert eyes.page.evaluate("document.documentElement.scrollWidth") == 390
+        texts = eyes.page.evaluate(TEXT_COLORS_SCRIPT)
+        assert len(texts) > 20
+        assert {(text, ink, paper) for text, ink, paper in texts if compute_contrast(ink, paper) < 4.5} == set()
+        assert eyes.problems == []
+
+
 TEXT_COLORS_SCRIPT = """() => {
   const found = [], walker = document.createTreeWalker(document.querySelector("body"), NodeFilter.SHOW_TEXT);
   const solid = (colour) => !/, 0\\)$|transparent/.test(colour);
@@ -354,15 +467,26 @@ def test_a_training_run_is_followed_through_a_death_and_a_lost_server(browser: B
             expect(page.locator("#state")).to_have_text("done")
             expect(page.locator("#freshness")).to_have_text("it has ended")
             assert [wrong for wrong in eyes.problems if "net::ERR_" not in wrong] == []
+        interrupt_dashboard(server)
+        server, address = start_dashboard(0, run=None)
+        with open_page(browser, address) as eyes:
+            row = eyes.page.locator("#runs tbody tr")
+            expect(row).to_contain_text(["small"])
+            expect(row.locator(".badge")).to_have_text("done")
+            expect(row).to_contain_text(["30 of 30, 100 %"])
+            expect(eyes.page.locator("#queue .body")).to_contain_text("swarm")
+            row.locator("a").click()
+            expect(eyes.page.locator("#markers li")).to_contain_text(["SIGKILL"])
+            assert eyes.problems == []
     finally:
         interrupt_dashboard(server)
         start_swarmtrain("down", "small").communicate(timeout=TIMEOUT_SECONDS)
     assert deployed[0] == ""
 
 
-def start_dashboard(port: int) -> tuple[subprocess.Popen[str], str]:
-    """Start the dashboard; return its process and its URL, once it answers."""
-    process = start_swarmtrain("dashboard", "small", "--port", str(port))
+def start_dashboard(port: int, run: str | None = "small") -> tuple[subprocess.Popen[str], str]:
+    """Start the dashboard of a run, or of all runs; return its process and its URL, once it answers."""
+    process = start_swarmtrain("dashboard", *([run] if run else []), "--port", str(port))
     line = process.stderr.readline()  # type: ignore[union-attr]  # it is a pipe
     found = re.search(r"http://\S+", line)
     assert found, line + process.communicate()[1]

@@ -224,14 +224,6 @@ def test_labels_are_escaped() -> None:
     assert 'run="a\\"b\\\\c\\nd"' in prometheus.render_metrics(data, 0.0)
 
 
-def test_every_metric_of_an_alert_exists() -> None:
-    alerts = (Path(__file__).parents[2] / "examples" / "prometheus-alerts.yml").read_text()
-    text = prometheus.render_metrics(build_sample_page(), sample_run.START_TIME)
-    used = set(re.findall(r"swarmtrain_\w+", alerts))
-    assert used
-    assert used <= set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
-
-
 def test_a_run_that_is_down_has_its_page_from_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
     recorded_run = RecordedRun("demo", RunIdentity("aaaaaaaaaaaa"))

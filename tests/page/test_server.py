@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -13,18 +14,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sample_cluster
 import sample_run
 import uvicorn
 
 from swarmtrain import protocol
-from swarmtrain.errors import EngineError, SwarmtrainError
+from swarmtrain.errors import AmbiguousRun, EngineError, SwarmtrainError
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page
 from swarmtrain.view.dashboard.access_policy import AccessPolicy, create_access_policy, is_loopback
+from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.server import create_app
 
@@ -44,7 +48,7 @@ def demo() -> RunDataSource:
 
 
 @contextmanager
-def run_server(source: RunDataSource, *, token: str = "", loopback: bool = True) -> Iterator[int]:
+def run_server(source: RunDataSource | ClusterDataSource, *, token: str = "", loopback: bool = True) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         config = uvicorn.Config(
@@ -117,6 +121,98 @@ def test_elsewhere_it_requires_the_token(demo: RunDataSource) -> None:
         assert send_request(port, "/api/page", Cookie=cookie.partition(";")[0])[0] == 200
         assert send_request(port, "/api/page", Cookie=f"swarmtrain-{port}=wrong")[0] == 401
         assert send_request(port, "/", Host="a-name-of-this-machine", Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def store_runs() -> None:
+    """Store events of all runs of the sample cluster."""
+    for run, run_id in sample_cluster.IDS.items():
+        recorded_run = RecordedRun(run, RunIdentity(run_id))
+        recorded_run.create_folder()
+        (recorded_run.folder / EVENTS_FILE).write_text("".join(f"{event.to_line()}\n" for event in sample_run.build_events(outcome="done")))
+
+
+@pytest.fixture
+def backend() -> sample_cluster.FakeBackend:
+    store_runs()
+    return sample_cluster.FakeBackend()
+
+
+def test_the_page_of_a_cluster_has_the_pages_of_all_its_runs(backend: sample_cluster.FakeBackend) -> None:
+    with run_server(ClusterDataSource(backend)) as port:
+        assert b"<h1>Cluster</h1>" in send_request(port, "/")[2]
+        served = json.loads(send_request(port, "/api/cluster")[2])
+        assert [run["key"] for run in served["page"]["runs"]] == ["baseline", "demo", "urgent", "sweep"]
+        assert send_request(port, f"/api/cluster?version={served['version']}")[0] == 204
+        for path in ("/runs/demo/", "/runs/demo/page.js", "/runs/demo/uplot/uPlot.js", "/runs/demo/metrics", "/cluster.js", "/page.css"):
+            assert send_request(port, path)[0] == 200, path
+        assert json.loads(send_request(port, "/runs/demo/api/page")[2])["page"]["run"] == "demo"
+        assert json.loads(send_request(port, f"/runs/{sample_cluster.IDS['demo']}/api/page")[2])["page"]["run"] == "demo"
+        assert backend.opened == [sample_cluster.IDS["demo"]], "a run is opened once"
+        status, headers, body = send_request(port, "/runs/never/api/page")
+        assert (status, headers["content-type"]) == (404, "application/json")
+        assert json.loads(body) == {
+            "error": "run never: unknown run; existing runs: demo",
+            "hint": "swarmtrain history lists all known runs",
+        }
+        assert send_request(port, "/runs/never/api/lines")[0] == 404
+        assert send_request(port, "/runs/demo/../../server.py")[0] == 404
+
+
+def test_one_target_for_prometheus_has_each_sample_once(backend: sample_cluster.FakeBackend) -> None:
+    with run_server(ClusterDataSource(backend)) as port:
+        status, headers, body = send_request(port, "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    lines = body.decode().splitlines()
+    samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(samples) == len(set(samples))
+    for run in sample_cluster.IDS:
+        assert f'swarmtrain_run_state{{run="{run}",state="done"}} 1' in lines
+    assert 'swarmtrain_queue_runs{class="normal",state="preempted"} 1' in lines
+    assert 'swarmtrain_machine_gpus_held{host="gpu-2"} 3' in lines
+    typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(typed) == len(set(typed))
+    blocks = [name for name, _ in itertools.groupby(sample.partition("{")[0] for sample in samples)]
+    assert sorted(blocks) == sorted(typed), "the samples of a metric are together"
+
+
+def test_every_route_of_a_cluster_requires_the_token(backend: sample_cluster.FakeBackend) -> None:
+    paths = (
+        "/",
+        "/api/cluster",
+        "/compare",
+        "/api/compare?run=demo&run=sweep",
+        "/metrics",
+        "/cluster.js",
+        "/runs/demo/",
+        "/runs/demo/api/page",
+        "/runs/demo/api/lines",
+        "/runs/demo/metrics",
+    )
+    with run_server(ClusterDataSource(backend), token=TOKEN, loopback=False) as port:
+        for path in paths:
+            assert send_request(port, path)[0] == 401, path
+            assert send_request(port, path, Authorization=f"Bearer {TOKEN}")[0] == 200, path
+        assert send_request(port, f"/runs/demo/?token={TOKEN}")[0] == 401, "only the first page takes the token from its address"
+    with run_server(ClusterDataSource(backend)) as port:
+        for path in paths:
+            assert send_request(port, path, Host="evil.example")[0] == 421, path
+
+
+def test_a_cluster_that_does_not_answer_keeps_its_page(backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source.POLL_SECONDS", -1.0)
+    backend.is_away = True
+    source = ClusterDataSource(backend)
+    with pytest.raises(EngineError):
+        source.get_page_data()
+    backend.is_away = False
+    first = source.get_page_data()
+    backend.is_away = True
+    assert source.get_page_data() == {**first, "connection_error": "no answer"}
+    backend.page = replace(backend.page, runs=(backend.page.runs[0], replace(backend.page.runs[0], id="eeeeeeeeeeee")))
+    backend.is_away = False
+    assert [run["key"] for run in source.get_page_data()["runs"]] == [sample_cluster.IDS["baseline"], "eeeeeeeeeeee"]
+    with pytest.raises(AmbiguousRun, match="several runs have this name: bbbbbbbbbbbb, eeeeeeeeeeee"):
+        source.find_run_source("baseline")
 
 
 def test_which_pages_have_a_token(tmp_path: Path) -> None:
@@ -225,13 +321,13 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(demo: RunDataSource, 
 
 
 def test_the_report_of_a_run(demo: RunDataSource, tmp_path: Path) -> None:
-    html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=False)
+    html_page.write_html_report([demo], tmp_path / "demo.html", overwrite=False)
     assert '"run":"demo"' in (tmp_path / "demo.html").read_text()
     with pytest.raises(SwarmtrainError, match="already exists"):
-        html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=False)
-    html_page.write_html_report(demo, tmp_path / "demo.html", overwrite=True)
+        html_page.write_html_report([demo], tmp_path / "demo.html", overwrite=False)
+    html_page.write_html_report([demo], tmp_path / "demo.html", overwrite=True)
     with pytest.raises(SwarmtrainError, match="cannot be written: file exists"):
-        html_page.write_html_report(demo, tmp_path / "demo.html" / "demo.html", overwrite=False)
+        html_page.write_html_report([demo], tmp_path / "demo.html" / "demo.html", overwrite=False)
     assert not list(tmp_path.glob(".demo*"))
 
 

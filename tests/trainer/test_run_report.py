@@ -41,6 +41,8 @@ def test_what_runs_where(tmp_path: Path, config: dict[str, Any], coordinator_add
     assert f"{report['ranks'][0]['host']}, ranks 0-1, 2 × " in lines[2]
     (event,) = filter_events(published_events, protocol.EVENT_RUN_REPORT)
     assert (event["ranks"], event["versions"]) == ("0-1", report["versions"])
+    samples, length = config["topology"]["global_batch_size"], config["transformer_architecture"]["sequence_length"]
+    assert event["tokens_per_step"] == samples * length
     given = tmp_path / "key"
     everything = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file() and path != given]
     said = [*lines, json.dumps(report), *(each.to_line() for each in published_events)]

@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swarmtrain.errors import EngineError
+from swarmtrain.errors import EngineError, SwarmAbsentError
 from swarmtrain.launchers.common import engine_endpoint
 from swarmtrain.launchers.common.engine_endpoint import Endpoint
 from swarmtrain.launchers.common.ssh_tunnel import open_tunnel
@@ -32,14 +32,14 @@ _FOLLOW_READ_TIMEOUT_SECONDS = 15.0
 # When a node has just died, the manager delays the response while it waits for the node's log; this is the maximum wait.
 _BACKLOG_READ_TIMEOUT_SECONDS = 8.0
 _LAB_HINT = 'to use a lab on this machine: eval "$(swarmtrain lab env)"'
-# Error messages of an engine that cannot manage a swarm, each with an explanation and a hint.
+_NO_SWARM_FRAGMENT = "not a swarm manager"
+# Error messages of an engine that cannot manage its swarm, each with an explanation and a hint.
 _SWARM_ERRORS = (
     (
         "Worker nodes can't be used",
         "this engine is a swarm worker, but only managers accept this request",
         "point DOCKER_HOST to a manager, or run on a manager: docker node promote THIS_NODE",
     ),
-    ("not a swarm manager", "this engine is not part of a swarm", f"create one with docker swarm init; {_LAB_HINT}"),
     (
         "does not have a leader",
         "the swarm has lost its manager quorum and cannot be changed; running containers continue",
@@ -301,6 +301,9 @@ def _build_refused_error(response: Response, message_prefix: str, address: str) 
         message = str(response.json()["message"]).strip()
     except (ValueError, KeyError, TypeError):
         message = response.text.strip() or response.reason
+    if _NO_SWARM_FRAGMENT in message:
+        hint = f"create one with docker swarm init; {_LAB_HINT}"
+        return SwarmAbsentError("this engine is not part of a swarm", place=place, hint=hint, status=response.status_code)
     for fragment, reason, hint in _SWARM_ERRORS:
         if fragment in message:
             return EngineError(reason, place=place, hint=hint, status=response.status_code)

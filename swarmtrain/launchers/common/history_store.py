@@ -4,6 +4,7 @@
     RUN/history/ID/NODE.log        a node's output; NODE.1.log is older
     RUN/history/ID/identity.json   the run's owner, the machine from which it was deployed, and when
     RUN/history/ID/summary.json    summary of the events, for the list of runs
+    RUN/history/ID/config.json     the config of the last deploy, without the values of environment variables
     RUN/history/ID/code.diff       diff of the project against its git commit at the last deploy
 
 A name can be used again for another run; the id (swarmtrain.run_identity) tells them apart. The history is only shown to users: no decision
@@ -26,6 +27,7 @@ from typing import Any
 
 from swarmtrain import __version__
 from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.config import Config
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_RESUMED, EVENT_USAGE, RENDEZVOUS_SERVICE, Event
 from swarmtrain.run_identity import RunIdentity
@@ -33,7 +35,7 @@ from swarmtrain.run_identity import RunIdentity
 EVENTS_FILE, DIFF_FILE, HISTORY_FOLDER = "events.jsonl", "code.diff", "history"
 TIMESTAMP_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")
 """Pattern of the time at the start of a line of a log, in Docker's format."""
-_SUMMARY_FILE, _IDENTITY_FILE = "summary.json", "identity.json"
+_SUMMARY_FILE, _IDENTITY_FILE, _CONFIG_FILE = "summary.json", "identity.json", "config.json"
 _EVENT_HEAD_PATTERN = re.compile(r'\{"event": "[^"]*", "time": (\d+(?:\.\d+)?)')
 _PROGRESS_LINE_PREFIX, _USAGE_LINE_PREFIX = f'{{"event": "{EVENT_PROGRESS}"', f'{{"event": "{EVENT_USAGE}"'
 _RESUMED_LINE_PREFIX = f'{{"event": "{EVENT_RESUMED}"'
@@ -147,6 +149,20 @@ class RecordedRun:
                 (self.folder / DIFF_FILE).write_text(diff, encoding="utf-8")
             else:
                 (self.folder / DIFF_FILE).unlink(missing_ok=True)
+
+    def save_config(self, config: Config) -> None:
+        """Save the config of a deploy, replacing the previous one. An OSError is ignored."""
+        with contextlib.suppress(OSError):
+            self.create_folder()
+            write_text_atomically(self.folder / _CONFIG_FILE, config.hide_environment().to_json())
+
+    def load_config(self) -> Config | None:
+        """Return the config of the last deploy from this machine; None if none is recorded. Raises ValueError if it cannot be read."""
+        try:
+            text = (self.folder / _CONFIG_FILE).read_text(encoding="utf-8")
+        except OSError:
+            return None
+        return Config.from_json(text)
 
     def _read_event_lines(self) -> Iterator[str]:
         for file in sorted(self.folder.glob("events*.jsonl"), key=_get_age_sort_key):

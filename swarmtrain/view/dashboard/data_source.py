@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from itertools import islice
 
 from swarmtrain import protocol
-from swarmtrain.errors import EngineError, HostError, RunNotFound, StateDirectoryError, SwarmtrainError
+from swarmtrain.config import Config
+from swarmtrain.errors import EngineError, HostError, RunNotFound, StackError, StateDirectoryError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher, LogLine, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
+from swarmtrain.launchers.registry import load_deployment
 from swarmtrain.launchers.run_discovery import find_run_or_record
 from swarmtrain.plan import build_probe_run_name
 from swarmtrain.protocol import Event
@@ -24,6 +26,8 @@ POLL_SECONDS = 1.5
 MAX_LINES = 4000
 """Maximum number of output lines that are kept."""
 _TAIL_LINES = 500
+_CONFIG_SECONDS = 30.0
+"""Seconds for which the config of a run is not read again: that reads its code, too."""
 _OVERLAP_SECONDS = 60.0
 _UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
 
@@ -46,11 +50,18 @@ class RunDataSource:
         self._connection_error = ""
         self._polled_at = self._answered_at = 0.0
         self._page_data: PageData = {}
+        self._config: Config | None = None
+        self._config_read_at = 0.0
         self._listener: threading.Thread | None = None
         probe = find_recorded_run(build_probe_run_name(self.run))
         self._add_events(event for event in (probe.load_events() if probe else ()) if event.kind == protocol.EVENT_LINK)
         self._recent_events.clear()
         self._newest_time = 0.0
+
+    @property
+    def title(self) -> str:
+        """What the page shows: the name of the run."""
+        return self.run
 
     def get_page_data(self) -> PageData:
         """Return the current page data. If they are outdated, their field `connection_error` contains the reason.
@@ -66,6 +77,29 @@ class RunDataSource:
             finally:
                 self._poll_lock.release()
         return self._page_data
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return self._recorded_run.identity.id
+
+    def load_config(self) -> Config:
+        """Return the config of the run, without the values of environment variables: the deployed one, or for a run that is down, that
+        of the last deploy from this machine. Raises StackError if there is none, or if it cannot be read, and the errors of the launcher.
+        """
+        if self._launcher:
+            if self._config is None or time.monotonic() - self._config_read_at > _CONFIG_SECONDS:
+                self._config = load_deployment(self._launcher, self.run)[0].hide_environment()
+                self._config_read_at = time.monotonic()
+            return self._config
+        place = f"run {self.run}"
+        try:
+            config = self._recorded_run.load_config()
+        except ValueError:  # raised by pydantic
+            raise StackError("its config was recorded by another version of swarmtrain", place=place) from None
+        if config is None:
+            raise StackError("it is down, and its config is not recorded on this machine", place=place)
+        return config
 
     def compute_data_age(self) -> float:
         """Return the seconds since the last successful poll of the run; 0 for a run that is down, which has no new data."""

@@ -61,6 +61,7 @@ def build_page_data(
         "history": entries,
         "why": {**diagnosis.to_dict(), "rank_label": diagnosis.rank_label} if diagnosis else None,
         "node_facts": collect_node_facts(timeline),
+        "token_rates": collect_token_rates(timeline),
     }
     clean: PageData = replace_non_finite_numbers(page_data)
     return clean
@@ -122,6 +123,27 @@ def collect_node_facts(timeline: Iterable[Event]) -> list[PageData]:
         {"name": name, "values": [{"value": value, "nodes": nodes} for value, nodes in facts_by_name.items()]}
         for name, facts_by_name in rows.items()
     ]
+
+
+def collect_token_rates(timeline: Iterable[Event]) -> list[list[int]]:
+    """Return the tokens per step that the ranks reported, as pairs: the step after which a number applies, and the number.
+
+    There is more than one pair if the run was resumed with another global batch or sequence length. Empty if nothing was reported.
+    """
+    rates: list[list[int]] = []
+    step = 0
+    for event in timeline:
+        if event.kind == protocol.EVENT_PROGRESS:
+            step = int(event.data.get("step") or step)
+        elif event.kind == protocol.EVENT_RESUMED:
+            step = int(event.data.get("step") or 0)
+            if rates and rates[-1][0] > step:
+                rates = [*(rate for rate in rates if rate[0] < step), [step, rates[-1][1]]]
+        elif event.kind == protocol.EVENT_RUN_REPORT:
+            tokens = event.data.get("tokens_per_step")
+            if isinstance(tokens, int) and (not rates or rates[-1][1] != tokens):
+                rates.append([step, tokens])
+    return rates
 
 
 def replace_non_finite_numbers(value: Any) -> Any:

@@ -6,7 +6,7 @@ Units are those that Prometheus recommends: seconds, bytes, ratios from 0 to 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
@@ -45,12 +45,24 @@ MetricSample = tuple[str, str, str, Mapping[str, Any], float | None]
 
 def render_metrics(page_data: PageData, now: float) -> str:
     """Return the metrics of a run in the Prometheus text format at `now`, in seconds since the epoch. Unreported values are omitted."""
-    metrics: dict[str, tuple[str, str, list[str]]] = {}
+    return format_samples(iterate_run_samples(page_data["run"], page_data, now))
+
+
+def iterate_run_samples(run: str, page_data: PageData, now: float) -> Iterator[MetricSample]:
+    """Yield the samples of a run, with the label `run`."""
     for name, kind, help_text, labels, value in _iterate_metric_samples(page_data, now):
+        yield name, kind, help_text, {"run": run, **labels}, value
+
+
+def format_samples(samples: Iterable[MetricSample]) -> str:
+    """Return `samples` in the Prometheus text format, with all samples of a metric together. Values that are not finite are omitted."""
+    metrics: dict[str, tuple[str, str, list[str]]] = {}
+    for name, kind, help_text, labels, value in samples:
         if not isinstance(value, int | float) or not math.isfinite(value):
             continue
-        pairs = ",".join(f'{key}="{_escape_label_value(str(item))}"' for key, item in {"run": page_data["run"], **labels}.items())
-        metrics.setdefault(f"swarmtrain_{name}", (kind, help_text, []))[2].append(f"swarmtrain_{name}{{{pairs}}} {_format_number(value)}")
+        pairs = ",".join(f'{key}="{_escape_label_value(str(item))}"' for key, item in labels.items())
+        line = f"swarmtrain_{name}{f'{{{pairs}}}' if pairs else ''} {_format_number(value)}"
+        metrics.setdefault(f"swarmtrain_{name}", (kind, help_text, []))[2].append(line)
     blocks = (
         "\n".join([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *lines]) + "\n"
         for name, (kind, help_text, lines) in metrics.items()

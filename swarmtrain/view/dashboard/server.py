@@ -1,24 +1,22 @@
-"""HTTP server of the dashboard: the page, its data as JSON, the output lines, and /metrics.
+"""HTTP server of the dashboard: checks access, and serves the routes of a run or of a cluster.
 
 The server is a Starlette application on uvicorn; the extra `dashboard` installs both.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import socket
-import time
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.view.console import print_message
-from swarmtrain.view.dashboard import html_page, prometheus
+from swarmtrain.view.dashboard import html_page
 from swarmtrain.view.dashboard.access_policy import AccessPolicy, create_access_policy
+from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
 from swarmtrain.view.dashboard.data_source import RunDataSource
+from swarmtrain.view.dashboard.routes import build_routes
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 DEFAULT_PORT = 8265
-_LINE_NUMBER_PATTERN = re.compile(r"[0-9]{1,18}")
 _RESPONSE_HEADERS = {
     "Content-Security-Policy": html_page.SERVED_CSP,
     "Referrer-Policy": "no-referrer",
@@ -40,7 +37,9 @@ _UNAUTHORIZED_TEXT = (
 _UNKNOWN_HOST_TEXT = "This page is served only to the machine that it runs on, under the names localhost and 127.0.0.1.\n"
 
 
-def serve_dashboard(data_source: RunDataSource, *, host: str, port: int, token_file: Path | None, open_browser: bool) -> None:
+def serve_dashboard(
+    data_source: RunDataSource | ClusterDataSource, *, host: str, port: int, token_file: Path | None, open_browser: bool
+) -> None:
     """Serve the dashboard of `data_source` until Ctrl-C. Raises SwarmtrainError if it cannot be served at `host` and `port`."""
     try:
         import uvicorn
@@ -55,8 +54,9 @@ def serve_dashboard(data_source: RunDataSource, *, host: str, port: int, token_f
     listener = _bind_socket(host, port)
     policy = create_access_policy(host, listener.getsockname()[1], token_file)
     url = _format_url(host, policy.port)
-    print_message(f"dashboard of {data_source.run}: {url}{f'?token={policy.token}' if policy.token and token_file is None else ''}")
-    print_message("Ctrl-C stops the dashboard; the run continues")
+    token = f"?token={policy.token}" if policy.token and token_file is None else ""
+    print_message(f"dashboard of {data_source.title}: {url}{token}")
+    print_message("Ctrl-C stops the dashboard only")
     if open_browser:
         webbrowser.open(f"{url}?token={policy.token}" if policy.token else url)
     config = uvicorn.Config(create_app(data_source, policy), log_level="error", access_log=False, server_header=False, lifespan="off")
@@ -64,57 +64,15 @@ def serve_dashboard(data_source: RunDataSource, *, host: str, port: int, token_f
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def create_app(data_source: RunDataSource, policy: AccessPolicy) -> Starlette:
-    """Return the dashboard of `data_source` as an ASGI application, protected by `policy`."""
+def create_app(data_source: RunDataSource | ClusterDataSource, policy: AccessPolicy) -> Starlette:
+    """Return the dashboard of `data_source` as an ASGI application, of which `policy` protects every route."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.gzip import GZipMiddleware
-    from starlette.responses import PlainTextResponse, Response
-    from starlette.routing import Route
 
-    def serve_index(_: Request) -> Response:
-        return Response(html_page.read_asset("index.html"), media_type="text/html")
-
-    def serve_asset(request: Request) -> Response:
-        name = request.path_params["name"]
-        media_type = html_page.ASSET_TYPES.get(name)
-        return Response(html_page.read_asset(name), media_type=media_type) if media_type else PlainTextResponse("no such file\n", 404)
-
-    def serve_page_data(request: Request) -> Response:
-        try:
-            data = data_source.get_page_data()
-        except SwarmtrainError as error:
-            return Response(json.dumps({"error": str(error)}), 503, media_type="application/json")
-        body = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
-        version = hashlib.sha256(body.encode()).hexdigest()[:16]
-        age = {"Swarmtrain-Age": f"{data_source.compute_data_age():.0f}"}
-        if request.query_params.get("version") == version:
-            return Response(status_code=204, headers=age)
-        return Response(f'{{"version":"{version}","page":{body}}}', headers=age, media_type="application/json")
-
-    def serve_output_lines(request: Request) -> Response:
-        after = request.query_params.get("after", "0")
-        if not _LINE_NUMBER_PATTERN.fullmatch(after):
-            return PlainTextResponse("after must be a line number of at most 18 digits\n", 400)
-        new_lines, last_number = data_source.get_output_lines(int(after))
-        return Response(json.dumps({"lines": new_lines, "last": last_number}, allow_nan=False), media_type="application/json")
-
-    def serve_metrics(_: Request) -> Response:
-        try:
-            text = prometheus.render_metrics(data_source.get_page_data(), time.time())
-        except SwarmtrainError as error:
-            return PlainTextResponse(f"{error}\n", 503)
-        return Response(text, media_type=prometheus.CONTENT_TYPE)
-
-    routes = [
-        Route("/", serve_index),
-        Route("/api/page", serve_page_data),
-        Route("/api/lines", serve_output_lines),
-        Route("/metrics", serve_metrics),
-        Route("/{name:path}", serve_asset),
-    ]
     return Starlette(
-        routes=routes, middleware=[Middleware(_AccessMiddleware, policy=policy), Middleware(GZipMiddleware, minimum_size=2000)]
+        routes=build_routes(data_source),
+        middleware=[Middleware(_AccessMiddleware, policy=policy), Middleware(GZipMiddleware, minimum_size=2000)],
     )
 
 

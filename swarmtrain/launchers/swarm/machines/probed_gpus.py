@@ -21,12 +21,17 @@ LABEL_MACHINES = "swarmtrain.machines"
 _NAME_PREFIX = "swarmtrain-machines"
 
 
-def read_gpu_counts(engine: DockerEngine) -> dict[str, int]:
-    """Return by node id the number of GPUs that the last probe found; empty if the manager does not list its config objects."""
+def read_probed_gpus(engine: DockerEngine) -> dict[str, tuple[str, ...]]:
+    """Return by node id the UUIDs of the GPUs that the last probe found; empty if the manager does not list its config objects."""
     try:
-        return {node_id: len(entry["gpus"]) for node_id, entry in _merge_entries(_list_objects(engine)).items()}
+        return {node_id: tuple(entry["gpus"]) for node_id, entry in _merge_entries(_list_objects(engine)).items()}
     except EngineError:
         return {}
+
+
+def read_gpu_counts(engine: DockerEngine) -> dict[str, int]:
+    """Return by node id the number of GPUs that the last probe found; empty if the manager does not list its config objects."""
+    return {node_id: len(gpus) for node_id, gpus in read_probed_gpus(engine).items()}
 
 
 def record_gpus(engine: DockerEngine, gpus_by_node_id: Mapping[str, Sequence[str]]) -> None:

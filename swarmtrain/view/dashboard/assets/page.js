@@ -1,66 +1,15 @@
-// Renders the page from one value, see page_data.py: the one in the file of a report, else what /api/page returns, polled.
-// Texts of a run enter the document only as text, never as HTML.
+// Renders the page of a run from one value, see page_data.py: the one in the file of a report, else what api/page returns, polled.
 "use strict";
 
 (() => {
-  const POLL_MS = 2000, MAX_LINES = 4000, MAX_SHOWN_LINES = 1500, HEIGHT = 190, COLORS = 9;
-  const GIB = 2 ** 30;
-  const $ = (id) => document.getElementById(id);
-
-  function createElement(tag, attributes = {}, ...children) {
-    const element = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (value === null || value === undefined || value === false) continue;
-      element.setAttribute(name, value === true ? "" : value);
-    }
-    element.append(...children.filter((child) => child !== null && child !== undefined && child !== "").map((child) => child instanceof Node ? child : String(child)));
-    return element;
-  }
-
-  // ---- formatting of numbers and times
-
-  const isFiniteNumber = (value) => typeof value === "number" && Number.isFinite(value);
-  const formatInteger = (value) => Math.round(value).toLocaleString("en-US");
-  function formatCompact(value) {
-    const size = Math.abs(value);
-    for (const [unit, word] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit * 10) return `${formatSignificant(value / unit)}${word}`;
-    return size >= 1000 ? formatInteger(value) : formatSignificant(value);
-  }
-  function formatSignificant(value) {
-    if (value === 0) return "0";
-    const size = Math.abs(value);
-    if (size < 1e-3 || size >= 1e6) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
-    return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
-  }
-  function formatDuration(seconds) {
-    const s = Math.max(0, Math.round(seconds)), two = (n) => String(n).padStart(2, "0");
-    if (s < 60) return `${s} s`;
-    if (s < 3600) return `${Math.floor(s / 60)} min ${two(s % 60)} s`;
-    if (s < 172800) return `${Math.floor(s / 3600)} h ${two(Math.floor(s % 3600 / 60))} min`;
-    return `${Math.floor(s / 86400)} d ${Math.floor(s % 86400 / 3600)} h`;
-  }
-  const formatShortDuration = (seconds) => seconds >= 1 ? `${formatSignificant(seconds)} s` : seconds >= 1e-3 ? `${formatSignificant(seconds * 1e3)} ms` : `${formatSignificant(seconds * 1e6)} µs`;
-  const formatBandwidth = (bytes) => bytes * 8 >= 1e9 ? `${(bytes * 8 / 1e9).toFixed(1)} Gbit/s` : `${Math.round(bytes * 8 / 1e6)} Mbit/s`;
-  const formatGibibytes = (bytes) => `${(bytes / GIB).toFixed(1)}`;
-  const padTwo = (n) => String(n).padStart(2, "0");
-  function formatTime(seconds) {
-    const t = new Date(seconds * 1000);
-    return `${padTwo(t.getHours())}:${padTwo(t.getMinutes())}:${padTwo(t.getSeconds())}`;
-  }
-  function formatDateTime(seconds) {
-    const t = new Date(seconds * 1000);
-    return `${t.getFullYear()}-${padTwo(t.getMonth() + 1)}-${padTwo(t.getDate())} ${formatTime(seconds)}`;
-  }
-  const createTimeElement = (seconds) => createElement("time", { datetime: new Date(seconds * 1000).toISOString(), title: formatDateTime(seconds) }, formatTime(seconds));
-  const formatCount = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
-  // The first series have the colours of page.css; the hues of all others are 137.5 degrees apart (the golden angle), so that no two are equal.
-  const getSeriesColor = (i) => i < COLORS ? `var(--c${i + 1})` : `hsl(${(i * 137.508).toFixed(1)} 60% 50%)`;
-  const createColored = (i, tag, attributes) => {
-    const element = createElement(tag, attributes);
-    element.style.background = getSeriesColor(i);
-    return element;
-  };
-  const createSwatch = (i) => createColored(i, "i", { class: "swatch", "aria-hidden": "true" });
+  const {
+    $, POLL_MS, GIB, createElement, isFiniteNumber, formatInteger, formatCompact, formatSignificant, formatDuration,
+    formatShortDuration, formatBandwidth, formatGibibytes, formatTime, formatDateTime, createTimeElement, formatCount, createColored,
+    createSwatch, renderSection, createPoller, describeOutage, showFreshness, onReady,
+  } = swarmtrain;
+  const { createPlotBoard } = swarmtrainCharts;
+  const MAX_LINES = 4000, MAX_SHOWN_LINES = 1500;
+  let page = null;
 
   // ---- plots
 
@@ -76,7 +25,6 @@
     { title: "Step time", unit: "s", prefix: "phase.", write: formatShortDuration, zero: true },
     { title: "Device memory", unit: "GiB, rank 0", prefix: "memory.", only: ["allocated", "reserved", "peak", "total"], scale: 1 / GIB, zero: true },
   ];
-  let charts = [], page = null, chartLayout = "", zoomRange = null;
 
   function selectPlots(curves) {
     const plots = [];
@@ -97,141 +45,11 @@
     return plots;
   }
 
-  function joinCurves(plot, curves) {
-    const scale = plot.scale ?? 1, log = plot.log && $("log-loss").checked;
-    const tables = plot.curveNames.map((name) => [curves[name].steps, curves[name].values.map((value) => value === null || (log && value <= 0) ? null : value * scale)]);
-    return tables.length === 1 ? tables[0] : uPlot.join(tables);
-  }
-
-  const readCssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-  function createChart(plot, curves, holder) {
-    const keys = plot.labels.map((label, i) => createElement("span", { class: "key" }, createSwatch(i), plot.labels.length > 1 ? label : "", createElement("b")));
-    const heading = createElement("h3", {}, plot.title, plot.unit ? createElement("small", {}, plot.unit) : "", ...keys);
-    const container = createElement("div", { role: "img" });
-    holder.append(createElement("div", { class: "plot" }, heading, container));
-    const axis = { stroke: readCssColor("--muted"), font: `11px ${readCssColor("--sans")}`, grid: { stroke: readCssColor("--grid"), width: 1 }, ticks: { show: false } };
-    const log = plot.log && $("log-loss").checked;
-    const data = joinCurves(plot, curves);
-    const sparse = (name) => curves[name].steps.length < 60;
-    const chart = new uPlot({
-      width: Math.max(260, container.clientWidth), height: HEIGHT, padding: [8, 18, 0, 0],
-      legend: { show: false },
-      cursor: { sync: { key: "run", setSeries: false }, drag: { x: true, y: false }, points: { size: 7 } },
-      scales: {
-        x: { time: false },
-        y: log ? { distr: 3 } : plot.zero ? { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.15 : 1] } : {},
-      },
-      axes: [
-        { ...axis, size: 28, values: (_, ticks) => ticks.map((v) => Number.isInteger(v) ? formatCompact(v) : "") },
-        { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => v === null ? "" : formatCompact(v)) },
-      ],
-      series: [{}, ...plot.curveNames.map((name, i) => ({
-        stroke: i < COLORS ? readCssColor(`--c${i + 1}`) : getSeriesColor(i), width: 1.5, spanGaps: true,
-        points: { show: sparse(name) && name === "validation", size: 5 },
-      }))],
-      hooks: {
-        setCursor: [(u) => updateLegend(u)],
-        draw: [(u) => drawMarkers(u)],
-        setScale: [(u, key) => { if (key === "x") syncZoom(u); }],
-      },
-    }, data, container);
-    const chartEntry = { plot, chart, container, keys, markerElements: [] };
-    chart.entry = chartEntry;
-    charts.push(chartEntry);
-    drawMarkers(chart);
-    updateLegend(chart);
-  }
-
-  // The values at the cursor, else the newest ones, are shown next to the title.
-  function updateLegend(chart) {
-    const chartEntry = chart.entry;
-    if (!chartEntry) return;
-    const { plot, keys } = chartEntry;
-    const cursorIndex = chart.cursor.idx;
-    $("plots-title").textContent = isFiniteNumber(cursorIndex) ? `Curves, at step ${formatInteger(chart.data[0][cursorIndex])}` : "Curves";
-    plot.curveNames.forEach((_, i) => {
-      const values = chart.data[i + 1];
-      let index = cursorIndex ?? values.length - 1;
-      while (index > 0 && (values[index] === null || values[index] === undefined)) index--;
-      const value = values[index];
-      keys[i].lastChild.textContent = isFiniteNumber(value) ? (plot.write ?? formatCompact)(value) : "–";
-    });
-    chartEntry.container.setAttribute("aria-label", `${plot.title} over steps: ${plot.labels.map((label, i) => `${label} ${keys[i].lastChild.textContent}`).join(", ")}`);
-  }
-
-  function drawMarkers(chart) {
-    const chartEntry = chart.entry;
-    if (!chartEntry) return;
-    for (const line of chartEntry.markerElements) line.remove();
-    chartEntry.markerElements = [];
-    const { min, max } = chart.scales.x, width = chart.over.clientWidth;
-    // Labels have two rows: a label that would overlap the previous one goes into the lower row.
-    const rowEnds = [-1, -1];
-    for (const marker of page.markers) {
-      if (min === undefined || min === null || marker.step < min || marker.step > max) continue;
-      const x = chart.valToPos(marker.step, "x");
-      const line = createElement("div", { class: `mark ${marker.kind}`, title: marker.text });
-      const labelWidth = 6 * marker.label.length + 8, left = x + labelWidth > width;
-      const row = rowEnds.findIndex((end) => x >= end && (!left || x - labelWidth >= end));
-      if (row >= 0) {
-        line.append(createElement("span", { class: `row${row}` }, marker.label));
-        if (left) line.classList.add("left");
-        rowEnds[row] = x + (left ? 4 : labelWidth);
-      }
-      line.style.left = `${x}px`;
-      chart.over.append(line);
-      chartEntry.markerElements.push(line);
-    }
-  }
-
-  // Zooming into one plot zooms all. uPlot reports a new scale later, including those that are set here.
-  function syncZoom(chart) {
-    if (!chart.entry) return;
-    const { min, max } = chart.scales.x, { min: first, max: last } = getStepRange(chart);
-    if (zoomRange && min === zoomRange.min && max === zoomRange.max) return;
-    const all = min <= first && max >= last;
-    if (all && !zoomRange) return;
-    zoomRange = all ? null : { min, max };
-    $("show-all-steps").hidden = all;
-    for (const other of charts) if (other.chart !== chart) other.chart.setScale("x", zoomRange ?? getStepRange(other.chart));
-  }
-  // A scale needs a width, even if a curve has a single point.
-  function getStepRange(chart) {
-    const steps = chart.data[0], first = steps[0], last = steps[steps.length - 1];
-    return first < last ? { min: first, max: last } : { min: first, max: first + 1 };
-  }
-
-  function renderPlots(recreate) {
-    const wanted = selectPlots(page.curves);
-    const layoutKey = JSON.stringify(wanted.map((plot) => plot.curveNames));
-    $("plots").hidden = !wanted.length;
-    const holder = $("plots").querySelector(".body");
-    if (recreate || layoutKey !== chartLayout) {
-      for (const { chart } of charts) chart.destroy();
-      charts = [];
-      holder.replaceChildren();
-      wanted.forEach((plot) => createChart(plot, page.curves, holder));
-      chartLayout = layoutKey;
-    } else {
-      charts.forEach((chartEntry, i) => {
-        chartEntry.plot = wanted[i];
-        chartEntry.chart.setData(joinCurves(wanted[i], page.curves), !zoomRange);
-        if (zoomRange) chartEntry.chart.setScale("x", zoomRange);
-        updateLegend(chartEntry.chart);
-      });
-    }
-    $("markers").replaceChildren(...page.markers.map((marker) => createElement("li", { class: marker.kind },
-      createElement("span", { class: "quiet" }, `step ${formatInteger(marker.step)}`), createElement("span", { class: "label" }, marker.label), createElement("span", { class: "text" }, createTimeElement(marker.time), ` ${marker.text}`))));
+  function renderPlots() {
+    board.render(selectPlots(page.curves), page.curves, page.markers);
   }
 
   // ---- other sections
-
-  function renderSection(id, shown, ...children) {
-    const element = $(id);
-    element.hidden = !shown;
-    if (shown) element.querySelector(".body").replaceChildren(...children);
-  }
 
   function renderHeader() {
     const { progress, state } = page;
@@ -445,64 +263,39 @@
   // ---- data source and polling
 
   const report = $("data").textContent.trim();
-  let version = "", last = 0, answeredAt = 0, clockOffset = 0, unreachableSince = 0, runSilence = 0;
-  const getServerTime = () => report ? page.ended ?? page.written : Date.now() / 1000 - clockOffset;
+  let last = 0;
+  const poller = createPoller("api/page", { render: renderPage, more: pollOutput, renderFreshness });
+  const getServerTime = () => report ? page.ended ?? page.written : poller.getServerTime();
 
   function renderPage(data) {
     page = data;
-    renderHeader(); renderDiagnosis(); renderTiles(); renderPlots(false); renderStepPhases(); renderNodes(); renderLinks(); renderCheckpoints(); renderHistory(); renderNodeFacts(); renderNavigation();
+    renderHeader(); renderDiagnosis(); renderTiles(); renderPlots(); renderStepPhases(); renderNodes(); renderLinks(); renderCheckpoints(); renderHistory(); renderNodeFacts(); renderNavigation();
   }
 
   function renderFreshness() {
-    const place = $("freshness");
-    const lost = unreachableSince ? `the dashboard does not answer since ${formatDuration((Date.now() - unreachableSince) / 1000)}; asked again every 2 s` : page?.connection_error ? `the run cannot be asked: ${page.connection_error}` : runSilence > 15 ? `the run has not answered for ${formatDuration(runSilence)}` : "";
-    place.className = `freshness${lost ? " lost" : ""}`;
-    place.textContent = lost || (page.state === "down" ? "what was kept of it" : page.ended ? "it has ended" : `live, ${formatCount(Math.round((Date.now() - answeredAt) / 1000), "second")} ago`);
-    if (page && !page.ended) { renderProgressLine(); }
+    if (!page) return showFreshness(poller.error, "no answer yet");
+    showFreshness(describeOutage(poller, page, "the run"), page.state === "down" ? "what was kept of it" : page.ended ? "it has ended" : `live, ${formatCount(Math.round((Date.now() - poller.answeredAt) / 1000), "second")} ago`);
+    if (!page.ended) renderProgressLine();
   }
 
-  async function pollServer() {
-    try {
-      const answer = await fetch(`api/page?version=${version}`, { signal: AbortSignal.timeout(5 * POLL_MS) });
-      runSilence = Number(answer.headers.get("swarmtrain-age")) || 0;
-      if (answer.status === 200) {
-        const payload = await answer.json();
-        version = payload.version;
-        const sent = Date.parse(answer.headers.get("date"));
-        if (sent) clockOffset = Math.round((Date.now() - sent) / 1000);
-        renderPage(payload.page);
-      } else if (answer.status !== 204) {
-        throw new Error((await answer.text()).slice(0, 200));
-      }
-      const output = await (await fetch(`api/lines?after=${last}`, { signal: AbortSignal.timeout(5 * POLL_MS) })).json();
-      if (output.last < last) { lines = []; }
-      last = output.last;
-      appendLines(output.lines);
-      unreachableSince = 0;
-      answeredAt = Date.now();
-    } catch {
-      unreachableSince ||= Date.now();
-    }
-    if (page) renderFreshness(); else $("freshness").textContent = "no answer yet";
-    setTimeout(pollServer, POLL_MS);
+  async function pollOutput() {
+    const output = await (await fetch(`api/lines?after=${last}`, { signal: AbortSignal.timeout(5 * POLL_MS) })).json();
+    if (output.last < last) { lines = []; }
+    last = output.last;
+    appendLines(output.lines);
   }
 
-  function start() {
-    $("log-loss").addEventListener("change", () => renderPlots(true));
-    $("show-all-steps").addEventListener("click", () => { for (const { chart } of charts.slice(0, 1)) chart.setScale("x", getStepRange(chart)); });
+  let board = null;
+  onReady(() => {
+    board = createPlotBoard({ describeX: (step) => `step ${formatInteger(step)}`, getXName: () => "steps" });
     for (const id of ["log-node", "log-rank"]) $(id).addEventListener("change", renderLines);
     $("log-text").addEventListener("input", renderLines);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => renderPlots(true));
-    new ResizeObserver(() => {
-      for (const { chart, container } of charts) if (container.clientWidth && container.clientWidth !== chart.width) chart.setSize({ width: container.clientWidth, height: HEIGHT });
-    }).observe($("plots"));
-    if (!report) return void pollServer();
+    $("all-runs").hidden = !/\/runs\/[^/]+\/$/.test(location.pathname);
+    if (!report) return void poller.start();
     const payload = JSON.parse(report);
     renderPage(payload.page);
     appendLines(payload.lines);
-    $("freshness").textContent = `written ${formatDateTime(payload.page.written)}`;
+    showFreshness("", `written ${formatDateTime(payload.page.written)}`);
     $("foot").textContent = "Written by swarmtrain report: one file, which asks for nothing else.";
-  }
-
-  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start); else start();
+  });
 })();

@@ -1,0 +1,157 @@
+"""The machines of a cluster: their states, their GPUs by number with the runs that hold them, and their cores. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarmtrain.launchers.base import RunOverview
+from swarmtrain.launchers.swarm.queueing.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Claims, Ledger, QueueSnapshot, count_gpus
+from swarmtrain.launchers.swarm.queueing.queue_state import QueueState
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.view.status import build_status
+
+_READY = "ready"
+_IDLE_STATES = ("down", "queued", "stopped", "shutdown", "complete", "failed", "rejected", "remove", "orphaned", "dead")
+
+
+@dataclass(frozen=True)
+class GpuHolder:
+    """What one run, or another service, holds on a machine."""
+
+    holder: str
+    gpus: float
+    """Number of GPUs."""
+    gpu_numbers: tuple[int, ...] = ()
+    """The numbers of these GPUs; empty if nobody knows which of the GPUs they are."""
+    cores: float = 0.0
+    is_shared: bool = False
+    """Whether other runs may hold the same GPUs and cores, because all of them share."""
+    is_saving: bool = False
+    """Whether its node has been asked to stop, and still holds this."""
+
+
+@dataclass(frozen=True)
+class ClusterMachine:
+    """One machine of a cluster, with what it has and who holds it."""
+
+    name: str
+    """The host name; the id, if several machines have this host name."""
+    location: str
+    """The backend to which it belongs, such as a swarm."""
+    state: str
+    """ready, down, drained, paused or unknown; empty if its launcher does not report it."""
+    gpu_ids: tuple[str, ...] = ()
+    """The id of each GPU by its number; empty texts if only their number is known."""
+    gpus_held: float = 0.0
+    cores: float | None = None
+    """None if the number of cores is unknown."""
+    cores_claimed: float = 0.0
+    holders: tuple[GpuHolder, ...] = ()
+
+
+@dataclass(frozen=True)
+class SwarmState:
+    """The machines of a swarm and what is claimed on them."""
+
+    location: str
+    queue: QueueState
+    gpu_ids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Ids of the GPUs of each machine, by the machine's id."""
+    starts: Mapping[str, float] = field(default_factory=dict)
+    """In how many seconds waiting runs start, by run, as far as that is known."""
+
+
+def build_cluster_machines(
+    swarm: SwarmState | None, located_overviews: Iterable[tuple[str, RunOverview]], now: float
+) -> tuple[ClusterMachine, ...]:
+    """Return the machines of `swarm`, and those on which runs of other launchers are, as far as their overviews report them."""
+    overviews = list(located_overviews)
+    own = [overview for location, overview in overviews if swarm and location == swarm.location]
+    machines = list(_iterate_swarm_machines(swarm, own)) if swarm else []
+    others = [item for item in overviews if not swarm or item[0] != swarm.location]
+    return (*machines, *_iterate_other_machines(others, now))
+
+
+def _iterate_swarm_machines(swarm: SwarmState, overviews: Sequence[RunOverview]) -> Iterator[ClusterMachine]:
+    snapshot, machines = swarm.queue.snapshot, swarm.queue.inventory.machines
+    claims_by_machine = _collect_claims(snapshot)
+    ledger = Ledger(snapshot.machines)
+    for machine_id, claims in claims_by_machine.items():
+        for _, claim, _ in claims:
+            ledger.add(machine_id, claim)
+    host_counts = Counter(machine.host for machine in machines)
+    reserved = _collect_reserved_ids(overviews)
+    for machine in machines:
+        capacity = ledger.machines[machine.id].capacity
+        kinds = [kind for kind in capacity if kind != CORES]
+        count = round(sum(capacity[kind] for kind in kinds))
+        ids = swarm.gpu_ids.get(machine.id, ())
+        ids = ids if len(ids) == count else ("",) * count
+        yield ClusterMachine(
+            machine.host if host_counts[machine.host] == 1 else machine.id,
+            swarm.location,
+            machine.unavailable_reason or _READY,
+            ids,
+            gpus_held=min(float(len(ids)), sum(capacity[kind] - max(0.0, ledger.compute_free(machine.id, kind)) for kind in kinds)),
+            cores=machine.cores or None,
+            cores_claimed=min(machine.cores, machine.cores - ledger.compute_free(machine.id, CORES)),
+            holders=tuple(
+                _build_holder(holder, claim, ids, reserved.get(holder, frozenset()), is_saving=is_saving)
+                for holder, claim, is_saving in claims_by_machine.get(machine.id, ())
+            ),
+        )
+
+
+def _collect_claims(snapshot: QueueSnapshot) -> dict[str, list[tuple[str, Claims, bool]]]:
+    """Return by machine who claims what, and whether it has been asked to stop."""
+    claims: dict[str, list[tuple[str, Claims, bool]]] = defaultdict(list)
+    for run in snapshot.runs:
+        for machine in sorted(run.held) if not run.is_finished else ():
+            claims[machine].append((run.run, run.get_claims(machine), False))
+        for machine, leaving in run.leaving.items():
+            claims[machine].append((run.run, leaving, True))
+    for holding in snapshot.holdings:
+        claims[holding.machine].append((holding.holder, holding.claims, False))
+    return claims
+
+
+def _collect_reserved_ids(overviews: Iterable[RunOverview]) -> dict[str, frozenset[str]]:
+    """Return the ids of the GPUs that Swarm has assigned to each run."""
+    return {overview.run: frozenset(gpu for task in overview.tasks for gpu in task.gpus) for overview in overviews}
+
+
+def _build_holder(holder: str, claims: Claims, ids: Sequence[str], reserved: frozenset[str], *, is_saving: bool) -> GpuHolder:
+    total = claims.total
+    count = float(len(ids)) if UNKNOWN_GPUS in total and total[UNKNOWN_GPUS] >= 1 else round(count_gpus(claims), 2)
+    return GpuHolder(
+        holder,
+        count,
+        _find_gpu_numbers(total, count, ids, reserved),
+        cores=total.get(CORES, 0.0),
+        is_shared=bool(claims.shared),
+        is_saving=is_saving,
+    )
+
+
+def _find_gpu_numbers(amounts: Mapping[str, float], count: float, ids: Sequence[str], reserved: frozenset[str]) -> tuple[int, ...]:
+    """Return the numbers of the GPUs: those that it selects, those that Swarm has assigned to it, or all, if it holds all of them."""
+    selected = {name.removeprefix(GPU_ID_PREFIX) for name in amounts if name.startswith(GPU_ID_PREFIX)}
+    if numbers := tuple(number for number, gpu in enumerate(ids) if str(number) in selected or (gpu and gpu in selected | reserved)):
+        return numbers
+    return tuple(range(len(ids))) if ids and count >= len(ids) else ()
+
+
+def _iterate_other_machines(located_overviews: Sequence[tuple[str, RunOverview]], now: float) -> Iterator[ClusterMachine]:
+    """Yield the hosts of the running tasks. What they hold is what their nodes report as usage."""
+    holders: dict[tuple[str, str], list[GpuHolder]] = defaultdict(list)
+    for location, overview in located_overviews:
+        usage = build_status(overview.run, overview.last_events, overview.tasks, now).usage
+        for task in overview.tasks:
+            if task.host and task.node != RENDEZVOUS_SERVICE and task.state not in _IDLE_STATES:
+                holders[location, task.host].append(GpuHolder(overview.run, float(len(usage.get(task.node, {}).get("gpus") or []))))
+    host_counts = Counter(host for _, host in holders)
+    for (location, host), machine_holders in sorted(holders.items()):
+        name = host if host_counts[host] == 1 else f"{host}, {location}"
+        yield ClusterMachine(name, location, "", gpus_held=sum(holder.gpus for holder in machine_holders), holders=tuple(machine_holders))
