@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 import sample_cluster
@@ -72,7 +73,7 @@ class BrowserSession:
 def open_page(browser: Browser, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[BrowserSession]:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     context.set_default_timeout(TIMEOUT_SECONDS * 1000)
-    session = BrowserSession(context.new_page(), url.partition("?")[0])
+    session = BrowserSession(context.new_page(), urljoin(url, "/") if url.startswith("http") else url)
     session.page.goto(url)
     yield session
     context.close()
