@@ -30,6 +30,7 @@ from swarmtrain.protocol import (
     LABEL_CONFIG,
     LABEL_HOST,
     LABEL_HOSTS,
+    LABEL_NOTIFY,
     LABEL_QUEUE_SETTINGS,
     LABEL_ROLE,
     LABEL_RUN,
@@ -177,6 +178,7 @@ class _SwarmObjects:
         self.secrets: dict[str, str] = {}
         self.config_mounts: list[dict[str, Any]] = []
         self.secret_mounts: list[dict[str, Any]] = []
+        self.channel_mounts: list[dict[str, Any]] = []
         config_file = RunFile.from_content("config.json", plan.config.to_node_config().to_json().encode())
         self.config_digest = config_file.digest
         self._max_stem_length = _MAX_NAME_LENGTH - len(f"{plan.run}_-{config_file.digest}")
@@ -186,8 +188,12 @@ class _SwarmObjects:
         if self.has_run_key:
             self.secrets[RUN_KEY_NAME] = _KEY_FILE
             self.secret_mounts.append({"source": RUN_KEY_NAME, "target": RUN_KEY_NAME})
-        for item in plan.cargo.secrets:
+        for item in plan.cargo.node_secrets:
             self._add_config_or_secret(item, item.name, self.secrets, self.secret_mounts, f"config runner.secrets.{item.name}")
+        for item in plan.cargo.channel_secrets:
+            self._add_config_or_secret(
+                item, item.name, self.secrets, self.channel_mounts, f"config {item.name.replace('-', '.', 1)}.secret"
+            )
 
     def _add_config_or_secret(
         self, run_file: RunFile, mount_target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
@@ -245,13 +251,16 @@ def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[
     environment = build_coordinator_env(plan, _build_node_layout(plan, swarm_objects)) | HIDDEN_GPUS_ENV
     service = _build_common_service(plan, "rendezvous", environment)
     service["environment"][ENV_RUN_ID] = _RUN_ID_TEMPLATE
-    if swarm_objects.has_run_key:
-        service["secrets"] = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}]
+    key_mounts = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}] if swarm_objects.has_run_key else []
+    if mounts := [*key_mounts, *swarm_objects.channel_mounts]:
+        service["secrets"] = mounts
     service["deploy"] = _build_deploy_section(
         plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
     )
     if queue_settings := plan.config.runner.queue_settings:
         service["deploy"]["labels"][LABEL_QUEUE_SETTINGS] = json.dumps(queue_settings, sort_keys=True)
+    if channels := plan.config.dump_notify():
+        service["deploy"]["labels"][LABEL_NOTIFY] = channels
     return service
 
 

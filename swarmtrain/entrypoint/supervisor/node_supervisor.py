@@ -48,6 +48,7 @@ _RETRY_SECONDS = 0.3
 _COORDINATOR_TIMEOUT_SECONDS = 600.0  # the rendezvous service may still be pulling its image
 _COORDINATOR_RESTART_SECONDS = 300.0
 _EXIT_REPORT_SECONDS = 15.0
+_NOTIFICATIONS_KEPT_SECONDS = 30.0  # a coordinator gives up after 5 s; one that was lost is restarted within this time
 _FAILURE_GRACE_SECONDS = 10.0  # a failed run has nothing new to save; torch's agent may wait for lost peers
 _NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; if it hangs on a lost store, it ignores signals
 _DONE_GRACE_SECONDS = 330.0  # torch's agents wait up to 300 s for each other at their end
@@ -84,6 +85,7 @@ class Supervisor:
         self.coordinator = CoordinatorClient(env.coordinator)
         self.agent: ForkServerProcess | None = None
         self.is_stopping = False
+        self.has_stop_signal = False
         self.agent_stop_requested = False
         self.kill_agent_at = float("inf")
         self.backoff = 0.0
@@ -243,8 +245,22 @@ class Supervisor:
             self.coordinator.report_node_exit(self.env.node, exit_code)
         except CoordinatorError as error:
             _log_message(f"could not report its exit: {error}")
+        if exit_code != EXIT_PLANNED:
+            self._keep_notifications()
+
+    def _keep_notifications(self) -> None:
+        """Wait until the notifications about the outcome are delivered, or the coordinator has given them up.
+
+        Meanwhile this node keeps a copy of them, for a new coordinator if this one is lost.
+        """
+        end = time.monotonic() + _NOTIFICATIONS_KEPT_SECONDS
+        while self.coordinator.has_pending_notifications and time.monotonic() < end and not self.has_stop_signal:
+            time.sleep(_RETRY_SECONDS)
+            with contextlib.suppress(CoordinatorError):
+                self.coordinator.exchange_notifications()
 
     def _handle_stop_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        self.has_stop_signal = True
         if self.is_stopping:
             return
         self.is_stopping = True

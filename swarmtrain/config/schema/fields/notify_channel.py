@@ -1,0 +1,42 @@
+"""A channel of the config section `notify`: where notifications about the run go, and which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from swarmtrain.config.schema.section import Section
+from swarmtrain.notifications.channel import ChannelType
+from swarmtrain.notifications.notification import NotificationKind
+
+CHANNEL_NAME_PATTERN = r"^[a-z][a-z0-9-]{0,30}$"
+
+
+def _check_events(events: tuple[NotificationKind, ...]) -> tuple[NotificationKind, ...]:
+    if not events:
+        raise ValueError("must name at least one event; remove the channel if it is not used")
+    return tuple(dict.fromkeys(events))
+
+
+ChannelName = Annotated[str, StringConstraints(pattern=CHANNEL_NAME_PATTERN)]
+NotificationKinds = Annotated[tuple[NotificationKind, ...], AfterValidator(_check_events)]
+
+
+class NotifyChannelConfig(Section):
+    """A channel: where notifications go, and which."""
+
+    type: ChannelType = Field(
+        description="webhook: a signed POST request, as Standard Webhooks specifies it. apprise: a message to a chat, a phone or an email "
+        "address, through apprise, which the image must contain."
+    )
+    secret: Path = Field(
+        description="File with the secret of the channel. Of a webhook: the URL in the first line, the key in the second, as whsec_ and "
+        "the base64 of at least 24 random bytes. Of apprise: a URL in each line. Only the coordinator receives the file."
+    )
+    events: NotificationKinds = Field(
+        tuple(NotificationKind),
+        description="Events to notify about: the run's outcome, its preemption in the queue, a straggler, a quarantined node, and a disk "
+        "that is nearly full.",
+    )
