@@ -32,6 +32,8 @@ ENV_SIMULATED_GPUS = f"{ENV_PREFIX}SIMULATED_GPUS"
 """Variable that a lab sets on the nodes whose engines declare GPUs that do not exist: the number of these GPUs."""
 ENV_NOTIFY = f"{ENV_PREFIX}NOTIFY"
 """Variable of a coordinator that sends notifications: the settings of its channels (swarmtrain.notifications.channel), without secrets."""
+ENV_PREEMPTION = f"{ENV_PREFIX}PREEMPTION"
+"""Variable of a coordinator that sends notifications in a swarm: the preemption that it reports when it starts, as Preemption reads it."""
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 
@@ -56,6 +58,12 @@ LABEL_QUEUE_SETTINGS = "swarmtrain.queue.settings"
 
 # The channels of a run's notifications (the config's section notify), as JSON, on its coordinator.
 LABEL_NOTIFY = "swarmtrain.notify"
+
+# Labels of a run in a queue, on its coordinator: when its state changed, why it was preempted (empty unless it waits because of that), and
+# how many steps it lost then.
+LABEL_QUEUE_CHANGED = "swarmtrain.queue.changed"
+LABEL_QUEUE_PREEMPTION = "swarmtrain.queue.preemption"
+LABEL_QUEUE_LOST = "swarmtrain.queue.lost"
 
 # Labels of the run's identity (swarmtrain.run_identity): its id, who brought it up, from which machine, and when (seconds since the epoch).
 LABEL_RUN_ID = "swarmtrain.id"
@@ -215,6 +223,24 @@ class CoordinatorEnv(_EnvironmentMessage):
     """Path of the run's key (swarmtrain.run_key); empty: none."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A coordinator with another version does not start."""
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Preemption of a run by the scheduler of a queue, which restarts the run's coordinator once the run has saved."""
+
+    time: float
+    """Seconds since the epoch, by the scheduler's clock."""
+    lost_steps: int
+    cause: str
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self | None:
+        """Return the preemption in the variables `environ`: time, lost steps and cause; None if the run was not preempted."""
+        match environ.get(ENV_PREEMPTION, "").split(maxsplit=2):
+            case [time_text, lost_text, cause] if time_text.isdecimal() and lost_text.isdecimal():
+                return cls(float(time_text), int(lost_text), cause)
+        return None
 
 
 @dataclass(frozen=True)

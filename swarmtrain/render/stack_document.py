@@ -25,12 +25,16 @@ from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
+    ENV_PREEMPTION,
     ENV_PREFIX,
     ENV_RUN_ID,
     LABEL_CONFIG,
     LABEL_HOST,
     LABEL_HOSTS,
     LABEL_NOTIFY,
+    LABEL_QUEUE_CHANGED,
+    LABEL_QUEUE_LOST,
+    LABEL_QUEUE_PREEMPTION,
     LABEL_QUEUE_SETTINGS,
     LABEL_ROLE,
     LABEL_RUN,
@@ -71,6 +75,10 @@ RUN_VARIABLE = f"{ENV_PREFIX}RUN"
 # A stack that `docker stack deploy` creates has no label with the run's id: the id of its coordinator's service is used instead.
 _RUN_ID_TEMPLATE = (
     f'{{{{with index .Service.Labels "{LABEL_RUN_ID}"}}}}{{{{.}}}}{{{{else}}}}{{{{printf "%.{ID_LENGTH}s" .Service.ID}}}}{{{{end}}}}'
+)
+# A container gets the labels of the time at which it is created: the scheduler of a queue restarts a coordinator that reports a preemption.
+_PREEMPTION_TEMPLATE = " ".join(
+    f'{{{{index .Service.Labels "{label}"}}}}' for label in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION)
 )
 # The name with which the stack was deployed. `docker stack deploy` may use another one than the stack file, and with that name as text,
 # `swarmtrain scale` would change, and restart, all services.
@@ -171,7 +179,7 @@ class _SwarmObjects:
     """
 
     def __init__(self, plan: Plan, *, is_for_swarm: bool) -> None:
-        self._has_size_limits = is_for_swarm
+        self.is_for_swarm = is_for_swarm
         self.has_run_key = is_for_swarm and plan.config.runner.swarm.network is not None
         self.files: dict[str, bytes] = {}
         self.configs: dict[str, str] = {}
@@ -200,7 +208,7 @@ class _SwarmObjects:
     ) -> None:
         is_secret = files_by_key is self.secrets
         limit = _MAX_SECRET_BYTES if is_secret else MAX_CONFIG_BYTES
-        if self._has_size_limits and len(run_file.content) >= limit:
+        if self.is_for_swarm and len(run_file.content) >= limit:
             raise StackError(
                 f"{len(run_file.content) / 1024:.0f} KiB, but Swarm accepts less than {limit // 1024} KiB",
                 place=place,
@@ -251,6 +259,8 @@ def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[
     environment = build_coordinator_env(plan, _build_node_layout(plan, swarm_objects)) | HIDDEN_GPUS_ENV
     service = _build_common_service(plan, "rendezvous", environment)
     service["environment"][ENV_RUN_ID] = _RUN_ID_TEMPLATE
+    if plan.config.notify and swarm_objects.is_for_swarm:
+        service["environment"][ENV_PREEMPTION] = _PREEMPTION_TEMPLATE
     key_mounts = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}] if swarm_objects.has_run_key else []
     if mounts := [*key_mounts, *swarm_objects.channel_mounts]:
         service["secrets"] = mounts

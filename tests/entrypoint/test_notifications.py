@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ import pytest
 
 from swarmtrain.notifications.channel import ChannelSettings, encode_channels
 from swarmtrain.notifications.notification import NotificationKind
-from swarmtrain.protocol import ENV_NOTIFY, Event, describe_outcome, format_run_summary
+from swarmtrain.process import run_command
+from swarmtrain.protocol import ENV_NOTIFY, ENV_PREEMPTION, Event, describe_outcome, format_run_summary
 from tests.webhook_receiver import KEY, URL_TOKEN, Receiver, read_process_arguments, receive_webhooks
 
 FAILS = "import time; time.sleep(2); raise ValueError('no such thing')"
@@ -172,3 +175,35 @@ def test_other_events_are_notified_once_and_only_to_the_channels_that_want_them(
         other.wait_for_accepted(1)
         assert [request["body"]["type"] for request in receiver.accepted] == ["run.straggler", "run.disk"]
         assert [request["body"]["data"]["status"] for request in other.accepted] == ["done"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_that_is_nearly_full_is_notified(small_run: Any, receiver: Receiver) -> None:
+    disk = small_run.folder / "disk"
+    disk.mkdir()
+    run_command(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)])
+    try:
+        (disk / "checkpoint").write_bytes(bytes(8_000_000))
+        (small_run.folder / "config.json").write_text(json.dumps({"trainer": {"save_dir": str(disk / "run")}, "logger": {"log_dir": None}}))
+        small_run.start_coordinator(min_nodes=1, environment=build_environment(receiver.write_secret(small_run.folder / "secret")))
+        small_run.start_training_node(0, slots=1, node_range=(1, 1))
+        [notification] = receiver.wait_for_accepted(1, timeout=60.0)
+        assert notification["body"]["type"] == "run.disk"
+        assert f"the disk of {disk}/run on node0 is nearly full" in notification["body"]["data"]["message"]
+        small_run.close()
+    finally:
+        run_command(["umount", "--lazy", str(disk)])
+
+
+def test_a_coordinator_that_is_started_after_a_preemption_notifies_with_the_same_id_each_time(small_run: Any, receiver: Receiver) -> None:
+    environment = build_environment(receiver.write_secret(small_run.folder / "secret"))
+    environment[ENV_PREEMPTION] = "1700000000 3 high of anna has a higher priority"
+    for count in (1, 2):
+        small_run.start_coordinator(environment=environment)
+        notifications = receiver.wait_for_accepted(count)
+        small_run.coordinator.kill()
+        small_run.coordinator.wait()
+    assert [request["id"] for request in notifications] == ["small-preemption-1700000000"] * 2
+    data = notifications[0]["body"]["data"]
+    assert data["message"] == "run small: preempted, high of anna has a higher priority; 3 steps are lost, and it resumes by itself"
+    assert notifications[0]["body"]["type"] == "run.preemption"

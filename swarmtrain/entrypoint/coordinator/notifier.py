@@ -15,7 +15,7 @@ from swarmtrain.errors import ChannelGone, DeliveryError
 from swarmtrain.notifications.channel import ChannelSettings
 from swarmtrain.notifications.delivery import Deliver, build_delivery
 from swarmtrain.notifications.notification import Notification, NotificationKind
-from swarmtrain.protocol import Event
+from swarmtrain.protocol import Event, Preemption, format_run_summary
 
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = (0.5, 60.0)
@@ -35,9 +35,9 @@ class Notifier:
     def __init__(
         self, run: str, run_id: str, boot_id: str, channels: Sequence[ChannelSettings], report_note: Callable[[str], None]
     ) -> None:
-        self._run, self._id_prefix = run, f"{run_id or run}-{boot_id}"
+        self._run, self._run_id, self._boot_id = run, run_id or run, boot_id
         self._channels, self._report_note = channels, report_note
-        names = {kind: [channel.name for channel in channels if kind in channel.events] for kind in NotificationKind}
+        names: dict[str, list[str]] = {kind: [channel.name for channel in channels if kind in channel.events] for kind in NotificationKind}
         self._ledger = NotificationLedger(names, time.monotonic)
         self._lock = threading.Lock()
         self._started_at = time.monotonic()
@@ -66,6 +66,17 @@ class Notifier:
             with self._lock:
                 self._waiting_events.append((event, time.monotonic()))
                 self._create_notifications()
+
+    def notify_preemption(self, preemption: Preemption) -> None:
+        """Create a notification that the run was preempted. Its id is the same if another coordinator creates it again."""
+        steps = f"{preemption.lost_steps} steps are lost" if preemption.lost_steps else "no step is lost"
+        message = format_run_summary(self._run, f"preempted, {preemption.cause}; {steps}, and it resumes by itself")
+        data = {"cause": preemption.cause, "lost_steps": preemption.lost_steps}
+        notification = Notification(
+            f"{self._run_id}-preemption-{preemption.time:.0f}", NotificationKind.preemption, self._run, preemption.time, message, data
+        )
+        with self._lock:
+            self._ledger.add_notification(notification, time.monotonic())
 
     def exchange_records(self, records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Merge the copy of the ledger that a node has sent, and return the new one. Raises KeyError, TypeError or ValueError."""
@@ -100,7 +111,7 @@ class Notifier:
         if notable is None or (notable.key and self._ledger.has_key(notable.key)):
             return
         self._count += 1
-        notification_id = f"{self._id_prefix}-{self._count}"
+        notification_id = f"{self._run_id}-{self._boot_id}-{self._count}"
         notification = Notification(notification_id, notable.kind, self._run, event.time, notable.message, dict(notable.data))
         self._ledger.add_notification(notification, observed_at, notable.key)
 

@@ -37,6 +37,7 @@ from swarmtrain.protocol import (
     RENDEZVOUS_SERVICE,
     CoordinatorEnv,
     Event,
+    Preemption,
     SupervisorResponse,
 )
 from swarmtrain.run_key import (
@@ -92,6 +93,8 @@ def main() -> int:
         return EXIT_ERROR
     with bound_server as server:
         notifier.start()
+        if preemption := Preemption.from_env(os.environ):
+            notifier.notify_preemption(preemption)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": _TICK_SECONDS}, daemon=True).start()
         store = _serve_c10d_store(env, server)
         is_finished = _wait_until_run_finished(server, stop)

@@ -23,6 +23,7 @@ from types import FrameType
 
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint import assigned_gpus, supervisor_watchdog
+from swarmtrain.entrypoint.disk_space import list_written_folders
 from swarmtrain.entrypoint.gpu_count import find_gpu_count_problem
 from swarmtrain.entrypoint.network_interface import Route, choose_advertised_address, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_node_warnings, find_permanent_problems
@@ -113,7 +114,7 @@ class Supervisor:
         route = self._announce_node()
         fork_server.wait_for_preload()  # wait before registering: from then on the coordinator expects heartbeats
         self.coordinator.register_node(self.env.node)
-        UsageReporter(self.coordinator, self.env.node).start()
+        UsageReporter(self.coordinator, self.env.node, folders=list_written_folders(self.env.config)).start()
         response = self._wait_for_next_round("")
         while response.outcome is None:
             code = self._run_round(response.round, response.run_id, route)

@@ -28,8 +28,9 @@ class NotifyChannelConfig(Section):
     """A channel: where notifications go, and which."""
 
     type: ChannelType = Field(
+        ChannelType.webhook,
         description="webhook: a signed POST request, as Standard Webhooks specifies it. apprise: a message to a chat, a phone or an email "
-        "address, through apprise, which the image must contain."
+        "address, through apprise, which the image must contain.",
     )
     secret: Path = Field(
         description="File with the secret of the channel. Of a webhook: the URL in the first line, the key in the second, as whsec_ and "

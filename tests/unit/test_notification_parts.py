@@ -18,6 +18,7 @@ from swarmtrain.entrypoint.coordinator.notification_ledger import (
     REPLICATION_TIMEOUT_SECONDS,
     NotificationLedger,
 )
+from swarmtrain.entrypoint.disk_space import DiskMonitor, list_written_folders
 from swarmtrain.errors import ChannelGone, DeliveryError, SwarmtrainError
 from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.notifications.channel import (
@@ -360,3 +361,42 @@ def test_the_channels_are_restored_from_what_only_labels_store() -> None:
     assert config.to_node_config().restore_notify(config.dump_notify()).notify == config.notify
     assert Config().dump_notify() == ""
     assert Config().restore_notify("") == Config()
+
+
+class SimulatedDisk:
+    def __init__(self, total: float, free: float) -> None:
+        self.total, self.free = int(total), int(free)
+
+    def read_usage(self, path: Path) -> tuple[int, int, int]:
+        return self.total, self.total - self.free, self.free
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "is_nearly_full"),
+    [(1e12, 49e9, True), (1e12, 51e9, False), (100e12, 99e9, True), (100e12, 101e9, False), (20e9, 0, True), (0, 0, False)],
+)
+def test_a_disk_is_nearly_full_below_5_percent_and_100_gb(tmp_path: Path, total: float, free: float, *, is_nearly_full: bool) -> None:
+    disk = SimulatedDisk(total, free)
+    assert bool(DiskMonitor("node0", [tmp_path], disk.read_usage).find_nearly_full()) is is_nearly_full
+
+
+def test_a_disk_that_stays_nearly_full_is_reported_once(tmp_path: Path) -> None:
+    disk = SimulatedDisk(1e12, 40e9)
+    monitor = DiskMonitor("node0", [tmp_path / "not" / "yet", tmp_path / "not" / "yet"], disk.read_usage)
+    [event] = monitor.find_nearly_full()
+    assert event.data["message"] == f"the disk of {tmp_path}/not/yet on node0 is nearly full: 40.0 GB of 1.0 TB are free"
+    for free in (30e9, 60e9, 40e9):  # not yet twice the limit
+        disk.free = int(free)
+        assert monitor.find_nearly_full() == []
+    disk.free = int(101e9)
+    assert monitor.find_nearly_full() == []
+    disk.free = int(40e9)
+    assert len(monitor.find_nearly_full()) == 1
+
+
+def test_the_folders_to_which_a_run_writes_are_those_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"trainer": {"save_dir": "/data/run"}, "logger": {"log_dir": None}}))
+    assert list_written_folders(str(tmp_path / "config.json")) == [Path("/data/run")]
+    assert list_written_folders(str(tmp_path / "nowhere")) == []
+    (tmp_path / "config.json").write_text("{}")
+    assert list_written_folders(str(tmp_path / "config.json")) == []
