@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from swarmtrain.errors import ChannelGone, DeliveryError, ProcessError
-from swarmtrain.notifications.notification import Notification
+from swarmtrain.notifications.notification import TEST_KIND, Notification, NotificationKind
 from swarmtrain.process import run_command
 
 _PROGRAM = """
@@ -24,25 +24,33 @@ client = apprise.Apprise()
 for number, url in enumerate(request["urls"], start=1):
     if not client.add(url):
         sys.exit(f"apprise does not accept URL {number} of the file")
-if not client.notify(title=request["title"], body=request["body"]):
+if not client.notify(title=request["title"], body=request["body"], notify_type=apprise.NotifyType(request["type"])):
     sys.exit("a service did not accept the message")
 """
-MISSING_TEXT = "the image lacks apprise"
-"""Text of the report of a coordinator that has channels of this type, but no package apprise."""
+
+
+def check_apprise_installed() -> None:
+    """Raise ChannelGone if the Python of this process lacks the package apprise."""
+    if importlib.util.find_spec("apprise") is None:
+        raise ChannelGone(
+            "this Python lacks the package apprise: add it to the requirements.txt of the image, or run pip install 'swarmtrain[notify]'"
+        )
 
 
 def send_with_apprise(urls: Sequence[str], notification: Notification, timeout: float) -> None:
-    """Send `notification` to the services in `urls`, within `timeout` seconds.
-
-    Raises DeliveryError; ChannelGone if the package apprise is missing.
-    """
-    if importlib.util.find_spec("apprise") is None:
-        raise ChannelGone(MISSING_TEXT, hint="add swarmtrain[notify] to the image, with swarmtrain image add")
-    request = json.dumps({"urls": list(urls), "title": f"swarmtrain: {notification.kind}", "body": notification.message})
+    """Send `notification` to the services in `urls`, within `timeout` seconds. Raises DeliveryError."""
+    message = {"title": f"swarmtrain: {notification.kind}", "body": notification.message, "type": _choose_message_type(notification)}
     try:
-        run_command([sys.executable, "-c", _PROGRAM], input=request, timeout=timeout)
+        run_command([sys.executable, "-c", _PROGRAM], input=json.dumps({"urls": list(urls), **message}), timeout=timeout)
     except ProcessError as error:
         raise DeliveryError(_describe_failure(error)) from None
+
+
+def _choose_message_type(notification: Notification) -> str:
+    """Return apprise's type of the message, for which many services have a color or an icon."""
+    if notification.kind == NotificationKind.outcome:
+        return "success" if notification.data.get("status") == "done" else "failure"
+    return "info" if notification.kind == TEST_KIND else "warning"
 
 
 def _describe_failure(error: ProcessError) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from swarmtrain.notifications.apprise_process import send_with_apprise
+from swarmtrain.notifications.apprise_process import check_apprise_installed, send_with_apprise
 from swarmtrain.notifications.channel import ChannelType, parse_apprise_urls, parse_webhook_secret
 from swarmtrain.notifications.notification import Notification
 from swarmtrain.notifications.webhook import post_notification
@@ -19,9 +19,10 @@ TIMEOUT_SECONDS = 10.0
 def build_delivery(channel_type: str, secret: bytes) -> Deliver:
     """Return the function that delivers notifications to a channel of `channel_type` with the content `secret` of its secret file.
 
-    Raises ValueError if the secret is malformed.
+    Raises ValueError if the secret is malformed; ChannelGone if a program is missing.
     """
     if channel_type == ChannelType.apprise:
+        check_apprise_installed()
         urls = parse_apprise_urls(secret)
         return lambda notification: send_with_apprise(urls, notification, TIMEOUT_SECONDS)
     webhook = parse_webhook_secret(secret)

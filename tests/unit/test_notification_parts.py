@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import importlib.util
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from swarmtrain.entrypoint.coordinator.notification_ledger import (
 from swarmtrain.entrypoint.disk_space import DiskMonitor, list_written_folders
 from swarmtrain.errors import ChannelGone, DeliveryError, SwarmtrainError
 from swarmtrain.inventory import build_offline_inventory
+from swarmtrain.notifications.apprise_process import send_with_apprise
 from swarmtrain.notifications.channel import (
     ChannelSettings,
     check_secret,
@@ -400,3 +404,62 @@ def test_the_folders_to_which_a_run_writes_are_those_of_its_config(tmp_path: Pat
     assert list_written_folders(str(tmp_path / "nowhere")) == []
     (tmp_path / "config.json").write_text("{}")
     assert list_written_folders(str(tmp_path / "config.json")) == []
+
+
+def test_apprise_sends_the_message_to_each_service() -> None:
+    """json:// is the scheme of apprise's own kind of webhook."""
+    failed = Notification("r-1", "outcome", "r", 0.0, "run r: failed, node0: boom", {"status": "failed"})
+    with receive_webhooks() as first, receive_webhooks() as second:
+        urls = [receiver.url.replace("http://", "json://") for receiver in (first, second)]
+        build_delivery("apprise", "\n".join(urls).encode())(failed)
+        for receiver in (first, second):
+            [request] = receiver.accepted
+            assert request["path"] == f"/{URL_TOKEN}"
+            assert {name: request["body"][name] for name in ("title", "message", "type")} == {
+                "title": "swarmtrain: outcome",
+                "message": "run r: failed, node0: boom",
+                "type": "failure",
+            }
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        (f"json://127.0.0.1:9/{URL_TOKEN}", "a service did not accept the message"),
+        (f"no-such-service://{URL_TOKEN}", "apprise does not accept URL 1 of the file"),
+    ],
+)
+def test_a_failure_of_apprise_is_described_without_its_url(url: str, reason: str) -> None:
+    with pytest.raises(DeliveryError) as raised:
+        build_delivery("apprise", url.encode())(build_notification("1"))
+    assert str(raised.value) == reason
+
+
+def test_apprise_that_hangs_is_stopped_and_its_urls_are_in_no_command_line() -> None:
+    seen: list[str] = []
+
+    def watch_processes() -> None:
+        while not is_over.wait(0.02):
+            for file in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    seen.append(file.read_text(errors="replace"))
+
+    is_over = threading.Event()
+    watcher = threading.Thread(target=watch_processes)
+    with receive_webhooks() as receiver:
+        receiver.delay = 20.0
+        watcher.start()
+        try:
+            with pytest.raises(DeliveryError, match="did not finish in time"):
+                send_with_apprise([receiver.url.replace("http://", "json://")], build_notification("1"), 3.0)
+        finally:
+            is_over.set()
+            watcher.join()
+    assert any("import apprise" in text for text in seen)
+    assert not any(URL_TOKEN in text for text in seen)
+
+
+def test_a_python_without_apprise_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ChannelGone, match="lacks the package apprise"):
+        build_delivery("apprise", b"json://127.0.0.1/")
