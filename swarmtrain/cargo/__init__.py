@@ -87,10 +87,14 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
         RunFile.from_content(name, _read_run_file(folder / path, f"runner.secrets.{name}"))
         for name, path in sorted(config.runner.secrets.items())
     )
-    return Cargo(code, (*secrets, *_read_channel_secrets(config, folder)))
+    return Cargo(code, (*secrets, *read_channel_secrets(config, folder)))
 
 
-def _read_channel_secrets(config: Config, folder: Path) -> Iterator[RunFile]:
+def read_channel_secrets(config: Config, folder: Path) -> Iterator[RunFile]:
+    """Yield the secrets of the channels in `config`, with paths relative to `folder`.
+
+    Raises SwarmtrainError if one cannot be read or is malformed; its message contains nothing of the file's content.
+    """
     for name, channel in sorted(config.notify.items()):
         config_key = f"notify.{name}.secret"
         content = _read_run_file(folder / channel.secret, config_key)

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from swarmtrain.cargo import Cargo, RunFile, read_cargo
+from swarmtrain.cli import run_command_line
 from swarmtrain.config import Config
+from swarmtrain.config.loader import load_config
 from swarmtrain.entrypoint.coordinator.notification_events import MAX_MESSAGE_LENGTH, find_notable_event, is_end_of_straggler
 from swarmtrain.entrypoint.coordinator.notification_ledger import (
     OUTCOME_DELIVERY_SECONDS,
@@ -22,7 +24,7 @@ from swarmtrain.entrypoint.coordinator.notification_ledger import (
     NotificationLedger,
 )
 from swarmtrain.entrypoint.disk_space import DiskMonitor, list_written_folders
-from swarmtrain.errors import ChannelGone, DeliveryError, SwarmtrainError
+from swarmtrain.errors import ChannelGone, ConfigError, DeliveryError, SwarmtrainError
 from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.notifications.apprise_process import send_with_apprise
 from swarmtrain.notifications.channel import (
@@ -463,3 +465,58 @@ def test_a_python_without_apprise_is_reported(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ChannelGone, match="lacks the package apprise"):
         build_delivery("apprise", b"json://127.0.0.1/")
+
+
+def write_notified_config(folder: Path, text: str) -> None:
+    (folder / "config.yml").write_text(f"runner: {{hosts: [a]}}\n{text}")
+
+
+def test_the_command_reports_each_channel_and_fails_if_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with receive_webhooks() as good, receive_webhooks() as bad:
+        for name, receiver in (("good", good), ("bad", bad)):
+            receiver.write_secret(tmp_path / name)
+        bad.statuses = [500, 500]
+        write_notified_config(tmp_path, "notify: {bad: {secret: bad}, good: {secret: good, events: [disk]}}\n")
+        monkeypatch.setattr("sys.argv", ["swarmtrain", "notify-test", "config.yml"])
+        assert run_command_line() == 1
+        printed = capsys.readouterr()
+        assert printed.out == "good: delivered\n"
+        assert "error: config notify: bad: HTTP status 500" in printed.err
+        assert good.accepted[0]["body"]["type"] == "run.test"
+
+        write_notified_config(tmp_path, "notify: {good: {secret: good}}\n")
+        assert run_command_line() == 0
+        assert len(set(good.accepted_ids)) == 2
+
+        write_notified_config(tmp_path, "")
+        assert run_command_line() == 1
+        assert "config notify: has no channels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "reason"),
+    [
+        ("notify: {ci: {secret: s, events: [outcomes]}}", "notify.ci.events", "outcomes"),
+        ("notify: {ci: {secret: s, events: []}}", "notify.ci.events", "at least one event"),
+        ("notify: {ci: {secret: s, type: email}}", "notify.ci.type", "webhook"),
+        ("notify: {ci: {}}", "notify.ci.secret", "is required"),
+        ("notify: {ci: {secret: s, url: x}}", "notify.ci.url", "known keys: events, secret, type"),
+        ("notify: {CI: {secret: s}}", "notify.CI", "'CI' is not a valid name of a channel"),
+        ("notify: [ci]", "notify", "must be a mapping"),
+    ],
+)
+def test_an_invalid_channel_is_refused_with_its_place(tmp_path: Path, text: str, place: str, reason: str) -> None:
+    write_notified_config(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "config.yml")
+    assert place in raised.value.plain_text
+    assert reason in raised.value.plain_text
+
+
+def test_an_internal_network_has_no_route_to_a_channel(tmp_path: Path) -> None:
+    (tmp_path / "config.yml").write_text("runner: {swarm: {internal: true}}\nnotify: {ci: {secret: s}}\n")
+    with pytest.raises(ConfigError, match="cannot reach a channel from an internal network"):
+        load_config(tmp_path / "config.yml")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field
 
 from swarmtrain.config.schema.section import Section
 from swarmtrain.notifications.channel import ChannelType
 from swarmtrain.notifications.notification import NotificationKind
 
-CHANNEL_NAME_PATTERN = r"^[a-z][a-z0-9-]{0,30}$"
+_CHANNEL_NAME_PATTERN = re.compile(r"[a-z][a-z0-9-]{0,30}")
+
+
+def _check_channel_name(name: str) -> str:
+    if not _CHANNEL_NAME_PATTERN.fullmatch(name):
+        raise ValueError(f"{name!r} is not a valid name of a channel: use at most 31 characters of a-z, 0-9 and -, and begin with a letter")
+    return name
 
 
 def _check_events(events: tuple[NotificationKind, ...]) -> tuple[NotificationKind, ...]:
@@ -20,7 +27,7 @@ def _check_events(events: tuple[NotificationKind, ...]) -> tuple[NotificationKin
     return tuple(dict.fromkeys(events))
 
 
-ChannelName = Annotated[str, StringConstraints(pattern=CHANNEL_NAME_PATTERN)]
+ChannelName = Annotated[str, AfterValidator(_check_channel_name)]
 NotificationKinds = Annotated[tuple[NotificationKind, ...], AfterValidator(_check_events)]
 
 
