@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_address[1]}/{URL_TOKEN}"
+        host, port = self.server.server_address[:2]
+        return f"http://{host!s}:{port}/{URL_TOKEN}"
 
     @property
     def accepted_ids(self) -> list[str]:
@@ -87,9 +89,9 @@ def verify_signature(headers: dict[str, str], body: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def receive_webhooks(port: int = 0) -> Iterator[Receiver]:
-    """Serve a receiver on loopback."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+def receive_webhooks(address: str = "127.0.0.1", port: int = 0) -> Iterator[Receiver]:
+    """Serve a receiver, by default on loopback."""
+    server = ThreadingHTTPServer((address, port), _Handler)
     server.daemon_threads = True
     receiver = Receiver(server)
     server.receiver = receiver  # type: ignore[attr-defined]  # for the handler
@@ -105,3 +107,21 @@ def read_process_arguments(pid: int) -> str:
     """Return the command line and the environment of a process, as text."""
     folder = Path("/proc") / str(pid)
     return "\n".join((folder / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ"))
+
+
+def main() -> None:
+    """Serve a receiver at ADDRESS:PORT that takes DELAY seconds, and append each request to FILE when it arrives, as a line of JSON."""
+    address, port, delay, file = sys.argv[1:]
+    with receive_webhooks(address, int(port)) as receiver, Path(file).open("a", encoding="utf-8") as output:
+        receiver.delay = float(delay)
+        written = 0
+        while True:
+            for request in receiver.requests[written:]:
+                output.write(json.dumps(request) + "\n")
+                output.flush()
+                written += 1
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()
