@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 CHANNEL_SECRET_PREFIX = "notify-"  # noqa: S105  # the start of a file's name
 """Start of the names of the channels' secrets. The names of other secrets are names of variables, which contain no hyphen."""
+CLUSTER_CHANNEL_PREFIX = "cluster-"
+"""Start of the names of channels that the policy of a queue adds to each run."""
 _KEY_PREFIX = "whsec_"
 _MIN_KEY_BYTES, _MAX_KEY_BYTES = 24, 64
 

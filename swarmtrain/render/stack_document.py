@@ -65,7 +65,7 @@ _MAX_SECRET_BYTES = 500 * 1024
 _MAX_NAME_LENGTH = 64
 _IPV4_PATTERN = re.compile(r"[0-9.]+")
 _RESTART_DELAY = "2s"
-_SECRETS_FOLDER = PurePosixPath("/run/secrets")
+SECRETS_FOLDER = PurePosixPath("/run/secrets")
 _KEY_FILE = f"generated/{RUN_KEY_NAME}"
 _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 
@@ -76,10 +76,11 @@ RUN_VARIABLE = f"{ENV_PREFIX}RUN"
 _RUN_ID_TEMPLATE = (
     f'{{{{with index .Service.Labels "{LABEL_RUN_ID}"}}}}{{{{.}}}}{{{{else}}}}{{{{printf "%.{ID_LENGTH}s" .Service.ID}}}}{{{{end}}}}'
 )
-# A container gets the labels of the time at which it is created: the scheduler of a queue restarts a coordinator that reports a preemption.
-_PREEMPTION_TEMPLATE = " ".join(
+PREEMPTION_TEMPLATE = " ".join(
     f'{{{{index .Service.Labels "{label}"}}}}' for label in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION)
 )
+"""Value of the variable with the preemption of a run. A container gets the labels of the time at which it is created: the scheduler of a
+queue restarts a coordinator that reports a preemption."""
 # The name with which the stack was deployed. `docker stack deploy` may use another one than the stack file, and with that name as text,
 # `swarmtrain scale` would change, and restart, all services.
 _RUN_TEMPLATE = f'{{{{index .Service.Labels "{LABEL_STACK}"}}}}'
@@ -260,7 +261,7 @@ def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[
     service = _build_common_service(plan, "rendezvous", environment)
     service["environment"][ENV_RUN_ID] = _RUN_ID_TEMPLATE
     if plan.config.notify and swarm_objects.is_for_swarm:
-        service["environment"][ENV_PREEMPTION] = _PREEMPTION_TEMPLATE
+        service["environment"][ENV_PREEMPTION] = PREEMPTION_TEMPLATE
     key_mounts = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}] if swarm_objects.has_run_key else []
     if mounts := [*key_mounts, *swarm_objects.channel_mounts]:
         service["secrets"] = mounts
@@ -301,8 +302,8 @@ def _build_node_layout(plan: Plan, swarm_objects: _SwarmObjects) -> NodeLayout:
         bind_address=address if _IPV4_PATTERN.fullmatch(address) else "0.0.0.0",
         config_path=CONFIG_PATH,
         code_folder=WORKSPACE,
-        secrets_dir=_SECRETS_FOLDER,
-        key_file=str(_SECRETS_FOLDER / RUN_KEY_NAME) if swarm_objects.has_run_key else "",
+        secrets_dir=SECRETS_FOLDER,
+        key_file=str(SECRETS_FOLDER / RUN_KEY_NAME) if swarm_objects.has_run_key else "",
         log_dir="/tmp/swarmtrain",
         store_port=port,
         coordinator_port=port + 1,

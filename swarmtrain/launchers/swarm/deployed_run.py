@@ -45,7 +45,8 @@ def read_sent_deployment(engine: DockerEngine, services: Sequence[Service], run:
         RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"]))
         for container in containers
         for item in container.get("Secrets", [])
-        if item["File"]["Name"] != RUN_KEY_NAME
+        # The policy of the queue may have added secrets that do not belong to the stack.
+        if item["File"]["Name"] != RUN_KEY_NAME and item["SecretName"].startswith(f"{run}_")
     ]
     return config, Cargo(tuple(code_files), tuple(secrets))
 
