@@ -26,6 +26,7 @@ from typing import Any
 from swarmtrain import __version__
 from swarmtrain.errors import CoordinatorError, CoordinatorNameError, ProtocolMismatch
 from swarmtrain.protocol import (
+    NOTIFICATIONS_FIELD,
     PROTOCOL_VERSION,
     UNRESOLVED_COORDINATOR_TEXT,
     Event,
@@ -56,6 +57,12 @@ class CoordinatorClient:
         self._key = key
         self._nonce, self._nonce_pid = "", 0
         self._nonce_lock = threading.Lock()
+        self._notification_records: list[dict[str, Any]] = []
+
+    @property
+    def has_pending_notifications(self) -> bool:
+        """Whether the coordinator, when it last responded to this supervisor, had notifications that were not delivered yet."""
+        return any(record["pending"] for record in self._notification_records)
 
     def post_event(self, event: Event) -> EventResponse:
         """Post `event` to the coordinator and return its response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -75,7 +82,7 @@ class CoordinatorClient:
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        self._send_request("join", node=node)
+        self._send_request_with_notifications("join", node=node)
 
     def send_heartbeat(self, node: str) -> SupervisorResponse:
         """Send a heartbeat of `node` and return the response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -94,6 +101,13 @@ class CoordinatorClient:
         Returns the coordinator's response. Raises CoordinatorError if the coordinator cannot be reached.
         """
         return self._send_supervisor_request("leave", node=node, exit_code=exit_code)
+
+    def exchange_notifications(self) -> None:
+        """Send the copy of the notifications' ledger that came with earlier responses, and replace it by that of the response.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
+        self._send_request_with_notifications("exchange_notifications")
 
     def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Report the state of surviving rank `rank` of the failed world `world`. Return the ranks that write a checkpoint.
@@ -200,9 +214,16 @@ class CoordinatorClient:
         sys.stderr.flush()
 
     def _send_supervisor_request(self, op: str, **fields: Any) -> SupervisorResponse:
-        response = self._send_request(op, **fields)
+        response = self._send_request_with_notifications(op, **fields)
         outcome = response.get("outcome")
         return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["run_id"], response["wait"])
+
+    def _send_request_with_notifications(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Send a request of a supervisor with its copy of the notifications' ledger, and keep the copy in the response."""
+        copy = {NOTIFICATIONS_FIELD: self._notification_records} if self._notification_records else {}
+        response = self._send_request(op, **fields, **copy)
+        self._notification_records = response.get(NOTIFICATIONS_FIELD, [])
+        return response
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
         request = json.dumps({"op": op, "protocol": PROTOCOL_VERSION, **fields}, default=str)

@@ -16,6 +16,8 @@
     ├── LabError                this machine cannot host the lab, or a part of it failed
     ├── CoordinatorError        the coordinator cannot be reached, or its response is invalid
     │   └── ProtocolMismatch    the coordinator uses another version of the protocol
+    ├── DeliveryError           a notification could not be delivered
+    │   └── ChannelGone         no later attempt can succeed
     ├── TrainingError           the trainer cannot continue (e.g. invalid data, model or topology)
     │   ├── DataError           the data contain tokens outside the model's vocabulary
     │   ├── WorldError          this world cannot continue, but another may: it is fenced off, or its ranks do not form complete replicas
@@ -206,6 +208,17 @@ class CoordinatorNameError(CoordinatorError):
 
 class ProtocolMismatch(CoordinatorError):
     """The coordinator and this process use different versions of the protocol."""
+
+
+class DeliveryError(SwarmtrainError):
+    """Raised if an attempt to deliver a notification failed; a later attempt may succeed.
+
+    Its message contains neither the URL nor the key of the channel, so that it can be logged.
+    """
+
+
+class ChannelGone(DeliveryError):
+    """Raised if no later attempt can succeed: the receiver no longer wants notifications, or the program that sends them is missing."""
 
 
 class TrainingError(SwarmtrainError):

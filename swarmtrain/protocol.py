@@ -30,11 +30,19 @@ ENV_GPUS = f"{ENV_PREFIX}GPUS"
 """Variable that is set on a node whose run uses GPUs: the number of GPUs that the plan assumes, followed by + if there may be more."""
 ENV_SIMULATED_GPUS = f"{ENV_PREFIX}SIMULATED_GPUS"
 """Variable that a lab sets on the nodes whose engines declare GPUs that do not exist: the number of these GPUs."""
+ENV_NOTIFY = f"{ENV_PREFIX}NOTIFY"
+"""Variable of a coordinator that sends notifications: the settings of its channels (swarmtrain.notifications.channel), without secrets."""
+ENV_PREEMPTION = f"{ENV_PREFIX}PREEMPTION"
+"""Variable of a coordinator that sends notifications in a swarm: the preemption that it reports when it starts, as Preemption reads it."""
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 
 # Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: stop requested, state saved, run again.
 EXIT_PLANNED = 75
+
+NOTIFICATIONS_FIELD = "notifications"
+"""Field of the requests of supervisors and of the responses to them: a copy of the ledger of the run's notifications, which outlives the
+coordinator that way. Absent if there are none."""
 
 # Labels that identify the objects of a stack. The first two are Docker's own, so that `docker stack` recognizes our stacks.
 LABEL_STACK = "com.docker.stack.namespace"
@@ -47,6 +55,15 @@ LABEL_CONFIG = "swarmtrain.config"
 LABEL_HOSTS = "swarmtrain.hosts"
 # Settings of a run for a queue (swarmtrain.config.schema.runner.QUEUE_KEYS), as JSON, if they differ from their defaults.
 LABEL_QUEUE_SETTINGS = "swarmtrain.queue.settings"
+
+# The channels of a run's notifications (the config's section notify), as JSON, on its coordinator.
+LABEL_NOTIFY = "swarmtrain.notify"
+
+# Labels of a run in a queue, on its coordinator: when its state changed, why it was preempted (empty unless it waits because of that), and
+# how many steps it lost then.
+LABEL_QUEUE_CHANGED = "swarmtrain.queue.changed"
+LABEL_QUEUE_PREEMPTION = "swarmtrain.queue.preemption"
+LABEL_QUEUE_LOST = "swarmtrain.queue.lost"
 
 # Labels of the run's identity (swarmtrain.run_identity): its id, who brought it up, from which machine, and when (seconds since the epoch).
 LABEL_RUN_ID = "swarmtrain.id"
@@ -209,6 +226,24 @@ class CoordinatorEnv(_EnvironmentMessage):
 
 
 @dataclass(frozen=True)
+class Preemption:
+    """Preemption of a run by the scheduler of a queue, which restarts the run's coordinator once the run has saved."""
+
+    time: float
+    """Seconds since the epoch, by the scheduler's clock."""
+    lost_steps: int
+    cause: str
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self | None:
+        """Return the preemption in the variables `environ`: time, lost steps and cause; None if the run was not preempted."""
+        match environ.get(ENV_PREEMPTION, "").split(maxsplit=2):
+            case [time_text, lost_text, cause] if time_text.isdecimal() and lost_text.isdecimal():
+                return cls(float(time_text), int(lost_text), cause)
+        return None
+
+
+@dataclass(frozen=True)
 class SurvivorState:
     """State of one surviving rank of a failed world. Its model and optimizer state belong to one step, without a partial update."""
 
@@ -273,6 +308,8 @@ EVENT_COLLECTIVE = "collective"
 EVENT_USAGE = "usage"
 # node, message, hint, is_hardware: whether the GPU is faulty, so that its node is quarantined; see swarmtrain.entrypoint.gpu_health
 EVENT_GPU_FAULT = "gpu_fault"
+# node, path, free, total (bytes of the file system at path), message: the disk of a save_dir or log_dir is nearly full
+EVENT_DISK_NEARLY_FULL = "disk"
 # node, seconds (duration, unless the node is needed earlier), reason
 EVENT_NODE_QUARANTINED = "quarantined"
 # node, reason: the node may train again
@@ -347,6 +384,16 @@ class RunOutcome:
     @property
     def is_success(self) -> bool:
         return self.status == "done"
+
+
+def describe_outcome(outcome: Mapping[str, Any]) -> str:
+    """Return the outcome in the data of an outcome event as text."""
+    return f"{outcome['status']}, {outcome['reason']}"
+
+
+def format_run_summary(run: str, outcome_text: str) -> str:
+    """Return the first line of `swarmtrain why`, which is also the text of a notification: the run and its outcome."""
+    return f"run {run}: {outcome_text}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from swarmtrain.cli import build_app
 from swarmtrain.config import Config
+from swarmtrain.config.schema.fields.notify_channel import NotifyChannelConfig
 from swarmtrain.config.schema.training_groups import TrainingGroupConfig
 from swarmtrain.protocol import ENV_PREFIX, CoordinatorEnv, NodeEnv
 
@@ -33,6 +34,7 @@ Run `swarmtrain --install-completion` once in your shell: bash, zsh, fish or Pow
 commands, options, the names of runs and of the lab's nodes, config files, and for `-o` the keys of the config; after `KEY=`, it
 completes the values that the key allows.
 """
+_EXAMPLE_CHANNEL = NotifyChannelConfig(secret=Path("…"))
 _GENERATED_PATTERN = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -53,8 +55,9 @@ def render_config_page() -> str:
     descriptions = {name: field.description or "" for name, field in Config.model_fields.items()}
     pages = [_render_section(name, descriptions[name], value) for name, value in sections.items() if isinstance(value, BaseModel)]
     groups = _render_section("training_groups", "A list of these. " + descriptions["training_groups"], TrainingGroupConfig(group_name="…"))
+    channels = _render_section("notify", "A mapping of names to these. " + descriptions["notify"], _EXAMPLE_CHANNEL)
     script_section = f"\n## script\n\n{Config.model_fields['script'].description}\n"
-    return header + "".join(pages) + groups + script_section
+    return header + "".join(pages) + groups + channels + script_section
 
 
 def render_environment_page() -> str:
@@ -127,6 +130,8 @@ def _iterate_rows(prefix: str, section: BaseModel) -> Iterator[str]:
 
 
 def _format_default(value: Any) -> str:
+    if isinstance(value, tuple) and value:
+        return f"[{', '.join(map(str, value))}]"
     return "null" if value is None else "[]" if value == () else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from swarmtrain.cargo.code_files import list_code_files
 from swarmtrain.config import Config
 from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
 from swarmtrain.errors import SwarmtrainError
+from swarmtrain.notifications.channel import CHANNEL_SECRET_PREFIX, check_secret, name_channel_secret
 
 _MAX_FILE_BYTES = 64_000_000
+_CHANNEL_HINT = "docs/how-to/notify.md shows the file of each type of channel; swarmtrain notify-test sends a test notification"
 _BUILT_IN_TRAINER_CALL, _BUILT_IN_TRAINER_PACKAGE = b"train_model(", b"swarmtrain"
 
 
@@ -36,12 +39,27 @@ class Cargo:
 
     code: tuple[RunFile, ...]
     secrets: tuple[RunFile, ...] = ()
+    """The secrets in runner.secrets, by their names there, and those of the channels in notify, as name_channel_secret names them."""
+
+    @property
+    def node_secrets(self) -> tuple[RunFile, ...]:
+        """The secrets that the nodes receive."""
+        return tuple(item for item in self.secrets if not item.name.startswith(CHANNEL_SECRET_PREFIX))
+
+    @property
+    def channel_secrets(self) -> tuple[RunFile, ...]:
+        """The secrets that only the coordinator receives."""
+        return tuple(item for item in self.secrets if item.name.startswith(CHANNEL_SECRET_PREFIX))
 
     @property
     def digest(self) -> str:
-        """First 10 hexadecimal digits of a hash of the names and contents of all files."""
-        lines = [f"{item.name}\0{item.digest}\n" for item in (*self.code, *self.secrets)]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:10]
+        """First 10 hexadecimal digits of a hash of the names and contents of the files that the nodes receive."""
+        return _compute_digest((*self.code, *self.node_secrets))
+
+    @property
+    def channel_digest(self) -> str:
+        """Such a hash of the files that only the coordinator receives; empty if there are none."""
+        return _compute_digest(self.channel_secrets) if self.channel_secrets else ""
 
     @property
     def calls_built_in_trainer(self) -> bool:
@@ -49,6 +67,11 @@ class Cargo:
         return not self.code or any(
             _BUILT_IN_TRAINER_CALL in file.content and _BUILT_IN_TRAINER_PACKAGE in file.content for file in self.code
         )
+
+
+def _compute_digest(files: Iterable[RunFile]) -> str:
+    lines = [f"{item.name}\0{item.digest}\n" for item in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:10]
 
 
 def read_cargo(config: Config, folder: Path) -> Cargo:
@@ -64,7 +87,22 @@ def read_cargo(config: Config, folder: Path) -> Cargo:
         RunFile.from_content(name, _read_run_file(folder / path, f"runner.secrets.{name}"))
         for name, path in sorted(config.runner.secrets.items())
     )
-    return Cargo(code, secrets)
+    return Cargo(code, (*secrets, *read_channel_secrets(config, folder)))
+
+
+def read_channel_secrets(config: Config, folder: Path) -> Iterator[RunFile]:
+    """Yield the secrets of the channels in `config`, with paths relative to `folder`.
+
+    Raises SwarmtrainError if one cannot be read or is malformed; its message contains nothing of the file's content.
+    """
+    for name, channel in sorted(config.notify.items()):
+        config_key = f"notify.{name}.secret"
+        content = _read_run_file(folder / channel.secret, config_key)
+        try:
+            check_secret(channel.type, content)
+        except ValueError as error:
+            raise SwarmtrainError(f"{folder / channel.secret}: {error}", place=f"config {config_key}", hint=_CHANNEL_HINT) from None
+        yield RunFile.from_content(name_channel_secret(name), content)
 
 
 def _read_run_file(path: Path, config_key: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The commands that need no existing run: init, schema, plan, memory, generate, doctor, join."""
+"""The commands that need no existing run: init, schema, plan, memory, generate, doctor, join, notify-test."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -37,6 +37,7 @@ def register_commands(app: typer.Typer) -> None:
     app.command("generate")(generate_deployment_file)
     app.command("doctor")(check_cluster)
     app.command("join")(print_join_commands)
+    app.command("notify-test")(send_test_notifications)
 
 
 def create_config(
@@ -212,3 +213,15 @@ def print_join_commands(
 
     config = load_config_file(config_file, overrides) if config_file else None
     print_result(build_join_script(DockerEngine(), config, as_manager=as_manager), as_json=json)
+
+
+def send_test_notifications(
+    config_file: ConfigFileArgument,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+) -> None:
+    """Send a test notification to each channel in the section notify of a config, from this machine."""
+    from swarmtrain.cli.config_loading import load_config_file
+    from swarmtrain.operations import notifications
+
+    for line in notifications.send_test_notifications(load_config_file(config_file, overrides), Path.cwd()):
+        typer.echo(line)

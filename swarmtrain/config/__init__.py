@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from swarmtrain.config.pipeline_layout import partition_layers
 from swarmtrain.config.schema.data import DataConfig
+from swarmtrain.config.schema.fields.notify_channel import ChannelName, NotifyChannelConfig
 from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.schema.logger import LoggerConfig
 from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
@@ -48,6 +49,7 @@ class Config(Section):
     profiler: ProfilerConfig = Field(ProfilerConfig(), description="torch.profiler traces and timelines of some steps.")
     transformer_architecture: TransformerArchitectureConfig = Field(TransformerArchitectureConfig(), description="Model architecture.")
     data: DataConfig = Field(DataConfig(), description="Training and validation data.")
+    notify: dict[ChannelName, NotifyChannelConfig] = Field({}, description="Channels that receive notifications about the run, by name.")
     script: dict[str, Any] = Field({}, description="Options of a custom script. swarmtrain passes them on without interpreting them.")
 
     @model_validator(mode="after")
@@ -82,6 +84,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_channels_reachable(self) -> Config:
+        if self.notify and self.runner.swarm.internal:
+            reason = "the coordinator cannot reach a channel from an internal network"
+            raise build_field_error("notify", reason, "remove it, or set runner.swarm.internal to false")
+        return self
+
+    @model_validator(mode="after")
     def _check_trainer_and_logger(self) -> Config:
         for name in ("log_file_per_rank", "use_csv", "use_tensorboard"):
             if getattr(self.logger, name) and not (self.logger.log_dir or self.trainer.save_dir):
@@ -109,13 +118,24 @@ class Config(Section):
     def to_node_config(self) -> Config:
         """Return the config in the form that every node receives and every checkpoint stores.
 
-        The hosts, the current node count and the settings for a queue are removed, and min_nodes and max_nodes are filled in: otherwise
-        `swarmtrain scale`, or another priority, would change the config of all nodes, and so restart them.
+        The hosts, the current node count, the settings for a queue and the channels of notifications are removed, and min_nodes and
+        max_nodes are filled in: otherwise `swarmtrain scale`, or another priority, would change the config of all nodes, and so restart
+        them.
         """
         low, _, high = self.runner.node_range
         defaults = {key: RunnerConfig.model_fields[key].default for key in QUEUE_KEYS}
         runner = self.runner.model_copy(update={**defaults, "hosts": None, "nodes": None, "min_nodes": low, "max_nodes": high})
-        return self.model_copy(update={"runner": runner})
+        return self.model_copy(update={"runner": runner, "notify": {}})
+
+    def dump_notify(self) -> str:
+        """Return the section notify as JSON text; empty if it has no channels. The nodes do not receive it."""
+        channels = {name: channel.model_dump(mode="json") for name, channel in self.notify.items()}
+        return json.dumps(channels, sort_keys=True) if channels else ""
+
+    def restore_notify(self, text: str) -> Config:
+        """Return the config with the section notify that `dump_notify` has returned as `text`. Raises pydantic.ValidationError."""
+        channels = {name: NotifyChannelConfig.model_validate_json(json.dumps(item)) for name, item in json.loads(text or "{}").items()}
+        return self.model_copy(update={"notify": channels})
 
     @classmethod
     def from_json(cls, text: str) -> Config:

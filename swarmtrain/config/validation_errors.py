@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -77,12 +77,15 @@ def _build_problem_message(error_details: ErrorDetails, key_path: list[str], sec
 
 def _list_field_names(key_path: list[str], root_section_class: type[BaseModel]) -> list[str]:
     model: Any = root_section_class
+    is_mapping = False
     for key in key_path:
-        if key.isdigit():
+        if key.isdigit() or is_mapping:  # an index, or a key that the user has chosen
+            is_mapping = False
             continue
         if not (isinstance(model, type) and issubclass(model, BaseModel) and key in model.model_fields):
             return []
-        model = _find_pydantic_model(model.model_fields[key].annotation)
+        annotation = model.model_fields[key].annotation
+        model, is_mapping = _find_pydantic_model(annotation), get_origin(annotation) is dict
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 

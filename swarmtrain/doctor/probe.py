@@ -29,6 +29,10 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
     probe = replace(
         plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve_gpus else _drop_gpu_reservation(plan.config)
     )
+    # The outcome of a probe is nothing to notify about.
+    probe = replace(
+        probe, config=probe.config.model_copy(update={"notify": {}}), cargo=replace(probe.cargo, secrets=probe.cargo.node_secrets)
+    )
     is_up = plan.run in launcher.list_runs()
     if is_up:
         probe = replace(probe, config=_drop_subnet(probe.config))

@@ -10,11 +10,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.entrypoint.disk_space import DiskMonitor
 from swarmtrain.entrypoint.gpu_health import THROTTLE_MASK, GpuHealthMonitor
 from swarmtrain.entrypoint.gpu_query import GpuQuery, GpuSample
 from swarmtrain.entrypoint.kernel_log import KernelLog
@@ -117,18 +118,22 @@ class UsageMeter:
 
 
 class UsageReporter(threading.Thread):
-    """Posts the usage of `node` to the coordinator every `interval` seconds, and the faults of its GPUs.
+    """Posts the usage of `node` to the coordinator every `interval` seconds, the faults of its GPUs, and which disks are nearly full.
 
-    Reports during a coordinator outage are dropped. Faults are posted each time: the coordinator writes each only once, but forgets them
-    if it is restarted.
+    `folders`: those whose disks are monitored. Reports during a coordinator outage are dropped, except those about disks. Faults are posted
+    each time: the coordinator writes each only once, but forgets them if it is restarted.
     """
 
-    def __init__(self, coordinator: CoordinatorClient, node: str, interval: float = _REPORT_INTERVAL_SECONDS) -> None:
+    def __init__(
+        self, coordinator: CoordinatorClient, node: str, interval: float = _REPORT_INTERVAL_SECONDS, *, folders: Iterable[Path] = ()
+    ) -> None:
         super().__init__(name="usage", daemon=True)
         self._coordinator, self._node, self._interval = coordinator, node, interval
         self._meter, self._gpu_query = UsageMeter(find_container_cgroup()), GpuQuery()
         self._health_monitor, self._kernel_log = GpuHealthMonitor(), KernelLog(os.environ)
+        self._disk_monitor = DiskMonitor(node, folders)
         self._fault_events: list[Event] = []
+        self._disk_events: list[Event] = []
 
     def run(self) -> None:
         """Measure and post the usage until the process ends."""
@@ -137,9 +142,13 @@ class UsageReporter(threading.Thread):
             time.sleep(self._interval)
             sample = self._gpu_query.read_sample()
             self._find_faults(sample)
+            self._disk_events += self._disk_monitor.find_nearly_full()
             with contextlib.suppress(CoordinatorError):
                 for event in self._fault_events:
                     self._coordinator.post_event(event)
+                while self._disk_events:
+                    self._coordinator.post_event(self._disk_events[0])
+                    del self._disk_events[0]
                 self._coordinator.post_event(Event(EVENT_USAGE, {"node": self._node, **self._meter.read_usage(sample)}))
 
     def _find_faults(self, sample: GpuSample) -> None:

@@ -15,6 +15,7 @@ from swarmtrain.images.swarm_nodes import list_other_engines
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.registry import create_launcher
+from swarmtrain.launchers.swarm.cluster_channels import find_secret_ids
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing import queue_order, queue_service, stored_policy
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
@@ -68,9 +69,13 @@ def load_policy_text() -> str:
 
 
 def store_policy(file: Path) -> None:
-    """Store the policy in the YAML file `file`. Raises ConfigError, EngineError; StackError if it lacks the class of a run in the queue."""
+    """Store the policy in the YAML file `file`.
+
+    Raises ConfigError, EngineError; StackError if it lacks the class of a run in the queue, or if the swarm lacks the secret of a channel.
+    """
     engine, text = DockerEngine(), read_config_text(file, "swarmtrain queue policy > {} writes the present one there")
     policy = parse_section(text, QueuePolicy, source=str(file))
+    find_secret_ids(engine, policy)
     state = QueueReader(engine).read_state(time.time())
     used = {
         member.config.runner.priority: member.run

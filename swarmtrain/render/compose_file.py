@@ -7,6 +7,7 @@ It is the stack document with Swarm's settings replaced by those of a single eng
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from swarmtrain.cargo import RunFile
@@ -25,10 +26,12 @@ def render_compose(plan: Plan) -> Stack:
     nodes = {node.name: node for node in plan.nodes}
     file_labels = {
         LABEL_CODE: json.dumps([item.name for item in plan.cargo.code]),
-        LABEL_SECRETS: json.dumps({item.name: item.digest for item in plan.cargo.secrets}, sort_keys=True),
+        LABEL_SECRETS: json.dumps({item.name: item.digest for item in plan.cargo.node_secrets}, sort_keys=True),
     }
+    channel_digests = {item.name: item.digest for item in plan.cargo.channel_secrets}
+    channel_labels = {LABEL_SECRETS: json.dumps(channel_digests, sort_keys=True)} if channel_digests else {}
     services = {
-        name: _convert_service_to_compose(plan, name, service, nodes.get(name), file_labels)
+        name: _convert_service_to_compose(plan, name, service, nodes.get(name), file_labels if name in nodes else channel_labels)
         for name, service in stack.document["services"].items()
     }
     network: dict[str, Any] = {"name": f"{plan.run}_{NETWORK_NAME}", "driver": "bridge", "labels": {LABEL_RUN: plan.run}}
@@ -40,7 +43,7 @@ def render_compose(plan: Plan) -> Stack:
 
 
 def _convert_service_to_compose(
-    plan: Plan, service_name: str, service: dict[str, Any], node: PlannedNode | None, file_labels: dict[str, str]
+    plan: Plan, service_name: str, service: dict[str, Any], node: PlannedNode | None, file_labels: Mapping[str, str]
 ) -> dict[str, Any]:
     deploy = service["deploy"]
     converted = {key: value for key, value in service.items() if key != "deploy"}
@@ -62,7 +65,7 @@ def _convert_service_to_compose(
         converted["gpus"] = gpus
         if gpus != "all" and "NVIDIA_VISIBLE_DEVICES" not in plan.config.runner.env:
             converted["environment"]["NVIDIA_VISIBLE_DEVICES"] = ",".join(gpus[0]["device_ids"])
-    labels = {**deploy["labels"], LABEL_NODE: service_name, **(file_labels if node else {})}
+    labels = {**deploy["labels"], LABEL_NODE: service_name, **file_labels}
     digest = RunFile.from_content(service_name, json.dumps(converted, sort_keys=True).encode()).digest
     return {**converted, "labels": {**labels, LABEL_CONTAINER: digest}}
 

@@ -8,8 +8,9 @@ from pathlib import PurePath
 
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.node_selection import PlannedNode
+from swarmtrain.notifications.channel import ChannelSettings, encode_channels, name_channel_secret
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import ENV_GPUS, CoordinatorEnv, NodeEnv, ProbeEnv
+from swarmtrain.protocol import ENV_GPUS, ENV_NOTIFY, CoordinatorEnv, NodeEnv, ProbeEnv
 
 ENTRYPOINT_MODULE = "swarmtrain.entrypoint"
 VISIBLE_DEVICES_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
@@ -40,7 +41,7 @@ class NodeLayout:
 def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[str, str]:
     """Return the environment of the supervisor of `node`: NodeEnv, NCCL's settings, the user's variables, and NAME_FILE for each secret."""
     runner = plan.config.runner
-    secrets = {secret.name: str(layout.secrets_dir / secret.name) for secret in plan.cargo.secrets}
+    secrets = {secret.name: str(layout.secrets_dir / secret.name) for secret in plan.cargo.node_secrets}
     node_variables = NodeEnv(
         run=plan.run,
         node=node.name,
@@ -102,8 +103,8 @@ def _build_probe_env(plan: Plan, layout: NodeLayout) -> ProbeEnv:
 
 
 def build_coordinator_env(plan: Plan, layout: NodeLayout, run_id: str = "") -> dict[str, str]:
-    """Return the environment of the coordinator of the run with the id `run_id`, which may be unknown."""
-    return CoordinatorEnv(
+    """Return the environment of the coordinator of the run with the id `run_id`, which may be unknown: CoordinatorEnv and the channels."""
+    variables = CoordinatorEnv(
         run=plan.run,
         coordinator_port=layout.coordinator_port,
         store_port=layout.store_port,
@@ -114,3 +115,8 @@ def build_coordinator_env(plan: Plan, layout: NodeLayout, run_id: str = "") -> d
         run_id=run_id,
         key_file=layout.key_file,
     ).to_env()
+    channels = [
+        ChannelSettings(name, channel.type, channel.events, str(layout.secrets_dir / name_channel_secret(name)))
+        for name, channel in sorted(plan.config.notify.items())
+    ]
+    return {**variables, **({ENV_NOTIFY: encode_channels(channels)} if channels else {})}

@@ -44,6 +44,8 @@ class JobLayout:
 def compute_job_digest(plan: Plan) -> str:
     """Return a digest of the job's files, which changes with their content and with the number of nodes."""
     content = f"{plan.config.to_node_config().digest}-{len(plan.nodes)}-{plan.cargo.digest}"
+    if plan.config.notify:
+        content += f"-{plan.config.dump_notify()}-{plan.cargo.channel_digest}"
     return hashlib.sha256(content.encode()).hexdigest()[:10]
 
 

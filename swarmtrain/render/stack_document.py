@@ -25,11 +25,16 @@ from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
+    ENV_PREEMPTION,
     ENV_PREFIX,
     ENV_RUN_ID,
     LABEL_CONFIG,
     LABEL_HOST,
     LABEL_HOSTS,
+    LABEL_NOTIFY,
+    LABEL_QUEUE_CHANGED,
+    LABEL_QUEUE_LOST,
+    LABEL_QUEUE_PREEMPTION,
     LABEL_QUEUE_SETTINGS,
     LABEL_ROLE,
     LABEL_RUN,
@@ -60,7 +65,7 @@ _MAX_SECRET_BYTES = 500 * 1024
 _MAX_NAME_LENGTH = 64
 _IPV4_PATTERN = re.compile(r"[0-9.]+")
 _RESTART_DELAY = "2s"
-_SECRETS_FOLDER = PurePosixPath("/run/secrets")
+SECRETS_FOLDER = PurePosixPath("/run/secrets")
 _KEY_FILE = f"generated/{RUN_KEY_NAME}"
 _GENERATED_FILE_PATTERN = re.compile(r".+-[0-9a-f]{10}(\..+)?")
 
@@ -71,6 +76,11 @@ RUN_VARIABLE = f"{ENV_PREFIX}RUN"
 _RUN_ID_TEMPLATE = (
     f'{{{{with index .Service.Labels "{LABEL_RUN_ID}"}}}}{{{{.}}}}{{{{else}}}}{{{{printf "%.{ID_LENGTH}s" .Service.ID}}}}{{{{end}}}}'
 )
+PREEMPTION_TEMPLATE = " ".join(
+    f'{{{{index .Service.Labels "{label}"}}}}' for label in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION)
+)
+"""Value of the variable with the preemption of a run. A container gets the labels of the time at which it is created: the scheduler of a
+queue restarts a coordinator that reports a preemption."""
 # The name with which the stack was deployed. `docker stack deploy` may use another one than the stack file, and with that name as text,
 # `swarmtrain scale` would change, and restart, all services.
 _RUN_TEMPLATE = f'{{{{index .Service.Labels "{LABEL_STACK}"}}}}'
@@ -170,13 +180,14 @@ class _SwarmObjects:
     """
 
     def __init__(self, plan: Plan, *, is_for_swarm: bool) -> None:
-        self._has_size_limits = is_for_swarm
+        self.is_for_swarm = is_for_swarm
         self.has_run_key = is_for_swarm and plan.config.runner.swarm.network is not None
         self.files: dict[str, bytes] = {}
         self.configs: dict[str, str] = {}
         self.secrets: dict[str, str] = {}
         self.config_mounts: list[dict[str, Any]] = []
         self.secret_mounts: list[dict[str, Any]] = []
+        self.channel_mounts: list[dict[str, Any]] = []
         config_file = RunFile.from_content("config.json", plan.config.to_node_config().to_json().encode())
         self.config_digest = config_file.digest
         self._max_stem_length = _MAX_NAME_LENGTH - len(f"{plan.run}_-{config_file.digest}")
@@ -186,15 +197,19 @@ class _SwarmObjects:
         if self.has_run_key:
             self.secrets[RUN_KEY_NAME] = _KEY_FILE
             self.secret_mounts.append({"source": RUN_KEY_NAME, "target": RUN_KEY_NAME})
-        for item in plan.cargo.secrets:
+        for item in plan.cargo.node_secrets:
             self._add_config_or_secret(item, item.name, self.secrets, self.secret_mounts, f"config runner.secrets.{item.name}")
+        for item in plan.cargo.channel_secrets:
+            self._add_config_or_secret(
+                item, item.name, self.secrets, self.channel_mounts, f"config {item.name.replace('-', '.', 1)}.secret"
+            )
 
     def _add_config_or_secret(
         self, run_file: RunFile, mount_target: str, files_by_key: dict[str, str], object_mounts: list[dict[str, Any]], place: str
     ) -> None:
         is_secret = files_by_key is self.secrets
         limit = _MAX_SECRET_BYTES if is_secret else MAX_CONFIG_BYTES
-        if self._has_size_limits and len(run_file.content) >= limit:
+        if self.is_for_swarm and len(run_file.content) >= limit:
             raise StackError(
                 f"{len(run_file.content) / 1024:.0f} KiB, but Swarm accepts less than {limit // 1024} KiB",
                 place=place,
@@ -245,13 +260,18 @@ def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[
     environment = build_coordinator_env(plan, _build_node_layout(plan, swarm_objects)) | HIDDEN_GPUS_ENV
     service = _build_common_service(plan, "rendezvous", environment)
     service["environment"][ENV_RUN_ID] = _RUN_ID_TEMPLATE
-    if swarm_objects.has_run_key:
-        service["secrets"] = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}]
+    if plan.config.notify and swarm_objects.is_for_swarm:
+        service["environment"][ENV_PREEMPTION] = PREEMPTION_TEMPLATE
+    key_mounts = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}] if swarm_objects.has_run_key else []
+    if mounts := [*key_mounts, *swarm_objects.channel_mounts]:
+        service["secrets"] = mounts
     service["deploy"] = _build_deploy_section(
         plan, swarm_objects, ROLE_RENDEZVOUS, _build_coordinator_constraints(plan), {LABEL_HOSTS: json.dumps(plan.config.runner.hosts)}
     )
     if queue_settings := plan.config.runner.queue_settings:
         service["deploy"]["labels"][LABEL_QUEUE_SETTINGS] = json.dumps(queue_settings, sort_keys=True)
+    if channels := plan.config.dump_notify():
+        service["deploy"]["labels"][LABEL_NOTIFY] = channels
     return service
 
 
@@ -282,8 +302,8 @@ def _build_node_layout(plan: Plan, swarm_objects: _SwarmObjects) -> NodeLayout:
         bind_address=address if _IPV4_PATTERN.fullmatch(address) else "0.0.0.0",
         config_path=CONFIG_PATH,
         code_folder=WORKSPACE,
-        secrets_dir=_SECRETS_FOLDER,
-        key_file=str(_SECRETS_FOLDER / RUN_KEY_NAME) if swarm_objects.has_run_key else "",
+        secrets_dir=SECRETS_FOLDER,
+        key_file=str(SECRETS_FOLDER / RUN_KEY_NAME) if swarm_objects.has_run_key else "",
         log_dir="/tmp/swarmtrain",
         store_port=port,
         coordinator_port=port + 1,

@@ -90,6 +90,7 @@ _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
         f"{data.get('node')} is quarantined for {format_duration(data.get('seconds', 0))}: {data.get('reason')}"
     ),
     protocol.EVENT_NODE_RELEASED: lambda data: f"{data.get('node')} is no longer quarantined: {data.get('reason')}",
+    protocol.EVENT_DISK_NEARLY_FULL: lambda data: str(data.get("message")),
     protocol.EVENT_STRAGGLER: lambda data: str(data.get("message")),
     protocol.EVENT_TRAINING_FINISHED: _format_finished_event,
     protocol.EVENT_OUTCOME: lambda data: f"{data.get('status')}: {data.get('reason')}",

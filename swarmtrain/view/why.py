@@ -84,7 +84,7 @@ class FailureDiagnosis:
             ("now", self.quarantine),
         ]
         lines = [
-            f"run {self.run}: {self.outcome or 'resumed after a failure'}",
+            protocol.format_run_summary(self.run, self.outcome or "resumed after a failure"),
             *(f"  {name:8}{text}" for name, text in labeled_lines if text),
         ]
         lines += _format_block("traceback", self.traceback.splitlines()[-_MAX_TRACEBACK_LINES:])
@@ -137,7 +137,7 @@ def diagnose_failure(
     )
     return FailureDiagnosis(
         run=run,
-        outcome=f"{outcome['status']}, {outcome['reason']}" if "status" in outcome else "",
+        outcome=protocol.describe_outcome(outcome) if "status" in outcome else "",
         node=node,
         rank=rank,
         host=host,

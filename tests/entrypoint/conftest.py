@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.process import start_process
 from swarmtrain.protocol import CoordinatorEnv, Event, NodeEnv, ProbeEnv
 
@@ -73,11 +74,17 @@ class SmallRun:
         self.state = folder / "state"
         (folder / "config.json").write_text("{}")
 
-    def start_coordinator(self, *, max_restarts: int = 3, min_nodes: int = 2) -> None:
+    def start_coordinator(self, *, max_restarts: int = 3, min_nodes: int = 2, environment: Mapping[str, str] | None = None) -> None:
         env = CoordinatorEnv(
             "small", self.coordinator_port, self.store_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20, min_nodes=min_nodes
         )
-        self.coordinator = self._start_process("rendezvous", env.to_env(), self.folder / "events.jsonl")
+        self.coordinator = self._start_process("rendezvous", {**env.to_env(), **(environment or {})}, self.folder / "events.jsonl")
+
+    def post_event(self, event: Event) -> None:
+        """Post an event to the coordinator, as a rank does."""
+        client = CoordinatorClient(f"127.0.0.1:{self.coordinator_port}")
+        client.wait_until_reachable(30.0)
+        client.post_event(event)
 
     def start_node(
         self,

@@ -26,7 +26,16 @@ from swarmtrain.launchers.swarm.service_specs import add_labels, build_stack_spe
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan, build_plan
-from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, Event
+from swarmtrain.protocol import (
+    ENV_PREEMPTION,
+    EVENT_CHECKPOINT,
+    EVENT_PROGRESS,
+    LABEL_QUEUE_CHANGED,
+    LABEL_QUEUE_LOST,
+    LABEL_QUEUE_PREEMPTION,
+    Event,
+    Preemption,
+)
 from swarmtrain.render.stack_document import render_stack
 from swarmtrain.run_identity import RunIdentity
 
@@ -48,9 +57,10 @@ class Cluster:
             self.swarm, lambda _line: None, get_time=lambda: self.now, read_events=lambda _engine, member: self.events.get(member.run, [])
         )
 
-    def plan(self, run: str, topology: Mapping[str, int] | None = None, **runner: Any) -> Plan:
+    def plan(self, run: str, topology: Mapping[str, int] | None = None, notify: Mapping[str, Any] | None = None, **runner: Any) -> Plan:
         settings = {"nodes": 1, "docker_config": {"docker_container": "registry/image:1"}, **runner}
-        config = Config.model_validate_json(json.dumps({"runner": settings, **({"topology": topology} if topology else {})}))
+        sections = {"runner": settings, "notify": notify or {}, **({"topology": topology} if topology else {})}
+        config = Config.model_validate_json(json.dumps(sections))
         services = cluster_state.list_services(self.swarm, run)
         entry = find_queue_entry(services, run)
         placement = Placement(dict(entry.machines)) if entry else FRESH_PLACEMENT
@@ -247,6 +257,39 @@ def test_time_limits_stop_before_the_limit_and_requeue(cluster: Cluster) -> None
     assert cluster.read_entry("other").position > position
     cluster.settle(seconds=900)
     assert cluster.running == {"other": 1}
+
+
+def _read_coordinator_start(cluster: Cluster, run: str) -> tuple[int, Preemption | None]:
+    """Return how often the coordinator was restarted, and the preemption that it finds in its environment when it starts now."""
+    coordinator = cluster_state.find_coordinator(cluster_state.list_services(cluster.swarm, run), run)
+    assert coordinator
+    labels = coordinator.spec["Labels"]
+    variable = " ".join(labels.get(name, "") for name in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION))
+    return coordinator.spec["TaskTemplate"].get("ForceUpdate", 0), Preemption.from_env({ENV_PREEMPTION: variable})
+
+
+@pytest.mark.parametrize("is_notified", [True, False])
+def test_a_coordinator_that_sends_notifications_is_restarted_once_after_a_preemption(cluster: Cluster, *, is_notified: bool) -> None:
+    """It reads the preemption from the labels when it starts. Without notifications it keeps its state, and is not restarted."""
+    cluster.submit("low", nodes=4, priority="low", notify={"ci": {"secret": "secret"}} if is_notified else None)
+    cluster.settle()
+    first_start, nothing = _read_coordinator_start(cluster, "low")
+    assert nothing is None
+    cluster.submit("high", nodes=2, priority="high")
+    cluster.settle(seconds=60)
+    assert cluster.running == {"high": 2}
+    count, preemption = _read_coordinator_start(cluster, "low")
+    assert count == first_start + int(is_notified)
+    assert preemption
+    assert preemption.cause == "high of anna has a higher priority"
+    assert preemption.time == 1060.0
+    cluster.settle(seconds=60)
+    assert _read_coordinator_start(cluster, "low") == (count, preemption)
+
+    cluster.swarm.complete_run("high")
+    cluster.settle(seconds=60)
+    assert cluster.running == {"low": 4}
+    assert _read_coordinator_start(cluster, "low") == (count, None)
 
 
 def test_time_before_a_preemption_counts_against_the_limit(cluster: Cluster) -> None:

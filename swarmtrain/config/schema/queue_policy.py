@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, model_validator
 
 from swarmtrain.config.schema.fields.duration import Duration
+from swarmtrain.config.schema.fields.notify_channel import ChannelName, ClusterChannelConfig
 from swarmtrain.config.schema.runner import CLASS_PATTERN
 from swarmtrain.config.schema.section import Section, build_field_error
 
@@ -52,6 +53,7 @@ class QueuePolicy(Section):
     limits: dict[str, OwnerLimits] = Field({}, description="Limits by owner; * applies to each owner that is not listed.")
 
     idle: IdlePolicy | None = Field(None, description="Policy for idle GPUs. null: none.")
+    notify: dict[ChannelName, ClusterChannelConfig] = Field({}, description="Channels that receive notifications about each run, by name.")
 
     @model_validator(mode="after")
     def _check_classes_exist(self) -> QueuePolicy:

@@ -22,11 +22,24 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from swarmtrain.entrypoint import supervisor_watchdog
+from swarmtrain.entrypoint.coordinator.notifier import Notifier
 from swarmtrain.entrypoint.coordinator.rendezvous_states import RendezvousStates
 from swarmtrain.entrypoint.coordinator.rescue import RescueArbiter
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.errors import EXIT_ERROR, CoordinatorError
-from swarmtrain.protocol import EVENT_FAILURE, EVENT_NOTE, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, CoordinatorEnv, Event, SupervisorResponse
+from swarmtrain.notifications.channel import decode_channels
+from swarmtrain.protocol import (
+    ENV_NOTIFY,
+    EVENT_FAILURE,
+    EVENT_NOTE,
+    NOTIFICATIONS_FIELD,
+    PROTOCOL_VERSION,
+    RENDEZVOUS_SERVICE,
+    CoordinatorEnv,
+    Event,
+    Preemption,
+    SupervisorResponse,
+)
 from swarmtrain.run_key import (
     NEXT_NONCE_FIELD,
     REQUEST_PURPOSE,
@@ -47,8 +60,10 @@ _EXIT_STOP_REQUESTED = 128 + signal.SIGTERM
 
 def main() -> int:
     """Serve the c10d store and the coordinator until the run is over, and return the exit code."""
+    boot_id = f"{int(time.time()):x}{secrets.token_hex(2)}"
     try:
         env = CoordinatorEnv.from_env(os.environ)
+        notifier = Notifier(env.run, env.run_id, boot_id, decode_channels(os.environ.get(ENV_NOTIFY, "")), _print_note)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\nhint: the image and the launcher must have the same version of swarmtrain\n")
         return EXIT_ERROR
@@ -57,7 +72,6 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as set by the process that started it, see launchers.slurm.node_task
             signal.signal(number, lambda *_: stop.set())
-    boot_id = f"{int(time.time()):x}{secrets.token_hex(2)}"
     coordinator = Coordinator(
         run=env.run,
         max_restarts=env.max_restarts,
@@ -66,11 +80,11 @@ def main() -> int:
         boot_id=boot_id,
         run_id=env.run_id,
         clock=time.monotonic,
-        publish_event=_print_event,
+        publish_event=lambda event: _publish_event(event, notifier),
     )
     env = replace(env, bind=_resolve_bind_address(env))
     try:
-        bound_server = CoordinatorServer((env.bind, env.coordinator_port), coordinator, load_run_key())
+        bound_server = CoordinatorServer((env.bind, env.coordinator_port), coordinator, load_run_key(), notifier)
     except CoordinatorError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_ERROR
@@ -78,6 +92,9 @@ def main() -> int:
         sys.stderr.write(f"error: coordinator at {env.bind}:{env.coordinator_port}: {_format_socket_error(error)}\nhint: {_PORT_HINT}\n")
         return EXIT_ERROR
     with bound_server as server:
+        notifier.start()
+        if preemption := Preemption.from_env(os.environ):
+            notifier.notify_preemption(preemption)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": _TICK_SECONDS}, daemon=True).start()
         store = _serve_c10d_store(env, server)
         is_finished = _wait_until_run_finished(server, stop)
@@ -97,8 +114,9 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, address: tuple[str, int], coordinator: Coordinator, key: bytes = b"") -> None:
+    def __init__(self, address: tuple[str, int], coordinator: Coordinator, key: bytes = b"", notifier: Notifier | None = None) -> None:
         self.key, self.nonces = key, IssuedNonces()
+        self._notifier = notifier
         self._intruders: set[str] = set()
         self._coordinator = coordinator
         self._rescue_arbiter = RescueArbiter(time.monotonic)
@@ -117,7 +135,9 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                     self._rescue_arbiter.record_dead_rank(event)
                     return asdict(self._coordinator.handle_event(event))
                 case "join" | "beat" | "close" | "leave" as op:
-                    return asdict(self._handle_supervisor_request(op, request))
+                    return asdict(self._handle_supervisor_request(op, request)) | self._exchange_notifications(request)
+                case "exchange_notifications":
+                    return self._exchange_notifications(request)
                 case "read_rendezvous_state" | "replace_rendezvous_state" as op:
                     return self._rendezvous_states.handle_request(op, request)
                 case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
@@ -133,6 +153,11 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
             return self._coordinator.record_node_exit(node, int(request["exit_code"]))
         return self._coordinator.register_node(node) if op == "join" else self._coordinator.record_heartbeat(node)
 
+    def _exchange_notifications(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the field of a response to a supervisor with the copy of the notifications' ledger; nothing if there are none."""
+        records = self._notifier.exchange_records(request.get(NOTIFICATIONS_FIELD, ())) if self._notifier else []
+        return {NOTIFICATIONS_FIELD: records} if records else {}
+
     def report_refused_request(self, address: str) -> None:
         """Log that a request from `address` was not signed with the run's key, at most once for each of the first addresses."""
         with self._lock:
@@ -142,10 +167,14 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                 self._coordinator.handle_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": message}))
 
     def process_timeouts(self) -> bool:
-        """Process the coordinator's timeouts. Return whether the coordinator can exit."""
+        """Process the coordinator's timeouts, and those of notifications. Return whether the coordinator can exit."""
         with self._lock:
             self._coordinator.process_timeouts()
-            return self._coordinator.is_finished
+            is_finished = self._coordinator.is_finished
+        if self._notifier is None:
+            return is_finished
+        self._notifier.process_timeouts()
+        return is_finished and self._notifier.is_finished
 
 
 class _RequestHandler(socketserver.StreamRequestHandler):
@@ -236,6 +265,15 @@ def _serve_c10d_store(env: CoordinatorEnv, server: CoordinatorServer) -> object:
 
 def _format_socket_error(error: OSError) -> str:
     return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+
+
+def _publish_event(event: Event, notifier: Notifier) -> None:
+    _print_event(event)
+    notifier.observe_event(event)
+
+
+def _print_note(message: str) -> None:
+    _print_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": message}))
 
 
 def _print_event(event: Event) -> None:

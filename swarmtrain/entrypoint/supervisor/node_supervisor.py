@@ -23,6 +23,7 @@ from types import FrameType
 
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint import assigned_gpus, supervisor_watchdog
+from swarmtrain.entrypoint.disk_space import list_written_folders
 from swarmtrain.entrypoint.gpu_count import find_gpu_count_problem
 from swarmtrain.entrypoint.network_interface import Route, choose_advertised_address, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_node_warnings, find_permanent_problems
@@ -48,6 +49,7 @@ _RETRY_SECONDS = 0.3
 _COORDINATOR_TIMEOUT_SECONDS = 600.0  # the rendezvous service may still be pulling its image
 _COORDINATOR_RESTART_SECONDS = 300.0
 _EXIT_REPORT_SECONDS = 15.0
+_NOTIFICATIONS_KEPT_SECONDS = 30.0  # a coordinator gives up after 5 s; one that was lost is restarted within this time
 _FAILURE_GRACE_SECONDS = 10.0  # a failed run has nothing new to save; torch's agent may wait for lost peers
 _NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; if it hangs on a lost store, it ignores signals
 _DONE_GRACE_SECONDS = 330.0  # torch's agents wait up to 300 s for each other at their end
@@ -84,6 +86,7 @@ class Supervisor:
         self.coordinator = CoordinatorClient(env.coordinator)
         self.agent: ForkServerProcess | None = None
         self.is_stopping = False
+        self.has_stop_signal = False
         self.agent_stop_requested = False
         self.kill_agent_at = float("inf")
         self.backoff = 0.0
@@ -111,7 +114,7 @@ class Supervisor:
         route = self._announce_node()
         fork_server.wait_for_preload()  # wait before registering: from then on the coordinator expects heartbeats
         self.coordinator.register_node(self.env.node)
-        UsageReporter(self.coordinator, self.env.node).start()
+        UsageReporter(self.coordinator, self.env.node, folders=list_written_folders(self.env.config)).start()
         response = self._wait_for_next_round("")
         while response.outcome is None:
             code = self._run_round(response.round, response.run_id, route)
@@ -243,8 +246,22 @@ class Supervisor:
             self.coordinator.report_node_exit(self.env.node, exit_code)
         except CoordinatorError as error:
             _log_message(f"could not report its exit: {error}")
+        if exit_code != EXIT_PLANNED:
+            self._keep_notifications()
+
+    def _keep_notifications(self) -> None:
+        """Wait until the notifications about the outcome are delivered, or the coordinator has given them up.
+
+        Meanwhile this node keeps a copy of them, for a new coordinator if this one is lost.
+        """
+        end = time.monotonic() + _NOTIFICATIONS_KEPT_SECONDS
+        while self.coordinator.has_pending_notifications and time.monotonic() < end and not self.has_stop_signal:
+            time.sleep(_RETRY_SECONDS)
+            with contextlib.suppress(CoordinatorError):
+                self.coordinator.exchange_notifications()
 
     def _handle_stop_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        self.has_stop_signal = True
         if self.is_stopping:
             return
         self.is_stopping = True

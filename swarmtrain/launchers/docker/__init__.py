@@ -34,7 +34,16 @@ from swarmtrain.launchers.docker import container_specs, container_state, update
 from swarmtrain.launchers.docker.container_state import Container
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import CONFIG_PATH, LABEL_CODE, LABEL_CONTAINER, LABEL_HOSTS, LABEL_SECRETS, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import (
+    CONFIG_PATH,
+    LABEL_CODE,
+    LABEL_CONTAINER,
+    LABEL_HOSTS,
+    LABEL_NOTIFY,
+    LABEL_SECRETS,
+    RENDEZVOUS_SERVICE,
+    Event,
+)
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
@@ -169,12 +178,17 @@ class DockerLauncher:
         if node is None:
             raise StackError("has no nodes, only leftovers of an incomplete removal", place=f"run {run}", hint=f"swarmtrain down {run}")
         config = Config.from_json(self._engine.read_file(node.id, CONFIG_PATH).decode())
-        hosts = json.loads(existing[RENDEZVOUS_SERVICE].labels.get(LABEL_HOSTS, "null")) if RENDEZVOUS_SERVICE in existing else None
+        coordinator = existing.get(RENDEZVOUS_SERVICE)
+        labels = coordinator.labels if coordinator else {}
+        hosts = json.loads(labels.get(LABEL_HOSTS, "null"))
+        config = config.restore_notify(labels.get(LABEL_NOTIFY, ""))
         runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
-        code, digests = json.loads(node.labels[LABEL_CODE]), json.loads(node.labels[LABEL_SECRETS])
+        code = json.loads(node.labels[LABEL_CODE])
+        digests = [(node, *item) for item in json.loads(node.labels[LABEL_SECRETS]).items()]
+        digests += [(coordinator, *item) for item in json.loads(labels.get(LABEL_SECRETS, "{}")).items()] if coordinator else []
         cargo = Cargo(
             tuple(RunFile.from_content(name, self._engine.read_file(node.id, str(WORKSPACE / name))) for name in code),
-            tuple(RunFile(name, self._engine.read_file(node.id, f"/run/secrets/{name}"), digest) for name, digest in digests.items()),
+            tuple(RunFile(name, self._engine.read_file(owner.id, f"/run/secrets/{name}"), digest) for owner, name, digest in digests),
         )
         return config.model_copy(update={"runner": runner}), cargo
 

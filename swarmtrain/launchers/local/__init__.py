@@ -280,7 +280,7 @@ def _build_process_specs(run_folder: LocalRunFolder, plan: Plan, record: LocalRu
         record.cwd,
         str(run_folder.events_path),
         error_log,
-        "",
+        plan.cargo.channel_digest,
     )
     for index, node in enumerate(plan.nodes):
         log = str(run_folder.get_log_path(node.name))

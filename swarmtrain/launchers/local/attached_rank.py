@@ -99,7 +99,7 @@ def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
     """
     config = private_folder / "config.json"
     config.write_text(plan.config.to_node_config().to_json())
-    for secret in plan.cargo.secrets:
+    for secret in plan.cargo.node_secrets:
         (private_folder / secret.name).touch(mode=0o600)
         (private_folder / secret.name).write_bytes(secret.content)
     layout = NodeLayout(

@@ -86,7 +86,7 @@ def build_process_specs(plan: Plan, record: SshRunRecord, host_contexts: Mapping
                 cwd=host_context.cwd,
                 stdout=stdout,
                 stderr=log,
-                content_digest=content_digest if node else "",
+                content_digest=content_digest if node else plan.cargo.channel_digest,
                 **asdict(commands),
             )
         )
@@ -142,13 +142,17 @@ def _format_mount_option(docker_config: DockerConfig, source: str, target: str) 
 
 def _list_run_file_mounts(cargo: Cargo, run_folder: PurePosixPath) -> list[str]:
     """Return the mounts of the run's files, as SOURCE:TARGET:ro. Many code files are one mount, which hides the image's own workspace."""
-    files = [("config.json", CONFIG_PATH), *((f"secrets/{item.name}", str(_SECRETS_FOLDER / item.name)) for item in cargo.secrets)]
+    files = [("config.json", CONFIG_PATH), *((f"secrets/{item.name}", str(_SECRETS_FOLDER / item.name)) for item in cargo.node_secrets)]
     is_one_mount = len(cargo.code) > _MAX_CODE_FILE_MOUNTS
     if not is_one_mount:
         files += [(f"code/{item.name}", str(_WORKSPACE_FOLDER / item.name)) for item in cargo.code]
     mounts = [f"{run_folder / source}:{target}:ro" for source, target in files]
     # Writable, like the workspace of an image: the script may write to its working folder, and docker creates mount points there.
     return [*mounts, f"{run_folder / 'code'}:{_WORKSPACE_FOLDER}"] if is_one_mount else mounts
+
+
+def _mount_secret(name: str, run_folder: PurePosixPath) -> str:
+    return f"{run_folder / 'secrets' / name}:{_SECRETS_FOLDER / name}:ro"
 
 
 def wrap_command_in_container(
@@ -164,8 +168,9 @@ def wrap_command_in_container(
     docker_argv = build_docker_argv(plan, preserved_variables=",".join(env))
     container_name = f"{plan.run}-{node.name if node else RENDEZVOUS_SERVICE}"
     own_mounts = [
-        f"{host_context.folder / 'secrets' / RUN_KEY_NAME}:{_SECRETS_FOLDER / RUN_KEY_NAME}:ro",
+        _mount_secret(RUN_KEY_NAME, host_context.folder),
         *(_list_run_file_mounts(plan.cargo, host_context.folder) if node else ()),
+        *(_mount_secret(item.name, host_context.folder) for item in (() if node else plan.cargo.channel_secrets)),
     ]
     options: dict[str, Any] = {
         "--name": container_name,

@@ -28,6 +28,7 @@ from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.swarm import cluster_state, code_placement, deployed_run, overviews, plan_checks, teardown
+from swarmtrain.launchers.swarm.cluster_channels import add_cluster_channels
 from swarmtrain.launchers.swarm.convergence import StartupTolerance
 from swarmtrain.launchers.swarm.following.update_stream import LogScope, format_manager_name, watch_run
 from swarmtrain.launchers.swarm.queue_entry import find_queue_entry
@@ -201,6 +202,7 @@ class SwarmLauncher:
             raise StackError(finding.message, place=finding.place, hint=finding.hint)
         identity = cluster_state.find_labelled_identity(services) if services else new_identity
         labelled = add_labels(desired, identity.labels) if identity else desired
+        labelled = add_cluster_channels(self._engine, labelled) if is_queued else labelled
         ended_run = self._find_ended_run(services, desired.stack)
         if is_queued:
             labelled = submission.queue_specs(labelled, existing, ended_run, plan.min_nodes)

@@ -15,7 +15,7 @@ from swarmtrain.errors import StackError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state, code_placement
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.protocol import CONFIG_PATH, LABEL_HOSTS, LABEL_QUEUE_SETTINGS, RUN_KEY_NAME
+from swarmtrain.protocol import CONFIG_PATH, LABEL_HOSTS, LABEL_NOTIFY, LABEL_QUEUE_SETTINGS, RUN_KEY_NAME
 from swarmtrain.render.mounts import WORKSPACE
 
 
@@ -39,10 +39,14 @@ def read_sent_deployment(engine: DockerEngine, services: Sequence[Service], run:
     config = read_sent_config(engine, services, run)
     code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items() if path != CONFIG_PATH]
     code_files = [RunFile(name, read_config_content(engine, item["ConfigID"]), _parse_digest(item["ConfigName"])) for name, item in code]
+    coordinator = cluster_state.find_coordinator(list(services), run)
+    containers = [_get_container(services, run), *([coordinator.spec["TaskTemplate"]["ContainerSpec"]] if coordinator else [])]
     secrets = [
         RunFile(item["File"]["Name"], b"", _parse_digest(item["SecretName"]))
-        for item in _get_container(services, run).get("Secrets", [])
-        if item["File"]["Name"] != RUN_KEY_NAME
+        for container in containers
+        for item in container.get("Secrets", [])
+        # The policy of the queue may have added secrets that do not belong to the stack.
+        if item["File"]["Name"] != RUN_KEY_NAME and item["SecretName"].startswith(f"{run}_")
     ]
     return config, Cargo(tuple(code_files), tuple(secrets))
 
@@ -53,11 +57,13 @@ def get_config_id(services: Sequence[Service], run: str) -> str:
 
 
 def read_sent_config(engine: DockerEngine, services: Sequence[Service], run: str) -> Config:
-    """Return the config as the nodes receive it, with the hosts and the settings for a queue, which only labels store.
+    """Return the config as the nodes receive it, with the hosts, the settings for a queue and the channels, which only labels store.
 
     Raises StackError, EngineError; pydantic.ValidationError if another version of swarmtrain has deployed the run.
     """
     config = Config.from_json(read_config_content(engine, get_config_id(services, run)).decode())
+    coordinator = cluster_state.find_coordinator(list(services), run)
+    config = config.restore_notify(coordinator.spec["Labels"].get(LABEL_NOTIFY, "") if coordinator else "")
     return config.model_copy(update={"runner": restore_labelled_settings(config.runner, services, run)})
 
 

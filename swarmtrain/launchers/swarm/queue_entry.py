@@ -12,15 +12,14 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
+from swarmtrain.protocol import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION
 
 LABEL_STATE = "swarmtrain.queue.state"
 _LABEL_POSITION = "swarmtrain.queue.position"
 _LABEL_MACHINES = "swarmtrain.queue.machines"
 _LABEL_REASON = "swarmtrain.queue.reason"
-_LABEL_CHANGED = "swarmtrain.queue.changed"
 _LABEL_TRAINED = "swarmtrain.queue.trained"
 _LABEL_SAVING = "swarmtrain.queue.saving"
-_LABEL_LOST = "swarmtrain.queue.lost"
 _MAX_REASON_LENGTH = 300
 _MAX_UPDATE_ATTEMPTS = 10
 _RETRY_SECONDS = 0.2
@@ -58,6 +57,9 @@ class QueueEntry:
     lost_steps: int = 0
     """Steps that the run had completed after its last checkpoint when its nodes were killed at the end of their grace."""
 
+    preemption: str = ""
+    """Why the run was preempted; empty unless it waits because of that."""
+
     @property
     def shortened_reason(self) -> str:
         """The reason as the labels store it."""
@@ -70,13 +72,16 @@ class QueueEntry:
             _LABEL_POSITION: repr(self.position),
             _LABEL_MACHINES: json.dumps(dict(sorted(self.machines.items()))),
             _LABEL_REASON: self.shortened_reason,
-            _LABEL_CHANGED: f"{self.changed:.0f}",
+            LABEL_QUEUE_CHANGED: f"{self.changed:.0f}",
             _LABEL_TRAINED: f"{self.trained_seconds:.0f}",
             _LABEL_SAVING: "yes" if self.is_saving else "",
-            _LABEL_LOST: f"{self.lost_steps}",
+            LABEL_QUEUE_LOST: f"{self.lost_steps}",
+            LABEL_QUEUE_PREEMPTION: self.preemption[:_MAX_REASON_LENGTH],
         }
 
-    def change_state(self, state: EntryState, now: float, *, reason: str = "", machines: Mapping[str, str] | None = None) -> QueueEntry:
+    def change_state(
+        self, state: EntryState, now: float, *, reason: str = "", machines: Mapping[str, str] | None = None, preemption: str = ""
+    ) -> QueueEntry:
         """Return the entry in `state` from `now` on. Time in the state `admitted` is added to `trained_seconds`."""
         trained, is_saving = self.trained_seconds, self.is_saving
         if self.state is EntryState.admitted and state is not EntryState.admitted:
@@ -90,6 +95,7 @@ class QueueEntry:
             changed=self.changed if state is self.state else now,
             trained_seconds=trained,
             is_saving=is_saving and state is not EntryState.admitted,
+            preemption=preemption,
         )
 
 
@@ -108,10 +114,11 @@ def parse_entry(labels: Mapping[str, str]) -> QueueEntry | None:
         _parse_number(labels.get(_LABEL_POSITION)),
         machines,
         labels.get(_LABEL_REASON, ""),
-        _parse_number(labels.get(_LABEL_CHANGED)),
+        _parse_number(labels.get(LABEL_QUEUE_CHANGED)),
         _parse_number(labels.get(_LABEL_TRAINED)),
         labels.get(_LABEL_SAVING) == "yes",
-        int(_parse_number(labels.get(_LABEL_LOST))),
+        int(_parse_number(labels.get(LABEL_QUEUE_LOST))),
+        labels.get(LABEL_QUEUE_PREEMPTION, ""),
     )
 
 

@@ -146,6 +146,8 @@ def resolve_config_and_secret_ids(spec: ApiSpec, config_id_by_name: Mapping[str,
 
 def _resolve_config_or_secret_id(reference: dict[str, Any], kind: str, id_by_name: Mapping[str, str]) -> dict[str, Any]:
     name = reference[f"{kind}Name"]
+    if f"{kind}ID" in reference:  # an object that does not belong to the stack
+        return reference
     if name not in id_by_name:
         raise StackError("was removed while the stack was being deployed", place=f"{kind.lower()} {name}", hint="deploy again")
     return {**reference, f"{kind}ID": id_by_name[name]}

@@ -37,7 +37,7 @@ from swarmtrain.launchers.swarm.step_executor import run_in_parallel
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan, build_plan
-from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import LABEL_NOTIFY, RENDEZVOUS_SERVICE, Event
 from swarmtrain.render.stack_document import render_stack
 
 # Seconds until the next round: while containers stop or start, while runs wait, and if nothing is expected.
@@ -154,7 +154,7 @@ class Scheduler:
     def _build_new_entry(self, state: QueueState, member: QueueMember, change: QueueChange, now: float) -> QueueEntry:
         """Return the entry of a run after `change`. Raises PlanError if the run cannot train on any such number of machines."""
         if change.kind is ChangeKind.preempt:
-            return member.entry.change_state(EntryState.waiting, now, reason=f"preempted: {change.cause}")
+            return member.entry.change_state(EntryState.waiting, now, reason=f"preempted: {change.cause}", preemption=change.cause)
         kept = {node: machine for node, machine in member.entry.machines.items() if machine in change.machines}
         machines = sorted(change.machines, key=lambda machine: machine not in kept.values())
         min_count = max(len(kept), min(member.config.runner.node_range[0], len(machines)) if member.config else 1)
@@ -230,10 +230,16 @@ class Scheduler:
         return differing
 
     def _write_coordinator(self, member: QueueMember, entry: QueueEntry) -> Service:
-        """Store the entry; if the run is admitted and its coordinator does not run, start it. Return the service as updated."""
+        """Store the entry, and return the service as updated.
+
+        If the run is admitted and its coordinator does not run, it is started. If the run has saved because it was preempted, a coordinator
+        that sends notifications is restarted: it reports the preemption.
+        """
         service = member.coordinator
         spec = {**service.spec, "Labels": {**service.spec["Labels"], **entry.to_labels()}}
-        if entry.state is EntryState.admitted and (not service.replicas or member.has_ended):
+        has_saved = member.entry.is_saving and not entry.is_saving
+        is_notified = has_saved and bool(entry.preemption) and bool(service.replicas) and LABEL_NOTIFY in spec["Labels"]
+        if is_notified or (entry.state is EntryState.admitted and (not service.replicas or member.has_ended)):
             spec = _restart(spec)
         self._update_service(service, spec)
         return replace(service, spec=spec)

@@ -1,0 +1,144 @@
+"""Ledger of a run's notifications: which exist, and to which channels each must still be delivered.
+
+The nodes keep copies of it: it is part of each response to a supervisor, which sends it back with its next request. So it survives the loss
+of the coordinator and of its machine, as long as one node lives. A notification is delivered only once a node has a copy; a new coordinator
+then neither forgets it nor creates it a second time.
+
+Pure: time comes from `clock` (seconds, monotonic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmtrain.notifications.notification import Notification, NotificationKind
+
+REPLICATION_TIMEOUT_SECONDS = 2.5
+"""Seconds after which a notification is delivered although no node has a copy of it: perhaps no node is left. Nodes send one heartbeat per
+second, and have a copy with the second."""
+OUTCOME_DELIVERY_SECONDS = 5.0
+"""Seconds after the outcome in which notifications are delivered. Then the coordinator gives up, so that the run can end."""
+_MAX_DONE_COUNT = 200
+
+
+@dataclass
+class LedgerEntry:
+    """A notification, and the names of the channels to which it must still be delivered. `notification` is None if there are none left."""
+
+    notification_id: str
+    key: str
+    notification: Notification | None
+    pending: set[str]
+    observed_at: float
+    has_copy: bool = False
+    """Whether a node has a copy."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the entry as nodes keep it."""
+        contents = {"notification": self.notification.to_dict()} if self.notification and self.pending else {}
+        return {"id": self.notification_id, "key": self.key, "pending": sorted(self.pending), **contents}
+
+
+@dataclass
+class NotificationLedger:
+    """Ledger of the notifications of one run. `channels`: names of the channels, by the kind of notification that they receive."""
+
+    channels: Mapping[str, Collection[str]]
+    clock: Callable[[], float]
+    _entries: dict[str, LedgerEntry] = field(default_factory=dict)
+    _give_up_at: float | None = None
+    _settled_at: float = 0.0
+
+    @property
+    def is_outcome_known(self) -> bool:
+        """Whether the run has an outcome, so that deliveries must end soon."""
+        return self._give_up_at is not None
+
+    @property
+    def seconds_since_settled(self) -> float:
+        """Seconds for which nothing has been pending; 0 if something is."""
+        return 0.0 if any(entry.pending for entry in self._entries.values()) else self.clock() - self._settled_at
+
+    def has_key(self, key: str) -> bool:
+        """Return whether a notification exists of the condition with this key."""
+        return any(entry.key == key for entry in self._entries.values())
+
+    def forget_keys(self, prefix: str) -> None:
+        """Forget the conditions whose keys begin with `prefix`, because they have ended."""
+        for entry in self._entries.values():
+            if entry.key.startswith(prefix):
+                entry.key = ""
+
+    def add_notification(self, notification: Notification, observed_at: float, key: str = "") -> None:
+        """Add a notification, to be delivered to the channels that receive its kind. `observed_at`: time of its event, by the clock."""
+        pending = set(self.channels.get(notification.kind, ()))
+        self._entries[notification.id] = LedgerEntry(notification.id, key, notification, pending, observed_at)
+        self._record_outcome(notification.kind)
+        self._drop_oldest()
+
+    def merge_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Merge the copy of a node: what it has and this ledger lacks, and what was delivered before this coordinator started.
+
+        Raises KeyError, TypeError or ValueError if a record is malformed.
+        """
+        known_channels = {name for names in self.channels.values() for name in names}
+        for record in records:
+            entry = self._entries.get(str(record["id"]))
+            pending = {str(name) for name in record["pending"]} & known_channels
+            if entry is not None:
+                entry.has_copy = True
+                self._set_pending(entry, entry.pending & pending)
+                continue
+            notification = Notification(**record["notification"]) if pending else None
+            entry = LedgerEntry(str(record["id"]), str(record["key"]), notification, pending, self.clock(), has_copy=True)
+            self._entries[entry.notification_id] = entry
+            if notification:
+                self._record_outcome(notification.kind)
+        self._drop_oldest()
+
+    def export_records(self) -> list[dict[str, Any]]:
+        """Return the copy for a node."""
+        return [entry.to_record() for entry in self._entries.values()]
+
+    def find_due_notification(self, channel: str) -> Notification | None:
+        """Return the oldest notification that can be delivered to `channel` now; None if there is none."""
+        for entry in self._entries.values():
+            if channel in entry.pending and (entry.has_copy or self.clock() - entry.observed_at >= REPLICATION_TIMEOUT_SECONDS):
+                return entry.notification
+        return None
+
+    def mark_delivered(self, notification_id: str, channel: str) -> None:
+        """Record that a notification was delivered to `channel`."""
+        if entry := self._entries.get(notification_id):
+            self._set_pending(entry, entry.pending - {channel})
+
+    def drop_channel(self, channel: str) -> None:
+        """Give up the deliveries to `channel`, and create no more for it."""
+        self.channels = {kind: [name for name in names if name != channel] for kind, names in self.channels.items()}
+        for entry in self._entries.values():
+            self._set_pending(entry, entry.pending - {channel})
+
+    def give_up_deliveries(self) -> list[tuple[str, str]]:
+        """If the time after the outcome is over, give up what is pending. Return the channel and the id of each notification given up."""
+        if self._give_up_at is None or self.clock() < self._give_up_at:
+            return []
+        given_up = [(channel, entry.notification_id) for entry in self._entries.values() for channel in sorted(entry.pending)]
+        for entry in self._entries.values():
+            self._set_pending(entry, set())
+        return given_up
+
+    def _record_outcome(self, kind: str) -> None:
+        if kind == NotificationKind.outcome and self._give_up_at is None:
+            self._give_up_at = self.clock() + OUTCOME_DELIVERY_SECONDS
+
+    def _set_pending(self, entry: LedgerEntry, pending: set[str]) -> None:
+        if entry.pending and not pending:
+            entry.notification, self._settled_at = None, self.clock()
+        entry.pending = pending
+
+    def _drop_oldest(self) -> None:
+        done = [entry.notification_id for entry in self._entries.values() if not entry.pending]
+        for notification_id in done[:-_MAX_DONE_COUNT]:
+            del self._entries[notification_id]

@@ -1,0 +1,198 @@
+"""Notifications of runs on a real swarm that nobody follows: a coordinator that is killed, a preemption, and where the secret is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swarm_helpers import DISCARD, print_line
+
+from swarmtrain.cargo import Cargo, RunFile
+from swarmtrain.config import Config
+from swarmtrain.errors import RunNotFound
+from swarmtrain.lab import Lab
+from swarmtrain.lab.network import build_enter_command
+from swarmtrain.lab.state import read_lab_description
+from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm import SwarmLauncher
+from swarmtrain.launchers.swarm.queueing import queue_service
+from swarmtrain.plan import Plan, build_plan
+from tests.webhook_receiver import KEY, URL_TOKEN
+
+ROOT = Path(__file__).parents[2]
+_PORT = 8765
+_FAILS = b"import time\ntime.sleep(2)\nraise ValueError('no such thing')\n"
+_WAITS = b"import time\ntime.sleep(600)\n"
+
+
+class LabReceiver:
+    """A receiver at the address of the lab's bridge, which the machines reach. It takes `delay` seconds for each request."""
+
+    def __init__(self, lab: Lab, folder: Path, delay: float) -> None:
+        description = read_lab_description(lab.directory)
+        assert description
+        self.url = f"http://{description.bridge_address}:{_PORT}/{URL_TOKEN}"
+        self._output = folder / "requests.jsonl"
+        self._output.touch()
+        arguments = [description.bridge_address, str(_PORT), str(delay), str(self._output)]
+        argv = [*build_enter_command(lab.name, "bridge"), sys.executable, "-m", "tests.webhook_receiver", *arguments]
+        self._process = subprocess.Popen(argv, cwd=ROOT)
+
+    def read_requests(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._output.read_text().splitlines()]
+
+    def wait_for_requests(self, count: int, seconds: float = 120.0) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + seconds
+        while len(found := self.read_requests()) < count:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        return found
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def start_receiver(lab: Lab, tmp_path: Path) -> Iterator[Callable[[float], LabReceiver]]:
+    receivers: list[LabReceiver] = []
+
+    def start(delay: float) -> LabReceiver:
+        receivers.append(LabReceiver(lab, tmp_path, delay))
+        return receivers[-1]
+
+    yield start
+    for receiver in receivers:
+        receiver.close()
+
+
+@pytest.fixture
+def launcher(lab: Lab) -> Iterator[SwarmLauncher]:
+    launcher = SwarmLauncher(lab.get_docker_host("node0"))
+    yield launcher
+    for run in launcher.list_runs():
+        with contextlib.suppress(RunNotFound):
+            launcher.tear_down_run(run, DISCARD)
+
+
+def plan_notified_run(launcher: SwarmLauncher, image: str, receiver: LabReceiver | None, script: bytes, **runner: Any) -> Plan:
+    settings = {"nodes": 1, "stop_grace": 10, "max_restarts": 0, "docker_config": {"docker_container": image}, **runner}
+    sections: dict[str, Any] = {"runner": settings}
+    secrets: tuple[RunFile, ...] = ()
+    if receiver:
+        sections["notify"] = {"ci": {"secret": "webhook.secret"}}
+        secrets = (RunFile.from_content("notify-ci", f"{receiver.url}\n{KEY}\n".encode()),)
+    config = Config.model_validate_json(json.dumps(sections))
+    cargo = Cargo((RunFile.from_content("training_code.py", script),), secrets)
+    run = str(runner.get("priority", "notified"))
+    return build_plan(config, launcher.read_inventory(config.runner), cargo, run=run)
+
+
+def find_coordinator_container(lab: Lab, run: str) -> tuple[str, list[str]]:
+    """Return the id of the container of the coordinator that runs, and the docker command of its machine."""
+    for node in ("node0", "node1", "node2"):
+        docker = ["docker", "-H", lab.get_docker_host(node)]
+        listing = [*docker, "ps", "-q", "--filter", f"name={run}_rendezvous"]
+        if found := subprocess.run(listing, capture_output=True, check=True, text=True).stdout.split():
+            return found[0], docker
+    raise AssertionError("no coordinator runs")
+
+
+def collect_docker_output(lab: Lab, launcher: SwarmLauncher, run: str) -> str:
+    """Return everything that Docker reports about services, containers, configs and secrets, and the log of the coordinator."""
+    outputs = [json.dumps([line.text for line in launcher.stream_logs(run, follow=False)])]
+    for node in ("node0", "node1", "node2"):
+        docker = ["docker", "-H", lab.get_docker_host(node)]
+        for kind in ("container", *(("service", "config", "secret") if node == "node0" else ())):
+            listing = [*docker, kind, "ls", "-q", *(["-a"] if kind == "container" else [])]
+            ids = subprocess.run(listing, capture_output=True, check=True, text=True).stdout.split()
+            if ids:
+                outputs.append(subprocess.run([*docker, kind, "inspect", *ids], capture_output=True, check=True, text=True).stdout)
+            if kind == "container":
+                outputs += [subprocess.run([*docker, "logs", item], capture_output=True, check=True, text=True).stdout for item in ids]
+    return "\n".join(outputs)
+
+
+def test_an_outcome_is_notified_once_although_the_coordinator_is_killed(
+    lab: Lab, launcher: SwarmLauncher, image: str, start_receiver: Callable[[float], LabReceiver]
+) -> None:
+    """The receiver is at work when the container is killed, so its answer is lost. Swarm starts another one, which gets the node's copy."""
+    receiver = start_receiver(2.5)
+    plan = plan_notified_run(launcher, image, receiver, _FAILS)
+    launcher.deploy_run(plan, print_line)
+    config, cargo = launcher.load_deployment("notified")
+    assert config.notify == plan.config.notify
+    assert [item.name for item in cargo.channel_secrets] == ["notify-ci"]
+    assert cargo.node_secrets == ()
+    container, docker = find_coordinator_container(lab, "notified")
+    secret = subprocess.run([*docker, "exec", container, "cat", "/run/secrets/notify-ci"], capture_output=True, check=True, text=True)
+    assert secret.stdout.splitlines()[0] == receiver.url
+
+    [first] = receiver.wait_for_requests(1)
+    subprocess.run([*docker, "kill", "--signal", "KILL", container], check=True)
+    requests = receiver.wait_for_requests(2)
+    time.sleep(5)
+    assert {request["id"] for request in receiver.read_requests()} == {first["id"]}
+    assert all(request["is_signed"] for request in requests)
+    assert first["body"]["type"] == "run.outcome"
+    assert first["body"]["data"]["message"].startswith("run notified: failed, node0 rank 0: ValueError: no such thing")
+
+    output = collect_docker_output(lab, launcher, "notified")
+    assert "SWARMTRAIN_NOTIFY" in output
+    assert URL_TOKEN not in output
+    assert KEY not in output
+
+
+def test_an_undisturbed_outcome_arrives_within_5_s_and_a_second_deploy_changes_nothing_of_its_channel(
+    launcher: SwarmLauncher, image: str, start_receiver: Callable[[float], LabReceiver]
+) -> None:
+    receiver = start_receiver(0.0)
+    plan = plan_notified_run(launcher, image, receiver, _FAILS)
+    launcher.deploy_run(plan, print_line)
+    [request] = receiver.wait_for_requests(1)
+    [outcome] = [event for event in launcher.read_events("notified") if event.kind == "outcome"]
+    assert request["time"] - outcome.time < 5.0  # one machine, one clock
+    time.sleep(5)
+    assert len(receiver.read_requests()) == 1
+    launcher.deploy_run(plan, print_line)  # a failed run is restarted
+    requests = receiver.wait_for_requests(2)
+    assert requests[0]["id"] != requests[1]["id"]
+
+
+def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
+    launcher: SwarmLauncher, engine: DockerEngine, image: str, start_receiver: Callable[[float], LabReceiver]
+) -> None:
+    receiver = start_receiver(0.0)
+    queue_service.start_scheduler(engine, image, print_line)
+    try:
+        launcher.deploy_run(plan_notified_run(launcher, image, receiver, _WAITS, priority="low", nodes=3), print_line)
+        wait_for_nodes(launcher, "low", 3)
+        launcher.deploy_run(plan_notified_run(launcher, image, None, _WAITS, priority="high", nodes=3), print_line)
+        [request] = receiver.wait_for_requests(1)
+        assert request["body"]["type"] == "run.preemption"
+        message = request["body"]["data"]["message"]
+        assert message.startswith("run low: preempted, high of ")
+        assert message.endswith("has a higher priority; no step is lost, and it resumes by itself")
+        wait_for_nodes(launcher, "high", 3)
+        launcher.tear_down_run("high", DISCARD)
+        wait_for_nodes(launcher, "low", 3)
+        time.sleep(5)
+        assert len(receiver.read_requests()) == 1
+    finally:
+        for run in launcher.list_runs():
+            launcher.tear_down_run(run, DISCARD)
+        queue_service.remove_scheduler(engine, DISCARD)
+
+
+def wait_for_nodes(launcher: SwarmLauncher, run: str, count: int, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while sum(task.state == "running" and task.node != "rendezvous" for task in launcher.list_tasks(run)) != count:
+        assert time.monotonic() < deadline, launcher.list_tasks(run)
+        time.sleep(0.5)
