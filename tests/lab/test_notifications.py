@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import subprocess
@@ -22,7 +23,7 @@ from swarmtrain.lab.network import build_enter_command
 from swarmtrain.lab.state import read_lab_description
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.queueing import queue_service
+from swarmtrain.launchers.swarm.queueing import queue_service, stored_policy
 from swarmtrain.plan import Plan, build_plan
 from tests.webhook_receiver import KEY, URL_TOKEN
 
@@ -166,29 +167,42 @@ def test_an_undisturbed_outcome_arrives_within_5_s_and_a_second_deploy_changes_n
     assert requests[0]["id"] != requests[1]["id"]
 
 
-def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
-    launcher: SwarmLauncher, engine: DockerEngine, image: str, start_receiver: Callable[[float], LabReceiver]
-) -> None:
+@pytest.fixture
+def cluster_channel(engine: DockerEngine, image: str, start_receiver: Callable[[float], LabReceiver]) -> Iterator[LabReceiver]:
+    """A scheduler, and a policy with a channel for all runs, whose secret is one of the swarm."""
     receiver = start_receiver(0.0)
+    content = base64.b64encode(f"{receiver.url}\n{KEY}\n".encode()).decode()
+    secret = engine.post("/secrets/create", {"Name": "team-webhook", "Labels": {}, "Data": content})["ID"]
+    stored_policy.store_policy(engine, "notify: {ops: {swarm_secret: team-webhook, events: [preemption]}}\n", source="policy.yml")
     queue_service.start_scheduler(engine, image, print_line)
-    try:
-        launcher.deploy_run(plan_notified_run(launcher, image, receiver, _WAITS, priority="low", nodes=3), print_line)
-        wait_for_nodes(launcher, "low", 3)
-        launcher.deploy_run(plan_notified_run(launcher, image, None, _WAITS, priority="high", nodes=3), print_line)
-        [request] = receiver.wait_for_requests(1)
-        assert request["body"]["type"] == "run.preemption"
-        message = request["body"]["data"]["message"]
-        assert message.startswith("run low: preempted, high of ")
-        assert message.endswith("has a higher priority; no step is lost, and it resumes by itself")
-        wait_for_nodes(launcher, "high", 3)
-        launcher.tear_down_run("high", DISCARD)
-        wait_for_nodes(launcher, "low", 3)
-        time.sleep(5)
-        assert len(receiver.read_requests()) == 1
-    finally:
-        for run in launcher.list_runs():
-            launcher.tear_down_run(run, DISCARD)
-        queue_service.remove_scheduler(engine, DISCARD)
+    yield receiver
+    queue_service.remove_scheduler(engine, DISCARD)
+    engine.delete(f"/configs/{stored_policy.find_policy_id(engine)}")
+    engine.delete(f"/secrets/{secret}")
+
+
+def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
+    cluster_channel: LabReceiver, launcher: SwarmLauncher, image: str
+) -> None:
+    """Both through its own channel, and through that of the policy, whose secret stays when the runs are removed."""
+    receiver = cluster_channel
+    launcher.deploy_run(plan_notified_run(launcher, image, receiver, _WAITS, priority="low", nodes=3), print_line)
+    wait_for_nodes(launcher, "low", 3)
+    launcher.deploy_run(plan_notified_run(launcher, image, None, _WAITS, priority="high", nodes=3), print_line)
+    requests = receiver.wait_for_requests(2)
+    assert {request["body"]["type"] for request in requests} == {"run.preemption"}
+    assert len({request["id"] for request in requests}) == 1  # one notification, two channels
+    message = requests[0]["body"]["data"]["message"]
+    assert message.startswith("run low: preempted, high of ")
+    assert message.endswith("has a higher priority; no step is lost, and it resumes by itself")
+    wait_for_nodes(launcher, "high", 3)
+    launcher.tear_down_run("high", DISCARD)
+    wait_for_nodes(launcher, "low", 3)
+    time.sleep(5)
+    assert len(receiver.read_requests()) == 2
+    config, cargo = launcher.load_deployment("low")
+    assert (list(config.notify), [item.name for item in cargo.secrets]) == (["ci"], ["notify-ci"])
+    launcher.tear_down_run("low", DISCARD)
 
 
 def wait_for_nodes(launcher: SwarmLauncher, run: str, count: int, seconds: float = 120.0) -> None:
