@@ -19,6 +19,7 @@ from swarmtrain.errors import PlanError
 from swarmtrain.gpu_resolution import resolve_gpu_mode
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.node_selection import PlannedNode, format_count, list_usable_machines, select_nodes
+from swarmtrain.notifications.channel import ChannelType
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
@@ -182,7 +183,7 @@ def build_plan(
         nodes=(),
         origin=inventory.origin,
         coordinator_machine=_choose_coordinator_machine(config, inventory, placement),
-        notes=tuple(filter(None, (gpu_note, _describe_unused_queue_settings(config)))),
+        notes=tuple(filter(None, (gpu_note, _describe_unused_queue_settings(config), *_describe_channels(config)))),
         requested_node_count=requested_count,
     )
     usable = inventory if machines is None else inventory.restrict(machines, "used by other runs")
@@ -208,6 +209,15 @@ def _describe_unused_queue_settings(config: Config) -> str:
     if not names or config.runner.capabilities.has_queue:
         return ""
     return f"{', '.join(names)}: no effect, since {config.runner.runner_type} has no queue; runner_type swarm has one (swarmtrain queue up)"
+
+
+def _describe_channels(config: Config) -> list[str]:
+    """Return a note on each channel of notifications."""
+    needs = "; the image needs the package apprise" if config.runner.capabilities.runs_in_containers else "; needs the package apprise"
+    return [
+        f"notify.{name}: {channel.type}, {', '.join(channel.events)}{needs if channel.type is ChannelType.apprise else ''}"
+        for name, channel in config.notify.items()
+    ]
 
 
 def _set_nodes(plan: Plan, nodes: Sequence[PlannedNode]) -> Plan:

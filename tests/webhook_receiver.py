@@ -7,15 +7,21 @@ import contextlib
 import hashlib
 import hmac
 import json
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.lab import Lab
+from swarmtrain.lab.network import build_enter_command
+from swarmtrain.lab.state import read_lab_description
+
+_PORT = 18765  # docs/how-to/notify.md uses 8765
 KEY = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 URL_TOKEN = "token-in-the-path-5f0c"  # noqa: S105  # what no log may contain
 
@@ -107,6 +113,40 @@ def read_process_arguments(pid: int) -> str:
     """Return the command line and the environment of a process, as text."""
     folder = Path("/proc") / str(pid)
     return "\n".join((folder / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ"))
+
+
+class ReceiverProcess:
+    """A receiver in a process of its own, which `prefix` may put into another network namespace. Each request takes `delay` seconds."""
+
+    def __init__(self, folder: Path, address: str, *, prefix: Sequence[str] = (), delay: float = 0.0) -> None:
+        self.url = f"http://{address}:{_PORT}/{URL_TOKEN}"
+        self.secret = f"{self.url}\n{KEY}\n"
+        """Content of the secret file of a channel that posts to this receiver."""
+        self._output = folder / "requests.jsonl"
+        self._output.write_text("")
+        argv = [*prefix, sys.executable, "-m", "tests.webhook_receiver", address, str(_PORT), str(delay), str(self._output)]
+        self._process = subprocess.Popen(argv, cwd=Path(__file__).parents[1])
+
+    def read_requests(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._output.read_text().splitlines()]
+
+    def wait_for_requests(self, count: int, seconds: float = 120.0) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + seconds
+        while len(found := self.read_requests()) < count:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        return found
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def start_lab_receiver(lab: Lab, folder: Path, delay: float = 0.0) -> ReceiverProcess:
+    """Start a receiver at the address of the lab's bridge, which all machines of the lab reach."""
+    description = read_lab_description(lab.directory)
+    assert description
+    return ReceiverProcess(folder, description.bridge_address, prefix=build_enter_command(lab.name, "bridge"), delay=delay)
 
 
 def main() -> None:

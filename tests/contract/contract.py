@@ -27,6 +27,7 @@ from processes import find_run_pids, read_command_line
 
 from swarmtrain import process
 from swarmtrain.lab import Lab
+from tests.webhook_receiver import ReceiverProcess, start_lab_receiver
 
 FOLDER = Path(__file__).parent
 CONFIG = FOLDER / "contract.yml"
@@ -88,7 +89,9 @@ class LaunchTarget:
     def list_run_files(state_dir: Path) -> list[str]:
         """Return the files below a state directory that exist only while a run is deployed."""
         return [
-            str(path) for path in state_dir.rglob("*") if path.is_file() and (path.name in ("TOKEN", "train.py") or path.suffix == ".spec")
+            str(path)
+            for path in state_dir.rglob("*")
+            if path.is_file() and (path.name in ("TOKEN", "notify-ci", "train.py") or path.suffix == ".spec")
         ]
 
     def is_in_container(self, node: str) -> bool:
@@ -112,6 +115,10 @@ class LaunchTarget:
 
     def restart_machines(self) -> None:
         """Power on the machines that are off."""
+
+    def start_receiver(self, folder: Path) -> ReceiverProcess:
+        """Start a receiver of webhooks that the coordinator of a run can reach."""
+        return ReceiverProcess(folder, "127.0.0.1")
 
     def start_command(self, *argv: str) -> subprocess.Popen[str]:
         """Start `swarmtrain ARGV` in the project."""
@@ -173,6 +180,9 @@ class LabTarget(LaunchTarget):
         for node in self.lab.get_status():
             if node.state == "dead":
                 self.lab.power_on_node(node.node, report_progress=print)
+
+    def start_receiver(self, folder: Path) -> ReceiverProcess:
+        return start_lab_receiver(self.lab, folder)
 
     def run_docker(self, node: str, *argv: str) -> list[str]:
         """Run docker with the node's own engine, and return its output lines."""
@@ -269,6 +279,24 @@ class Contract:
             assert (status["state"], status["exit_code"]) == ("failed", 7)
         finally:
             target("down", "bad")
+        target.check_nothing_left()
+
+    @feature("The outcome of a run that nobody follows reaches a webhook, and the channel's secret is removed with the run", gate=False)
+    def test_a_notification(self, target: LaunchTarget, tmp_path: Path) -> None:
+        receiver = target.start_receiver(tmp_path)
+        try:
+            secret = target.project / "webhook.secret"
+            secret.write_text(receiver.secret)
+            options = ("-o", "runner.script=fail.py", "-o", "runner.max_restarts=0", "-o", "notify.ci.secret=webhook.secret")
+            target.deploy("--name", "bad", *options, "--detach")
+            [request] = receiver.wait_for_requests(1)
+            assert request["is_signed"]
+            assert re.match(r"run bad: failed, node\d rank 1: exit code 7; failed once", request["body"]["data"]["message"]), request
+            secret.unlink()
+        finally:
+            target("down", "bad")
+            receiver.close()
+        assert len(receiver.read_requests()) == 1
         target.check_nothing_left()
 
     @feature("`deploy --detach` returns when the run is up, and the run continues")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,54 +18,22 @@ from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
-from swarmtrain.lab.network import build_enter_command
-from swarmtrain.lab.state import read_lab_description
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.queueing import queue_service
+from swarmtrain.launchers.swarm.queueing import queue_service, stored_policy
 from swarmtrain.plan import Plan, build_plan
-from tests.webhook_receiver import KEY, URL_TOKEN
+from tests.webhook_receiver import KEY, URL_TOKEN, ReceiverProcess, start_lab_receiver
 
-ROOT = Path(__file__).parents[2]
-_PORT = 8765
 _FAILS = b"import time\ntime.sleep(2)\nraise ValueError('no such thing')\n"
 _WAITS = b"import time\ntime.sleep(600)\n"
 
 
-class LabReceiver:
-    """A receiver at the address of the lab's bridge, which the machines reach. It takes `delay` seconds for each request."""
-
-    def __init__(self, lab: Lab, folder: Path, delay: float) -> None:
-        description = read_lab_description(lab.directory)
-        assert description
-        self.url = f"http://{description.bridge_address}:{_PORT}/{URL_TOKEN}"
-        self._output = folder / "requests.jsonl"
-        self._output.touch()
-        arguments = [description.bridge_address, str(_PORT), str(delay), str(self._output)]
-        argv = [*build_enter_command(lab.name, "bridge"), sys.executable, "-m", "tests.webhook_receiver", *arguments]
-        self._process = subprocess.Popen(argv, cwd=ROOT)
-
-    def read_requests(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._output.read_text().splitlines()]
-
-    def wait_for_requests(self, count: int, seconds: float = 120.0) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + seconds
-        while len(found := self.read_requests()) < count:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.1)
-        return found
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 @pytest.fixture
-def start_receiver(lab: Lab, tmp_path: Path) -> Iterator[Callable[[float], LabReceiver]]:
-    receivers: list[LabReceiver] = []
+def start_receiver(lab: Lab, tmp_path: Path) -> Iterator[Callable[[float], ReceiverProcess]]:
+    receivers: list[ReceiverProcess] = []
 
-    def start(delay: float) -> LabReceiver:
-        receivers.append(LabReceiver(lab, tmp_path, delay))
+    def start(delay: float) -> ReceiverProcess:
+        receivers.append(start_lab_receiver(lab, tmp_path, delay))
         return receivers[-1]
 
     yield start
@@ -82,13 +50,13 @@ def launcher(lab: Lab) -> Iterator[SwarmLauncher]:
             launcher.tear_down_run(run, DISCARD)
 
 
-def plan_notified_run(launcher: SwarmLauncher, image: str, receiver: LabReceiver | None, script: bytes, **runner: Any) -> Plan:
+def plan_notified_run(launcher: SwarmLauncher, image: str, receiver: ReceiverProcess | None, script: bytes, **runner: Any) -> Plan:
     settings = {"nodes": 1, "stop_grace": 10, "max_restarts": 0, "docker_config": {"docker_container": image}, **runner}
     sections: dict[str, Any] = {"runner": settings}
     secrets: tuple[RunFile, ...] = ()
     if receiver:
         sections["notify"] = {"ci": {"secret": "webhook.secret"}}
-        secrets = (RunFile.from_content("notify-ci", f"{receiver.url}\n{KEY}\n".encode()),)
+        secrets = (RunFile.from_content("notify-ci", receiver.secret.encode()),)
     config = Config.model_validate_json(json.dumps(sections))
     cargo = Cargo((RunFile.from_content("training_code.py", script),), secrets)
     run = str(runner.get("priority", "notified"))
@@ -121,7 +89,7 @@ def collect_docker_output(lab: Lab, launcher: SwarmLauncher, run: str) -> str:
 
 
 def test_an_outcome_is_notified_once_although_the_coordinator_is_killed(
-    lab: Lab, launcher: SwarmLauncher, image: str, start_receiver: Callable[[float], LabReceiver]
+    lab: Lab, launcher: SwarmLauncher, image: str, start_receiver: Callable[[float], ReceiverProcess]
 ) -> None:
     """The receiver is at work when the container is killed, so its answer is lost. Swarm starts another one, which gets the node's copy."""
     receiver = start_receiver(2.5)
@@ -151,7 +119,7 @@ def test_an_outcome_is_notified_once_although_the_coordinator_is_killed(
 
 
 def test_an_undisturbed_outcome_arrives_within_5_s_and_a_second_deploy_changes_nothing_of_its_channel(
-    launcher: SwarmLauncher, image: str, start_receiver: Callable[[float], LabReceiver]
+    launcher: SwarmLauncher, image: str, start_receiver: Callable[[float], ReceiverProcess]
 ) -> None:
     receiver = start_receiver(0.0)
     plan = plan_notified_run(launcher, image, receiver, _FAILS)
@@ -166,29 +134,42 @@ def test_an_undisturbed_outcome_arrives_within_5_s_and_a_second_deploy_changes_n
     assert requests[0]["id"] != requests[1]["id"]
 
 
-def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
-    launcher: SwarmLauncher, engine: DockerEngine, image: str, start_receiver: Callable[[float], LabReceiver]
-) -> None:
+@pytest.fixture
+def cluster_channel(engine: DockerEngine, image: str, start_receiver: Callable[[float], ReceiverProcess]) -> Iterator[ReceiverProcess]:
+    """A scheduler, and a policy with a channel for all runs, whose secret is one of the swarm."""
     receiver = start_receiver(0.0)
+    content = base64.b64encode(receiver.secret.encode()).decode()
+    secret = engine.post("/secrets/create", {"Name": "team-webhook", "Labels": {}, "Data": content})["ID"]
+    stored_policy.store_policy(engine, "notify: {ops: {swarm_secret: team-webhook, events: [preemption]}}\n", source="policy.yml")
     queue_service.start_scheduler(engine, image, print_line)
-    try:
-        launcher.deploy_run(plan_notified_run(launcher, image, receiver, _WAITS, priority="low", nodes=3), print_line)
-        wait_for_nodes(launcher, "low", 3)
-        launcher.deploy_run(plan_notified_run(launcher, image, None, _WAITS, priority="high", nodes=3), print_line)
-        [request] = receiver.wait_for_requests(1)
-        assert request["body"]["type"] == "run.preemption"
-        message = request["body"]["data"]["message"]
-        assert message.startswith("run low: preempted, high of ")
-        assert message.endswith("has a higher priority; no step is lost, and it resumes by itself")
-        wait_for_nodes(launcher, "high", 3)
-        launcher.tear_down_run("high", DISCARD)
-        wait_for_nodes(launcher, "low", 3)
-        time.sleep(5)
-        assert len(receiver.read_requests()) == 1
-    finally:
-        for run in launcher.list_runs():
-            launcher.tear_down_run(run, DISCARD)
-        queue_service.remove_scheduler(engine, DISCARD)
+    yield receiver
+    queue_service.remove_scheduler(engine, DISCARD)
+    engine.delete(f"/configs/{stored_policy.find_policy_id(engine)}")
+    engine.delete(f"/secrets/{secret}")
+
+
+def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
+    cluster_channel: ReceiverProcess, launcher: SwarmLauncher, image: str
+) -> None:
+    """Both through its own channel, and through that of the policy, whose secret stays when the runs are removed."""
+    receiver = cluster_channel
+    launcher.deploy_run(plan_notified_run(launcher, image, receiver, _WAITS, priority="low", nodes=3), print_line)
+    wait_for_nodes(launcher, "low", 3)
+    launcher.deploy_run(plan_notified_run(launcher, image, None, _WAITS, priority="high", nodes=3), print_line)
+    requests = receiver.wait_for_requests(2)
+    assert {request["body"]["type"] for request in requests} == {"run.preemption"}
+    assert len({request["id"] for request in requests}) == 1  # one notification, two channels
+    message = requests[0]["body"]["data"]["message"]
+    assert message.startswith("run low: preempted, high of ")
+    assert message.endswith("has a higher priority; no step is lost, and it resumes by itself")
+    wait_for_nodes(launcher, "high", 3)
+    launcher.tear_down_run("high", DISCARD)
+    wait_for_nodes(launcher, "low", 3)
+    time.sleep(5)
+    assert len(receiver.read_requests()) == 2
+    config, cargo = launcher.load_deployment("low")
+    assert (list(config.notify), [item.name for item in cargo.secrets]) == (["ci"], ["notify-ci"])
+    launcher.tear_down_run("low", DISCARD)
 
 
 def wait_for_nodes(launcher: SwarmLauncher, run: str, count: int, seconds: float = 120.0) -> None:

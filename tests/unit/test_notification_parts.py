@@ -6,6 +6,7 @@ import base64
 import contextlib
 import importlib.util
 import json
+import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from swarmtrain.entrypoint.coordinator.notification_ledger import (
     REPLICATION_TIMEOUT_SECONDS,
     NotificationLedger,
 )
+from swarmtrain.entrypoint.coordinator.notifier import Notifier
 from swarmtrain.entrypoint.disk_space import DiskMonitor, list_written_folders
 from swarmtrain.errors import ChannelGone, ConfigError, DeliveryError, SwarmtrainError
 from swarmtrain.inventory import build_offline_inventory
@@ -38,6 +40,7 @@ from swarmtrain.notifications.delivery import build_delivery
 from swarmtrain.notifications.notification import Notification
 from swarmtrain.notifications.webhook import post_notification, sign_message
 from swarmtrain.plan import Plan, build_plan
+from swarmtrain.process import run_command
 from swarmtrain.protocol import ENV_NOTIFY, Event
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml
@@ -136,12 +139,21 @@ def test_a_receiver_that_answers_too_late_is_a_failure() -> None:
             post_notification(secret, build_notification("1"), 0, 0.3)
 
 
-def test_a_webhook_over_https_needs_a_valid_certificate() -> None:
-    """A server that speaks no TLS stands for every failure of the handshake: nothing of the request is sent."""
+@pytest.mark.parametrize("is_tls", [True, False])
+def test_a_webhook_over_https_needs_a_valid_certificate(tmp_path: Path, *, is_tls: bool) -> None:
+    """Neither a server whose certificate nobody has signed, nor one without TLS, gets anything of the request."""
     with receive_webhooks() as receiver:
-        secret = parse_webhook_secret(f"{receiver.url.replace('http:', 'https:')}\n{KEY}".encode())
-        with pytest.raises(DeliveryError):
-            build_delivery("webhook", f"{secret.url}\n{KEY}".encode())(build_notification("1"))
+        if is_tls:
+            key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+            request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"]
+            run_command([*request, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate])
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, key)
+            receiver.server.socket = context.wrap_socket(receiver.server.socket, server_side=True)
+        deliver = build_delivery("webhook", f"{receiver.url.replace('http:', 'https:')}\n{KEY}".encode())
+        with pytest.raises(DeliveryError, match="certificate is not valid: self-signed" if is_tls else "SSLError") as raised:
+            deliver(build_notification("1"))
+        assert URL_TOKEN not in str(raised.value)
         assert receiver.requests == []
 
 
@@ -177,7 +189,7 @@ def test_events_that_are_worth_a_notification(event: Event, message: str | None)
 def test_a_long_reason_is_shortened() -> None:
     notable = find_notable_event("r", Event("outcome", {"status": "failed", "reason": "x" * 5000}))
     assert notable is not None
-    assert len(notable.message) == MAX_MESSAGE_LENGTH
+    assert len(notable.message) == len(notable.data["reason"]) == MAX_MESSAGE_LENGTH
 
 
 def test_a_condition_that_lasts_has_a_key_until_it_ends() -> None:
@@ -359,6 +371,18 @@ def test_a_channel_that_is_added_restarts_no_node() -> None:
     notified, plain = (render_stack(plan_notified_run(is_notified=value)).document["services"] for value in (True, False))
     assert notified["rendezvous"] != plain["rendezvous"]
     assert [notified[name] for name in ("node0", "node1")] == [plain[name] for name in ("node0", "node1")]
+
+
+def test_a_plan_names_the_channels() -> None:
+    assert "notify.ci: webhook, outcome" in plan_notified_run().notes
+    assert not any("notify" in note for note in plan_notified_run(is_notified=False).notes)
+
+
+def test_a_malformed_copy_of_a_node_is_ignored() -> None:
+    """Its heartbeat counts nevertheless."""
+    notifier = Notifier("r", "id", "boot", [ChannelSettings("ci", "webhook", ("outcome",), "nowhere")], lambda _note: None)
+    for records in ([{"id": "1"}], [{"id": "1", "key": "", "pending": ["ci"], "notification": {"other": 1}}], ["1"], 5):
+        assert notifier.exchange_records(records) == []  # type: ignore[arg-type]  # that is what the test is about
 
 
 def test_the_channels_are_restored_from_what_only_labels_store() -> None:

@@ -27,7 +27,8 @@ _KIND_BY_EVENT = {
     EVENT_DISK_NEARLY_FULL: NotificationKind.disk,
 }
 MAX_MESSAGE_LENGTH = 1000
-"""Maximum length of a notification's text. The reason of an outcome may contain an error message of any length."""
+"""Maximum length of a notification's text, and of each value in its data. The reason of an outcome may contain an error message of any
+length, and each heartbeat contains the ledger."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def find_notable_event(run: str, event: Event) -> NotableEvent | None:
         key = f"straggler {event.data.get('node')} {event.data.get('phase')}"
     elif kind is NotificationKind.disk:  # a file system that the nodes share is nearly full once
         key = f"disk {event.data.get('path')} {event.data.get('total')}"
-    return NotableEvent(kind, _shorten(format_run_summary(run, text)), event.data, key)
+    return NotableEvent(
+        kind, _shorten(format_run_summary(run, text)), {name: _shorten_value(value) for name, value in event.data.items()}, key
+    )
 
 
 def is_end_of_straggler(event: Event) -> bool:
@@ -63,5 +66,10 @@ def is_end_of_straggler(event: Event) -> bool:
 
 
 def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_MESSAGE_LENGTH else f"{line[: MAX_MESSAGE_LENGTH - 1]}…"
+    """Return `text` as one line of limited length."""
+    return str(_shorten_value(" ".join(text.split())))
+
+
+def _shorten_value(value: Any) -> Any:
+    is_long = isinstance(value, str) and len(value) > MAX_MESSAGE_LENGTH
+    return f"{value[: MAX_MESSAGE_LENGTH - 1]}…" if is_long else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,11 +80,15 @@ class Notifier:
             self._ledger.add_notification(notification, time.monotonic())
 
     def exchange_records(self, records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Merge the copy of the ledger that a node has sent, and return the new one. Raises KeyError, TypeError or ValueError."""
+        """Merge the copy of the ledger that a node has sent, and return the new one.
+
+        A malformed copy is ignored: the request of the node counts nevertheless.
+        """
         if not self._channels:
             return []
         with self._lock:
-            self._ledger.merge_records(records)
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                self._ledger.merge_records(records)
             return self._ledger.export_records()
 
     def process_timeouts(self) -> None:
