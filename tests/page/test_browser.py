@@ -72,7 +72,8 @@ class BrowserSession:
 def open_page(browser: Browser, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[BrowserSession]:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     context.set_default_timeout(TIMEOUT_SECONDS * 1000)
-    session = BrowserSession(context.new_page(), url.partition("?")[0])
+    # A file is one page; a server has several.
+    session = BrowserSession(context.new_page(), url.partition("?")[0] if url.startswith("file:") else "/".join(url.split("/")[:3]))
     session.page.goto(url)
     yield session
     context.close()
