@@ -142,7 +142,7 @@ def write_report(
     from swarmtrain.view.dashboard.data_source import open_data_source
     from swarmtrain.view.dashboard.html_page import write_html_report
 
-    sources = [open_data_source(run) for run in runs or [None]]
+    sources = [open_data_source(run) for run in runs or (None,)]
     path = output or Path(f"{'-'.join(source.run for source in sources)}.html")
     write_html_report(sources, path, overwrite=force)
     print_message(f"wrote {path}")

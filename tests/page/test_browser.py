@@ -73,6 +73,7 @@ class BrowserSession:
 def open_page(browser: Browser, url: str, *, width: int = 1280, scheme: str = "light") -> Iterator[BrowserSession]:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     context.set_default_timeout(TIMEOUT_SECONDS * 1000)
+    # A file is one page; a server has several.
     session = BrowserSession(context.new_page(), urljoin(url, "/") if url.startswith("http") else url)
     session.page.goto(url)
     yield session
