@@ -207,3 +207,20 @@ def test_a_coordinator_that_is_started_after_a_preemption_notifies_with_the_same
     data = notifications[0]["body"]["data"]
     assert data["message"] == "run small: preempted, high of anna has a higher priority; 3 steps are lost, and it resumes by itself"
     assert notifications[0]["body"]["type"] == "run.preemption"
+
+
+def test_an_outcome_reaches_a_service_of_apprise_within_5_s(small_run: Any, receiver: Receiver) -> None:
+    """The service is apprise's own kind of webhook. Its URL is in no command line and in no log."""
+    secret = small_run.folder / "secret"
+    secret.write_text(receiver.url.replace("http://", "json://"))
+    channels = [ChannelSettings("chat", "apprise", ("outcome",), str(secret))]
+    small_run.start_coordinator(max_restarts=0, min_nodes=1, environment={ENV_NOTIFY: encode_channels(channels)})
+    small_run.start_node(0, FAILS, slots=1, node_range=(1, 1))
+    outcome = small_run.wait_for_event("outcome")
+    [request] = receiver.wait_for_accepted(1)
+    assert request["time"] - outcome.time < 5.0
+    assert request["body"]["message"] == format_run_summary("small", describe_outcome(outcome.data))
+    assert request["body"]["type"] == "failure"
+    assert small_run.wait_for_exit() == {"node0": 0, "coordinator": 0}
+    assert list_notes(small_run) == []
+    assert URL_TOKEN not in small_run.format_transcript()

@@ -18,6 +18,7 @@ from swarmtrain.cargo import Cargo, RunFile, read_cargo
 from swarmtrain.cli import run_command_line
 from swarmtrain.config import Config
 from swarmtrain.config.loader import load_config
+from swarmtrain.doctor.probe import run_probe
 from swarmtrain.entrypoint.coordinator.notification_events import MAX_MESSAGE_LENGTH, find_notable_event, is_end_of_straggler
 from swarmtrain.entrypoint.coordinator.notification_ledger import (
     OUTCOME_DELIVERY_SECONDS,
@@ -26,7 +27,7 @@ from swarmtrain.entrypoint.coordinator.notification_ledger import (
 )
 from swarmtrain.entrypoint.coordinator.notifier import Notifier
 from swarmtrain.entrypoint.disk_space import DiskMonitor, list_written_folders
-from swarmtrain.errors import ChannelGone, ConfigError, DeliveryError, SwarmtrainError
+from swarmtrain.errors import ChannelGone, ConfigError, DeliveryError, StackError, SwarmtrainError
 from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.notifications.apprise_process import send_with_apprise
 from swarmtrain.notifications.channel import (
@@ -544,3 +545,30 @@ def test_an_internal_network_has_no_route_to_a_channel(tmp_path: Path) -> None:
     (tmp_path / "config.yml").write_text("runner: {swarm: {internal: true}}\nnotify: {ci: {secret: s}}\n")
     with pytest.raises(ConfigError, match="cannot reach a channel from an internal network"):
         load_config(tmp_path / "config.yml")
+
+
+class RefusingLauncher:
+    """A launcher that records the plan that it gets, and starts nothing."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+
+    def list_runs(self) -> list[str]:
+        return []
+
+    def deploy_run(self, plan: Plan, report_progress: Callable[[str], None]) -> None:
+        self.plans.append(plan)
+        raise StackError("refused")
+
+    def tear_down_run(self, run: str, report_progress: Callable[[str], None]) -> None:
+        pass
+
+
+def test_a_probe_of_the_doctor_notifies_nobody() -> None:
+    launcher: Any = RefusingLauncher()
+    with pytest.raises(StackError, match="refused"):
+        run_probe(launcher, plan_notified_run(), lambda _line: None)
+    [plan] = launcher.plans
+    services = render_stack(plan).document["services"]
+    assert "notify" not in json.dumps(services)
+    assert [item.name for item in plan.cargo.secrets] == ["TOKEN"]
