@@ -15,6 +15,7 @@
   const formatAge = (seconds) => seconds ? formatDuration(poller.getServerTime() - seconds) : "";
   // Cores can be fractions, and so can GPUs whose number nobody knows.
   const formatAmount = (amount) => formatSignificant(Math.round(amount * 100) / 100);
+  const formatCores = (cores) => `${formatAmount(cores)} core${cores === 1 ? "" : "s"}`;
 
   function renderSummary() {
     const states = new Map();
@@ -56,7 +57,7 @@
     let position = 0;
     const rows = page.queue.map((run) => [
       run.state === "waiting" ? ++position : "", createRunLink(keys.get(run.id) ?? run.run, run.run), run.owner, run.priority_class, createBadge(run.state), `${run.nodes}/${run.wanted_nodes}`,
-      Object.entries(run.claims).map(([name, amount]) => `${formatAmount(amount)} ${name}`).join(", "), formatAge(run.since),
+      Object.entries(run.claims).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), formatAge(run.since),
       run.state !== "waiting" ? "" : isFiniteNumber(run.estimate) ? formatDuration(run.estimate) : "unknown", [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
     ]);
     const columns = { "#": "number", Run: "", Owner: "", Class: "", State: "", Nodes: "number", "Claims per node": "", Since: "number", "Starts in": "number", Reason: "remark" };
@@ -70,17 +71,18 @@
   }
 
   function createMachine(machine) {
+    const location = page.machines.some((other) => other.location !== machine.location) ? machine.location : "";
     const uncertain = machine.holders.filter((holder) => holder.gpus > holder.gpu_numbers.length);
     // Which GPUs these are, nobody knows, so that no GPU of this machine can be called free.
     const gpus = uncertain.length && machine.gpu_ids.length ? machine.gpu_ids.flatMap((_, i) => machine.holders.some((holder) => holder.gpu_numbers.includes(i)) ? [createGpu(machine, i)] : []) : machine.gpu_ids.map((_, i) => createGpu(machine, i));
     const amounts = uncertain.map((holder) => createElement("li", { class: "held" }, createElement("b", {}, `${formatAmount(holder.gpus - holder.gpu_numbers.length)}${machine.gpu_ids.length ? ` of ${machine.gpu_ids.length}` : ""} GPUs`), createElement("span", {}, holder.holder)));
     const others = machine.holders.filter((holder) => !holder.gpus && !holder.cores);
-    const cores = isFiniteNumber(machine.cores) ? `${formatAmount(machine.cores_claimed)} of ${formatAmount(machine.cores)} cores claimed` : "";
+    const cores = isFiniteNumber(machine.cores) ? `${formatAmount(machine.cores_claimed)} of ${formatCores(machine.cores)} claimed` : "";
     const shares = machine.holders.filter((holder) => holder.cores || holder.is_shared).map((holder) => createElement("li", {}, createElement("b", {}, holder.holder),
-      createElement("span", {}, [holder.cores ? `${formatAmount(holder.cores)} cores` : "", holder.is_shared ? "shared" : "", holder.is_saving ? "saving" : ""].filter(Boolean).join(", "))));
+      createElement("span", {}, [holder.cores ? formatCores(holder.cores) : "", holder.is_shared ? "shared" : "", holder.is_saving ? "saving" : ""].filter(Boolean).join(", "))));
     return createElement("article", { class: `card ${machine.state === "ready" || !machine.state ? "" : machine.state === "down" ? "bad" : "warn"}`, "aria-label": machine.name },
       createElement("h3", {}, machine.name, machine.state ? createElement("span", { class: `badge ${machine.state === "down" ? "bad" : STATE_CLASSES[machine.state] ?? "warn"}` }, machine.state) : ""),
-      createElement("p", { class: "where" }, [machine.location, cores].filter(Boolean).join(" · ")),
+      createElement("p", { class: "where" }, [location, cores].filter(Boolean).join(" · ")),
       gpus.length || amounts.length ? createElement("ul", { class: "gpus" }, ...gpus, ...amounts) : "",
       shares.length ? createElement("ul", { class: "holders" }, ...shares) : "",
       others.length ? createElement("p", { class: "where" }, `used by ${others.map((holder) => holder.holder).join(", ")}`) : "");
