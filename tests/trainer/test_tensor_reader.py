@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,23 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path, *, verify: bool) -
         load_tensors(
             {name: torch.zeros_like(tensor) for name, tensor in expected.items()}, tmp_path, manifest, verification, is_collective=False
         )
+
+
+def test_blocks_that_arrive_in_parts_and_in_another_order_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, expected = write_checkpoint(tmp_path, files=1)
+    read, arrivals = os.preadv, []
+
+    def read_slowly(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(descriptor, [buffers[0][:5]], offset)
+        time.sleep(0.002 * (3 - offset // 16 % 4))
+        arrivals.append(offset)
+        return count
+
+    monkeypatch.setattr(os, "preadv", read_slowly)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    load_tensors(dict(targets), tmp_path, manifest, verify_alone(manifest), is_collective=False)
+    assert arrivals != sorted(arrivals)
+    assert all(torch.equal(targets[name], tensor) for name, tensor in expected.items())
 
 
 def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:

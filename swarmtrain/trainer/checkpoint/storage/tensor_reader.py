@@ -1,7 +1,7 @@
 """Reads the tensors of a checkpoint (see tensor_storage.py): several files at once, each in one pass.
 
-While a block of a file is hashed, the next one is read. Wherever possible, a block is read straight into the tensor that it belongs to. So
-when a digest turns out to differ, tensors have already changed.
+While a block of a file is hashed, the next ones are read. Wherever possible, a block is read straight into the tensor that it belongs to.
+So when a digest turns out to differ, tensors have already changed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, describe_first_failure
 
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 20
+"""Small enough that a block is hashed while it is in the cache of the core that has read it."""
 _MAX_FILES_AT_ONCE = 8
+_THREADS_PER_FILE = 4
+"""At most one of them hashes. Meanwhile the others wait for the disk, or copy to memory that is allocated by this, which takes longer."""
+_MAX_PENDING_BLOCKS = 2 * _THREADS_PER_FILE
 
 
 @dataclass(frozen=True)
@@ -156,12 +160,15 @@ class TensorStorageReader(StorageReader):
                 for segment in self._plan_segments(items, targets, whole_chunks=verify):
                     memory = segment.allocate()
                     reader.advance_to(segment.start)
-                    reader.read(memory)
+                    reader.start_read(memory)
+                    if segment.direct_target is None:
+                        reader.wait()
                     segment.copy_parts(memory)
                 if expected:
                     reader.advance_to(size)
-                    if reader.compute_digest() != expected["sha256"]:
-                        raise CheckpointError(f"{name} is corrupt: its SHA-256 does not match", place=str(self.folder))
+                digest = reader.wait()
+                if expected and digest != expected["sha256"]:
+                    raise CheckpointError(f"{name} is corrupt: its SHA-256 does not match", place=str(self.folder))
         except EOFError:
             raise CheckpointError(f"{name} is truncated", place=str(self.folder)) from None
         except OSError as error:
@@ -210,13 +217,13 @@ class _Segment:
 
     def allocate(self) -> Tensor:
         """Return the memory to read this segment into, as bytes: that of its target, if there is one that has the same layout."""
-        if (target := self._find_direct_target()) is not None:
+        if (target := self.direct_target) is not None:
             return target.view(-1).view(torch.uint8)
         return torch.empty(self.sizes.numel() * self.dtype.itemsize, dtype=torch.uint8)
 
     def copy_parts(self, memory: Tensor) -> None:
         """Copy the parts from `memory`, which the segment was read into, to their targets."""
-        if (target := self._find_direct_target()) is not None:
+        if (target := self.direct_target) is not None:
             torch.autograd.graph.increment_version(target)  # as copy_() does: weights that are cast from it are then cast again
             return
         values = memory.view(self.dtype).view(self.sizes)
@@ -226,7 +233,9 @@ class _Segment:
                 part = part.narrow(dimension, start, length)
             target.copy_(part)
 
-    def _find_direct_target(self) -> Tensor | None:
+    @property
+    def direct_target(self) -> Tensor | None:
+        """The tensor that the segment is read straight into; None if it has another layout, or only a part of the segment."""
         if len(self.parts) == 1:
             _, sizes, target = self.parts[0]
             if sizes == self.sizes and target.is_contiguous() and target.dtype == self.dtype:
@@ -235,12 +244,15 @@ class _Segment:
 
 
 class _BlockReader:
-    """Context manager that reads a file in blocks, and hashes each block while the next one is read."""
+    """Context manager that reads a file in blocks, several at the same time.
+
+    The thread that has read a block also hashes it, as soon as the blocks before it are hashed.
+    """
 
     def __init__(self, file: RawIOBase, *, is_hashed: bool) -> None:
-        self._file, self._position = file, 0
+        self._descriptor, self._position = file.fileno(), 0
         self._digest = hashlib.sha256() if is_hashed else None
-        self._hash_thread = ThreadPoolExecutor(1) if is_hashed else None
+        self._pool = ThreadPoolExecutor(_THREADS_PER_FILE)
         self._pending: deque[ThreadFuture[None]] = deque()
         self._staging_blocks: deque[Tensor] = deque()
 
@@ -248,53 +260,61 @@ class _BlockReader:
         return self
 
     def __exit__(self, *args: object) -> None:
-        if self._hash_thread:
-            self._hash_thread.shutdown()
+        self._pool.shutdown()
 
     def advance_to(self, offset: int) -> None:
         """Continue at byte `offset`. If the file is hashed, the bytes up to there are read; raises ValueError if they already were."""
-        if self._hash_thread is None:
-            self._file.seek(offset)
-            return
-        if offset < self._position:
+        if self._digest is None:
+            self._position = offset
+        elif offset < self._position:
             raise ValueError(f"tensors overlap at byte {offset} of the file")
         while self._position < offset:
-            self._read_block(self._take_staging_block(min(offset - self._position, _BLOCK_BYTES), pin=False))
+            self._start_read(None, min(offset - self._position, _BLOCK_BYTES))
 
-    def read(self, memory: Tensor) -> None:
-        """Read the next bytes into `memory`, a tensor of bytes on any device. Raises EOFError if the file ends before."""
+    def start_read(self, memory: Tensor) -> None:
+        """Start to read the next bytes into `memory`, a tensor of bytes on any device."""
         for part in torch.split(memory, _BLOCK_BYTES) if memory.numel() else ():
-            if part.device.type == "cpu":
-                self._read_block(part)
-            else:
-                staging_block = self._take_staging_block(part.numel(), pin=True)
-                self._read_block(staging_block)
-                part.copy_(staging_block)
+            self._start_read(part, part.numel())
 
-    def compute_digest(self) -> str:
-        """Return the SHA-256 of all bytes that were read. Raises ValueError if the file is not hashed."""
-        if self._digest is None:
-            raise ValueError("the file is not hashed")
+    def wait(self) -> str | None:
+        """Wait until the bytes are read, and return the SHA-256 of all bytes so far; None if the file is not hashed.
+
+        Raises EOFError if the file ends before, OSError if it cannot be read.
+        """
         while self._pending:
             self._pending.popleft().result()
-        return self._digest.hexdigest()
+        return self._digest.hexdigest() if self._digest else None
+
+    def _start_read(self, target: Tensor | None, size: int) -> None:
+        """Start to read `size` bytes into `target`; None: only hash them. At most `_MAX_PENDING_BLOCKS` blocks are read ahead."""
+        if len(self._pending) == _MAX_PENDING_BLOCKS:
+            self._pending.popleft().result()
+        previous = self._pending[-1] if self._pending else None
+        if target is not None and target.device.type == "cpu":
+            block, target = target, None
+        else:
+            block = self._take_staging_block(size, pin=target is not None)
+        self._pending.append(self._pool.submit(self._read_block, block, self._position, target, previous))
+        self._position += size
 
     def _take_staging_block(self, size: int, *, pin: bool) -> Tensor:
-        """Return one of two blocks in turn: by the time that one is used again, it is hashed."""
-        if len(self._staging_blocks) < 2:
+        """Return one of the staging blocks in turn: by the time that one is used again, it is hashed."""
+        if len(self._staging_blocks) < _MAX_PENDING_BLOCKS:
             self._staging_blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
         self._staging_blocks.rotate()
         return self._staging_blocks[0][:size]
 
-    def _read_block(self, block: Tensor) -> None:
+    def _read_block(self, block: Tensor, offset: int, target: Tensor | None, previous: ThreadFuture[None] | None) -> None:
+        """Read `block` from byte `offset`, copy it to `target`, if any, and hash it after the block that `previous` reads."""
         data, count = block.numpy().data, 0
         while count < len(data):
-            read = self._file.readinto(data[count:])
+            read = os.preadv(self._descriptor, [data[count:]], offset + count)
             if not read:
                 raise EOFError
             count += read
-        self._position += count
-        if self._digest is not None and self._hash_thread is not None:
-            self._pending.append(self._hash_thread.submit(self._digest.update, data))
-            if len(self._pending) > 1:
-                self._pending.popleft().result()
+        if target is not None:
+            target.copy_(block)
+        if previous is not None:
+            previous.result()
+        if self._digest is not None:
+            self._digest.update(data)
