@@ -319,17 +319,34 @@ def test_a_stopped_run_stays_stopped_until_it_is_deployed(cluster: Cluster) -> N
 def test_a_run_that_cannot_start_does_not_hold_its_machines(cluster: Cluster) -> None:
     cluster.submit("demo", nodes=2)
     cluster.settle()
-    for task in cluster.swarm.tasks:
-        if task["Status"]["State"] == "running":
-            task["Status"] = {"State": "rejected", "Err": "No such image: registry/image:1"}
-    cluster.swarm.advance()
-    for task in cluster.swarm.tasks:
-        if task["Status"]["State"] == "running":
-            task["Status"] = {"State": "rejected", "Err": "No such image: registry/image:1"}
+    _reject_tasks(cluster, "No such image: registry/image:1", times=2)
     cluster.settle()
     entry = cluster.read_entry("demo")
     assert entry.state == "stopped"
     assert "No such image" in entry.reason
+
+
+def test_a_machine_that_a_new_network_reaches_late_gets_more_attempts(cluster: Cluster) -> None:
+    """Swarm reports the same if the addresses of the network are exhausted, so in the end the run gives its machines up."""
+    cluster.submit("demo", nodes=2)
+    cluster.settle()
+    reason = "node is missing network attachments, ip addresses may be exhausted"
+    _reject_tasks(cluster, reason, times=19)
+    cluster.settle()
+    assert cluster.running == {"demo": 2}
+    _reject_tasks(cluster, reason, times=1)
+    cluster.settle()
+    entry = cluster.read_entry("demo")
+    assert entry.state == "stopped"
+    assert "set runner.swarm.subnet to a larger one" in entry.reason
+
+
+def _reject_tasks(cluster: Cluster, reason: str, times: int) -> None:
+    for _ in range(times):
+        cluster.swarm.advance()
+        for task in cluster.swarm.tasks:
+            if task["Status"]["State"] == "running":
+                task["Status"] = {"State": "rejected", "Err": reason}
 
 
 _FOUR_RANKS = {"model_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1}

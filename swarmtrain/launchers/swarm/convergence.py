@@ -27,6 +27,7 @@ _START_TIMEOUT_SECONDS = 1800.0
 # Messages of a node that cannot start a container, each with the number of such failures after which the deploy fails, and a hint.
 _NO_FOLDER_HINT = "create the folder on every node, or mount a shared file system there"
 _NO_PROGRAM_HINT = "use an image that contains python3 and swarmtrain; swarmtrain image build creates one from any base image"
+_NO_ADDRESS_HINT = "the addresses of the run's network may be exhausted: set runner.swarm.subnet to a larger one"
 _START_FAILURES = (
     ("bind source path does not exist", 2, _NO_FOLDER_HINT),
     ("source path not found", 2, _NO_FOLDER_HINT),
@@ -40,6 +41,9 @@ _START_FAILURES = (
     ("executable file not found", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (127)", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (126)", 2, _NO_PROGRAM_HINT),
+    # These two are also reported while a new network reaches a busy machine, for up to a minute.
+    ("missing network attachments", 20, _NO_ADDRESS_HINT),
+    ("load balancer IP", 20, _NO_ADDRESS_HINT),
 )
 _OTHER_START_FAILURE = (5, "list all attempts with docker service ps SERVICE, and the events of the node's engine with docker events")
 # This message is from managers, not from a node: engines before 25.0.3 report it for every task that reserves GPUs when its node changes
