@@ -42,7 +42,7 @@ _BLOCK_BYTES = 1 << 20
 """Small enough that a block is hashed while it is in the cache of the core that has read it."""
 _MAX_FILES_AT_ONCE = 8
 _THREADS_PER_FILE = 4
-"""At most one of them hashes. Meanwhile the others wait for the disk, or copy to memory that is allocated by this, which takes longer."""
+"""At most one of them hashes. Meanwhile the others wait for the disk, or copy to memory that is touched for the first time."""
 _MAX_PENDING_BLOCKS = 2 * _THREADS_PER_FILE
 
 
