@@ -19,6 +19,7 @@ from swarmtrain.cli import run_command_line
 from swarmtrain.config import Config
 from swarmtrain.config.loader import load_config
 from swarmtrain.doctor.probe import run_probe
+from swarmtrain.entrypoint.coordinator.node_quarantine import NodeQuarantine
 from swarmtrain.entrypoint.coordinator.notification_events import MAX_MESSAGE_LENGTH, find_notable_event, is_end_of_straggler
 from swarmtrain.entrypoint.coordinator.notification_ledger import (
     OUTCOME_DELIVERY_SECONDS,
@@ -185,6 +186,14 @@ def test_the_body_of_a_webhook_has_type_timestamp_and_data() -> None:
 def test_events_that_are_worth_a_notification(event: Event, message: str | None) -> None:
     notable = find_notable_event("r", event)
     assert (notable.message if notable else None) == message
+
+
+def test_the_event_of_a_quarantine_is_worth_a_notification() -> None:
+    event = NodeQuarantine(1, lambda: 0.0).record_gpu_fault("node0", "Xid 79", {"node0", "node1"})
+    assert event
+    notable = find_notable_event("r", event)
+    assert notable
+    assert (notable.kind, notable.message) == ("quarantine", "run r: node0 is quarantined: faulty: Xid 79")
 
 
 def test_a_long_reason_is_shortened() -> None:
