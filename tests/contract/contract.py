@@ -281,7 +281,7 @@ class Contract:
             target("down", "bad")
         target.check_nothing_left()
 
-    @feature("The outcome of a run that nobody follows reaches a webhook, and the channel's secret is removed with the run", gate=False)
+    @feature("The outcome of a run that nobody follows reaches a webhook, with the first line of `why`", gate=False)
     def test_a_notification(self, target: LaunchTarget, tmp_path: Path) -> None:
         receiver = target.start_receiver(tmp_path)
         try:
@@ -291,7 +291,9 @@ class Contract:
             target.deploy("--name", "bad", *options, "--detach")
             [request] = receiver.wait_for_requests(1)
             assert request["is_signed"]
-            assert re.match(r"run bad: failed, node\d rank 1: exit code 7; failed once", request["body"]["data"]["message"]), request
+            message = request["body"]["data"]["message"]
+            assert re.match(r"run bad: failed, node\d rank 1: exit code 7; failed once", message), message
+            assert target("why", "bad").splitlines()[0] == message
             secret.unlink()
         finally:
             target("down", "bad")
