@@ -1,9 +1,11 @@
-"""Take the pictures of the dashboard: screenshots of two real runs on a lab of four nodes. `make pictures` runs this.
+"""Take the pictures of the dashboard: screenshots of real runs on a lab of four nodes. `make pictures` runs this.
 
 1. The quickstart trains on three nodes. A rank is killed, and later the run is scaled to four nodes. dashboard.png and
    dashboard-phone.png show it while it trains.
 2. The same model with a memory leak in its training script, leak.py, in containers with a memory limit. The kernel kills its ranks
    until the run fails. dashboard-failed.png shows that.
+3. The quickstart with two learning rates on two nodes each, a job that holds fake GPUs of the lab, and one that waits for all of them in
+   the queue. cluster.png shows them, and comparison.png the two trainings after their last step.
 
 Each step waits for the run's progress, not for a time. Needs root, Chromium, and what the lab needs.
 """
@@ -45,6 +47,8 @@ STEPS_BEFORE_SCREENSHOT = 300
 TRAINING_SETTINGS = {
     # A restart waits for all three nodes, also on a busy machine, so that each marker in the picture is one that this script caused.
     "runner.min_nodes": 3,
+    # The lab's GPUs do not exist.
+    "runner.swarm.gpu": "none",
     "trainer.train_iterations": STEPS,
     "trainer.save_interval": 100,
     "trainer.eval_interval": 50,
@@ -58,6 +62,29 @@ LEAKING_SETTINGS = {
     "runner.docker_config.memory": MEMORY_LIMIT,
     "runner.max_restarts_per_hour": 1,
 }
+
+CLUSTER_STEPS = 400
+CLUSTER_SETTINGS = {
+    **TRAINING_SETTINGS,
+    "runner.nodes": 2,
+    "runner.min_nodes": 2,
+    "runner.docker_config.cpus": 1,
+    "trainer.train_iterations": CLUSTER_STEPS,
+    "trainer.eval_interval": 25,
+}
+LEARNING_RATES = {"rate-3e-3": 3e-3, "rate-1e-3": 1e-3}
+"""Learning rate of each of the two runs that are compared."""
+STEPS_BEFORE_CLUSTER_SCREENSHOT = 100
+GPUS = 2
+"""Fake GPUs of each engine of the lab: runs can hold them, but they do not exist."""
+GPU_CONFIG = """\
+runner:
+  script: sleep.py
+  nodes: {nodes}
+  stop_grace: 5
+  swarm: {{gpu: visible}}
+  docker_config: {{docker_container: {image}, cpus: 0.5}}
+"""
 
 STALL_TIMEOUT_SECONDS = 300.0
 """Seconds without a new step or state after which a run counts as stalled."""
@@ -90,13 +117,15 @@ DEVICE_SCALE_FACTOR = 2
 DESKTOP_SCREEN = Screen(1240)
 FAILED_SCREEN = Screen(1240, last_selector=".plot:nth-child(4)", dark=True)
 PHONE_SCREEN = Screen(390, 844)
+CLUSTER_SCREEN = Screen(1240, last_selector="#machines")
+COMPARISON_SCREEN = Screen(1240, last_selector="#config")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="take_screenshots.py", description="Take the dashboard's pictures from two real runs on a lab.")
+    parser = argparse.ArgumentParser(prog="take_screenshots.py", description="Take the dashboard's pictures from real runs on a lab.")
     parser.add_argument("--output", type=Path, default=IMAGES, help="folder for the pictures (default: docs/images)")
     parser.add_argument("--lab", default="pictures", help="name of the lab to bring up (default: pictures)")
-    parser.add_argument("--only", choices=("training", "failed"), help="take only the pictures of that run")
+    parser.add_argument("--only", choices=("training", "failed", "cluster"), help="take only these pictures")
     parser.add_argument("--keep", action="store_true", help="use the lab if it is up already, and leave it up")
     options = parser.parse_args()
     for number in SIGNALS:
@@ -123,10 +152,9 @@ def take_screenshots(lab_name: str, output: Path, *, only: str | None, keep: boo
         print_progress("pulling the image on every node")
         for node in NODES:
             machines.run_on_node(node, "docker", "pull", "--quiet", IMAGE)
-        if only != "failed":
-            take_training_screenshots(machines, browser, output)
-        if only != "training":
-            take_failed_screenshots(machines, browser, output)
+        for name, take in SCENES.items():
+            if only in (None, name):
+                take(machines, browser, output)
     print_progress(f"took the pictures in {time.monotonic() - started_at:.0f} s")
 
 
@@ -158,6 +186,32 @@ def take_failed_screenshots(machines: LabMachines, browser: Browser, output: Pat
         take_screenshot(browser, dashboard.address, FAILED_SCREEN, output / "dashboard-failed.png")
 
 
+def take_cluster_screenshots(machines: LabMachines, browser: Browser, output: Path) -> None:
+    """Take cluster.png of two trainings, a job with GPUs, and a queue; and comparison.png of the trainings after their last step."""
+    machines.run_swarmtrain("queue", "up", "--image", IMAGE)
+    with contextlib.ExitStack() as stack:
+        runs = {
+            name: stack.enter_context(machines.deployed_run(name, {**CLUSTER_SETTINGS, "learning_rate_scheduler.learning_rate": rate}))
+            for name, rate in LEARNING_RATES.items()
+        }
+        for name, nodes in (("render", 1), ("sweep", 4)):
+            stack.enter_context(machines.gpu_run(name, nodes))
+        for run in runs.values():
+            run.wait_for_step(STEPS_BEFORE_CLUSTER_SCREENSHOT)
+        address = stack.enter_context(machines.serve_dashboard())
+        render = DashboardClient("render", f"{address}runs/render/")
+        render.wait_until("runs", lambda page: any(node["state"] == "running" for node in page["nodes"]))
+        take_screenshot(browser, address, CLUSTER_SCREEN, output / "cluster.png", "#queue tbody tr")
+        for run in runs.values():
+            run.wait_until("ends", lambda page: bool(page["ended"]), may_fail=True)
+        query = "&".join(f"run={name}" for name in runs)
+        take_screenshot(browser, f"{address}compare?{query}", COMPARISON_SCREEN, output / "comparison.png", ".plot canvas")
+    machines.run_swarmtrain("queue", "down", "--yes")
+
+
+SCENES = {"training": take_training_screenshots, "failed": take_failed_screenshots, "cluster": take_cluster_screenshots}
+
+
 class LabMachines:
     """The lab's machines, and commands on them."""
 
@@ -172,9 +226,9 @@ class LabMachines:
             if match := re.fullmatch(r"export (DOCKER_HOST)=(\S+)", line):
                 self._environment[match[1]] = match[2].strip("'\"")
 
-    def run_swarmtrain(self, *argv: str) -> None:
+    def run_swarmtrain(self, *argv: str, cwd: Path = ROOT) -> None:
         """Run a command to its end; what it prints is shown. Raises PicturesError if it fails."""
-        code = subprocess.run(_build_command(*argv), cwd=ROOT, env=self._environment, stdout=sys.stderr, check=False).returncode
+        code = subprocess.run(_build_command(*argv), cwd=cwd, env=self._environment, stdout=sys.stderr, check=False).returncode
         if code:
             raise ScreenshotError(
                 f"swarmtrain {' '.join(argv)}: exit code {code}", "the lines above have the reason; docs/how-to/lab.md has what a lab needs"
@@ -196,11 +250,30 @@ class LabMachines:
         """Deploy the quickstart as `name` with these settings, serve its page, and take it down at the end."""
         values = {**settings, "trainer.save_dir": f"runs/{name}"}
         options = [word for key, value in values.items() for word in ("-o", f"{key}={value}")]
-        print_progress(f"deploying {CONFIG} on three nodes as {name}")
+        print_progress(f"deploying {CONFIG} as {name}")
         self.run_on_node("node0", "rm", "-rf", f"/mnt/shared/{name}")
         self.run_swarmtrain("deploy", CONFIG, "--name", name, "--yes", "--detach", *options)
+        with self.serve_dashboard(name) as address:
+            yield DashboardClient(name, address)
+        self.run_swarmtrain("down", name)
+
+    @contextlib.contextmanager
+    def gpu_run(self, name: str, nodes: int) -> Iterator[None]:
+        """Deploy a job that holds all GPUs of `nodes` nodes and only sleeps, and take it down at the end."""
+        print_progress(f"deploying {name}, which holds the GPUs of {nodes} nodes")
+        config = STATE_FOLDER / f"{name}.yml"
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(GPU_CONFIG.format(nodes=nodes, image=IMAGE))
+        (STATE_FOLDER / "sleep.py").write_text("import time\n\ntime.sleep(3600)\n")
+        self.run_swarmtrain("deploy", str(config), "--yes", "--detach", cwd=STATE_FOLDER)
+        yield
+        self.run_swarmtrain("down", name)
+
+    @contextlib.contextmanager
+    def serve_dashboard(self, *run: str) -> Iterator[str]:
+        """Serve the page of a run, or of the cluster, and yield its address."""
         process = subprocess.Popen(
-            _build_command("dashboard", name, "--port", "0"),
+            _build_command("dashboard", *run, "--port", "0"),
             cwd=ROOT,
             env=self._environment,
             stderr=subprocess.PIPE,
@@ -208,11 +281,10 @@ class LabMachines:
             start_new_session=True,
         )
         try:
-            yield DashboardClient(name, _read_address(process))
+            yield _read_address(process)
         finally:
             process.terminate()
             process.wait()
-        self.run_swarmtrain("down", name)
 
     def _get_output(self, argv: list[str]) -> str:
         completed = subprocess.run(argv, cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False)
@@ -284,7 +356,7 @@ def running_lab(name: str, *, keep: bool) -> Iterator[LabMachines]:
     try:
         if not is_up:
             print_progress(f"bringing up a lab of {len(NODES)} nodes")
-            machines.run_swarmtrain("lab", "up", "--name", name, "--nodes", str(len(NODES)))
+            machines.run_swarmtrain("lab", "up", "--name", name, "--nodes", str(len(NODES)), "--gpus", str(GPUS))
         machines.load_environment()
         yield machines
     finally:
@@ -314,8 +386,8 @@ def running_browser() -> Iterator[Browser]:
             browser.close()
 
 
-def take_screenshot(browser: Browser, address: str, screen: Screen, path: Path) -> None:
-    """Write a screenshot of the top of the page as a PNG with a palette of 256 colors."""
+def take_screenshot(browser: Browser, address: str, screen: Screen, path: Path, awaited_selector: str = "#log-lines div") -> None:
+    """Write a screenshot of the top of the page as a PNG with a palette of 256 colors, when it has an element `awaited_selector`."""
     context = browser.new_context(
         viewport={"width": screen.width, "height": screen.height or screen.width},
         device_scale_factor=DEVICE_SCALE_FACTOR,
@@ -325,7 +397,9 @@ def take_screenshot(browser: Browser, address: str, screen: Screen, path: Path) 
     try:
         page = context.new_page()
         page.goto(address)
-        _wait_for_curves(page)
+        # The page of a run draws its curves when it has the first answer, and its output a request later.
+        page.locator(awaited_selector).first.wait_for(state="attached")
+        page.wait_for_timeout(500)
         if screen.height is None:
             page.set_viewport_size({"width": screen.width, "height": _find_bottom(page, screen.last_selector) + MARGIN})
             page.wait_for_timeout(500)
@@ -334,13 +408,6 @@ def take_screenshot(browser: Browser, address: str, screen: Screen, path: Path) 
         context.close()
     reduce_colors(path)
     print_progress(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)")
-
-
-def _wait_for_curves(page: Page) -> None:
-    page.locator(".plot canvas").first.wait_for()
-    # The page draws its curves when it has the first answer, and its output a request later.
-    page.locator("#log-lines div").first.wait_for(state="attached")
-    page.wait_for_timeout(500)
 
 
 def _find_bottom(page: Page, selector: str) -> int:

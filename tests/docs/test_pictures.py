@@ -51,12 +51,12 @@ def test_the_script_has_help() -> None:
     assert "--keep" in done.stdout
 
 
-def test_the_settings_of_both_runs_are_those_of_the_config() -> None:
+def test_the_settings_of_the_runs_are_those_of_the_config() -> None:
     script = runpy.run_path(str(SCRIPT))
-    for name in ("TRAINING_SETTINGS", "LEAKING_SETTINGS"):
+    for name, steps in (("TRAINING_SETTINGS", "STEPS"), ("LEAKING_SETTINGS", "STEPS"), ("CLUSTER_SETTINGS", "CLUSTER_STEPS")):
         overrides = [f"{key}={value}" for key, value in script[name].items()]
         config = load_config(ROOT / script["CONFIG"], overrides)
-        assert config.trainer.train_iterations == script["STEPS"]
+        assert config.trainer.train_iterations == script[steps]
         assert all((ROOT / path).is_file() for path in (config.runner.script, *config.runner.code))
 
 
