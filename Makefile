@@ -10,7 +10,7 @@
 # make gpu     check training on this machine's GPUs, and measure its speed, in ten minutes; DEVICE=cpu runs the same on tiny models, DOCS=1
 #              writes the GPU's section of docs/reference/speed.md
 # make site    build the documentation site into build/site; broken links, and pages that are in no list, fail the build
-# make pictures  take the screenshots in docs/images, of two real runs on a swarm of four engines on this machine
+# make pictures  take the screenshots in docs/images, of real runs on a swarm of four engines on this machine
 # Each target installs what it needs, can be repeated safely, and works in a fresh clone.
 
 VENV ?= .venv
