@@ -58,7 +58,8 @@ def list_code_files(config: Config, working_folder: Path) -> list[CodeFile]:
 def _list_skipped_paths(config: Config, working_folder: Path) -> frozenset[Path]:
     """Return the files and folders below the working folder that a folder in runner.code does not include."""
     runner, trainer = config.runner, config.trainer
-    configured_paths = [trainer.save_dir, config.logger.log_dir, runner.hostsfile, runner.env_file, *runner.secrets.values()]
+    secrets = [*runner.secrets.values(), *(channel.secret for channel in config.notify.values())]
+    configured_paths = [trainer.save_dir, config.logger.log_dir, runner.hostsfile, runner.env_file, *secrets]
     resolved_paths = {(working_folder / path).resolve() for path in configured_paths if path is not None}
     return frozenset(resolved_paths - {working_folder.resolve(), *working_folder.resolve().parents})
 

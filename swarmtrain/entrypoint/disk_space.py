@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -26,7 +27,15 @@ class DiskMonitor:
 
     def find_nearly_full(self) -> list[Event]:
         """Return an event for each disk that has become nearly full since the last call."""
-        return [event for folder in self._folders if (event := self._check_folder(folder))]
+        return [event for folder in self._list_folders_by_disk() if (event := self._check_folder(folder))]
+
+    def _list_folders_by_disk(self) -> list[Path]:
+        """Return the first folder on each disk."""
+        first: dict[int, Path] = {}
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                first.setdefault(_find_existing_folder(folder).stat().st_dev, folder)
+        return list(first.values())
 
     def _check_folder(self, folder: Path) -> Event | None:
         try:

@@ -44,6 +44,8 @@ def send_with_apprise(urls: Sequence[str], notification: Notification, timeout: 
         run_command([sys.executable, "-c", _PROGRAM], input=json.dumps({"urls": list(urls), **message}), timeout=timeout)
     except ProcessError as error:
         raise DeliveryError(_describe_failure(error)) from None
+    except OSError as error:  # such as too many processes
+        raise DeliveryError(f"apprise cannot be started: {error.strerror}") from None
 
 
 def _choose_message_type(notification: Notification) -> str:

@@ -10,13 +10,13 @@ from swarmtrain.notifications.channel import ChannelType, parse_apprise_urls, pa
 from swarmtrain.notifications.notification import Notification
 from swarmtrain.notifications.webhook import post_notification
 
-Deliver = Callable[[Notification], None]
+DeliveryFunction = Callable[[Notification], None]
 """Function that delivers a notification. Raises DeliveryError if that fails."""
 TIMEOUT_SECONDS = 10.0
 """Seconds after which an attempt has failed. A receiver that answers later gets the notification again, with the same id."""
 
 
-def build_delivery(channel_type: str, secret: bytes) -> Deliver:
+def build_delivery(channel_type: str, secret: bytes) -> DeliveryFunction:
     """Return the function that delivers notifications to a channel of `channel_type` with the content `secret` of its secret file.
 
     Raises ValueError if the secret is malformed; ChannelGone if a program is missing.

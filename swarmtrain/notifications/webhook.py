@@ -83,7 +83,8 @@ def _build_status_error(status: int) -> DeliveryError:
 def _describe_failure(reason: object) -> str:
     """Return the reason of a failed request without the host, path or query of its URL: an error's text may contain them."""
     if isinstance(reason, ssl.SSLCertVerificationError):
-        return f"the receiver's certificate is not valid: {reason.verify_message}"
+        # After a comma, the message of a mismatch names the host.
+        return f"the receiver's certificate is not valid: {reason.verify_message.partition(',')[0]}"
     if isinstance(reason, TimeoutError):
         return "no response in time"
     if isinstance(reason, OSError) and reason.strerror and not isinstance(reason, ssl.SSLError):

@@ -84,6 +84,8 @@ def collect_docker_output(lab: Lab, launcher: SwarmLauncher, run: str) -> str:
             ids = subprocess.run(listing, capture_output=True, check=True, text=True).stdout.split()
             if ids:
                 outputs.append(subprocess.run([*docker, kind, "inspect", *ids], capture_output=True, check=True, text=True).stdout)
+                if kind == "config":
+                    outputs += [base64.b64decode(item["Spec"]["Data"]).decode(errors="replace") for item in json.loads(outputs[-1])]
             if kind == "container":
                 outputs += [subprocess.run([*docker, "logs", item], capture_output=True, check=True, text=True).stdout for item in ids]
     return "\n".join(outputs)

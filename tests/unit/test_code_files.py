@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 from pathlib import Path
 
@@ -70,6 +71,15 @@ def test_a_folder_keeps_its_path_and_an_empty_file_is_a_line_feed() -> None:
 def test_the_working_folder_without_what_the_run_writes_and_reads() -> None:
     expected = ["train.py", "configs/small.yaml", "notes.txt", *SOURCES]
     assert list_names("code: [.], secrets: {TOKEN: token.txt}, hostsfile: hosts, runner_type: ssh") == expected
+
+
+def test_the_secret_of_a_channel_is_not_code(folder: Path) -> None:
+    secret = f"http://receiver/\nwhsec_{base64.b64encode(bytes(32)).decode()}\n"
+    write(folder / "webhook.secret", secret)
+    text = "runner: {script: train.py, code: [.]}\ntrainer: {save_dir: runs/mine}\nnotify: {ci: {secret: webhook.secret}}\n"
+    cargo = read_cargo(parse_config(text), Path.cwd())
+    assert "webhook.secret" not in [file.name for file in cargo.code]
+    assert [file.name for file in cargo.secrets] == ["notify-ci"]
 
 
 def test_patterns_match_files() -> None:

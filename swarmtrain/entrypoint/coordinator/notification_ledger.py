@@ -21,6 +21,8 @@ second, and have a copy with the second."""
 OUTCOME_DELIVERY_SECONDS = 5.0
 """Seconds after the outcome in which notifications are delivered. Then the coordinator gives up, so that the run can end."""
 _MAX_DONE_COUNT = 200
+_MAX_PENDING_COUNT = 100
+"""A copy of the ledger is part of each heartbeat, whose size is limited. Beyond this number, the oldest notifications are given up."""
 
 
 @dataclass
@@ -49,6 +51,8 @@ class NotificationLedger:
     clock: Callable[[], float]
     _entries: dict[str, LedgerEntry] = field(default_factory=dict)
     _give_up_at: float | None = None
+    _has_own_outcome: bool = False
+    """Whether the outcome is that of this coordinator, not one that an earlier coordinator had decided before it was lost."""
     _settled_at: float = 0.0
 
     @property
@@ -75,7 +79,8 @@ class NotificationLedger:
         """Add a notification, to be delivered to the channels that receive its kind. `observed_at`: time of its event, by the clock."""
         pending = set(self.channels.get(notification.kind, ()))
         self._entries[notification.id] = LedgerEntry(notification.id, key, notification, pending, observed_at)
-        self._record_outcome(notification.kind)
+        if notification.kind == NotificationKind.outcome:
+            self._has_own_outcome, self._give_up_at = True, self.clock() + OUTCOME_DELIVERY_SECONDS
         self._drop_oldest()
 
     def merge_records(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -94,8 +99,8 @@ class NotificationLedger:
             notification = Notification(**record["notification"]) if pending else None
             entry = LedgerEntry(str(record["id"]), str(record["key"]), notification, pending, self.clock(), has_copy=True)
             self._entries[entry.notification_id] = entry
-            if notification:
-                self._record_outcome(notification.kind)
+            if notification and notification.kind == NotificationKind.outcome and self._give_up_at is None:
+                self._give_up_at = self.clock() + OUTCOME_DELIVERY_SECONDS
         self._drop_oldest()
 
     def export_records(self) -> list[dict[str, Any]]:
@@ -103,21 +108,30 @@ class NotificationLedger:
         return [entry.to_record() for entry in self._entries.values()]
 
     def find_due_notification(self, channel: str) -> Notification | None:
-        """Return the oldest notification that can be delivered to `channel` now; None if there is none."""
-        for entry in self._entries.values():
-            if channel in entry.pending and (entry.has_copy or self.clock() - entry.observed_at >= REPLICATION_TIMEOUT_SECONDS):
-                return entry.notification
-        return None
+        """Return the oldest notification that can be delivered to `channel` now, but an outcome first; None if there is none."""
+        due = [
+            entry.notification
+            for entry in self._entries.values()
+            if entry.notification
+            and channel in entry.pending
+            and (entry.has_copy or self.clock() - entry.observed_at >= REPLICATION_TIMEOUT_SECONDS)
+        ]
+        return min(due, key=lambda notification: notification.kind != NotificationKind.outcome, default=None)
 
     def mark_delivered(self, notification_id: str, channel: str) -> None:
         """Record that a notification was delivered to `channel`."""
         if entry := self._entries.get(notification_id):
             self._set_pending(entry, entry.pending - {channel})
 
+    def postpone(self, notification_id: str) -> None:
+        """Let the other notifications of its channels go first: a receiver may refuse this one and accept them."""
+        if notification_id in self._entries:
+            self._entries[notification_id] = self._entries.pop(notification_id)
+
     def drop_channel(self, channel: str) -> None:
         """Give up the deliveries to `channel`, and create no more for it."""
         self.channels = {kind: [name for name in names if name != channel] for kind, names in self.channels.items()}
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             self._set_pending(entry, entry.pending - {channel})
 
     def give_up_deliveries(self) -> list[tuple[str, str]]:
@@ -125,20 +139,26 @@ class NotificationLedger:
         if self._give_up_at is None or self.clock() < self._give_up_at:
             return []
         given_up = [(channel, entry.notification_id) for entry in self._entries.values() for channel in sorted(entry.pending)]
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             self._set_pending(entry, set())
+        if not self._has_own_outcome:  # the run continues after the outcome of the earlier coordinator
+            self._give_up_at = None
         return given_up
-
-    def _record_outcome(self, kind: str) -> None:
-        if kind == NotificationKind.outcome and self._give_up_at is None:
-            self._give_up_at = self.clock() + OUTCOME_DELIVERY_SECONDS
 
     def _set_pending(self, entry: LedgerEntry, pending: set[str]) -> None:
         if entry.pending and not pending:
             entry.notification, self._settled_at = None, self.clock()
+            self.postpone(entry.notification_id)  # the copies of other nodes still contain it, so it must not be dropped soon
         entry.pending = pending
 
     def _drop_oldest(self) -> None:
+        waiting = [
+            entry
+            for entry in self._entries.values()
+            if entry.pending and entry.notification and entry.notification.kind != NotificationKind.outcome
+        ]
+        for entry in waiting[:-_MAX_PENDING_COUNT]:
+            self._set_pending(entry, set())
         done = [entry.notification_id for entry in self._entries.values() if not entry.pending]
         for notification_id in done[:-_MAX_DONE_COUNT]:
             del self._entries[notification_id]

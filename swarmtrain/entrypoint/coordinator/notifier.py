@@ -14,7 +14,7 @@ from swarmtrain.entrypoint.coordinator.notification_ledger import NotificationLe
 from swarmtrain.entrypoint.coordinator.rendezvous_barrier import COORDINATOR_WARMUP_SECONDS
 from swarmtrain.errors import ChannelGone, DeliveryError
 from swarmtrain.notifications.channel import ChannelSettings
-from swarmtrain.notifications.delivery import Deliver, build_delivery
+from swarmtrain.notifications.delivery import DeliveryFunction, build_delivery
 from swarmtrain.notifications.notification import Notification, NotificationKind
 from swarmtrain.protocol import Event, Preemption, format_run_summary
 
@@ -120,8 +120,10 @@ class Notifier:
         notification = Notification(notification_id, notable.kind, self._run, event.time, notable.message, dict(notable.data))
         self._ledger.add_notification(notification, observed_at, notable.key)
 
-    def _deliver_forever(self, channel: str, deliver: Deliver) -> None:
-        """Deliver the notifications of `channel` in their order. A failed delivery is repeated with the same id."""
+    def _deliver_forever(self, channel: str, deliver: DeliveryFunction) -> None:
+        """Deliver the notifications of `channel`. A failed delivery is retried with the same id, after those that wait behind it."""
+        # Each node sends its copy before: an older copy alone would name what the newer one of another node shows to be delivered.
+        time.sleep(max(0.0, self._started_at + COORDINATOR_WARMUP_SECONDS - time.monotonic()))
         failed_attempts = 0
         while True:
             with self._lock:
@@ -138,6 +140,8 @@ class Notifier:
                 failed_attempts += 1
                 if failed_attempts == 1:
                     self._report_note(f"channel {channel}: notification {notification.id} was not delivered, and is retried: {error}")
+                with self._lock:
+                    self._ledger.postpone(notification.id)
                 self._wait_for_retry(failed_attempts)
                 continue
             failed_attempts = 0

@@ -7,6 +7,7 @@ it), 1 if its port is in use or its environment is invalid.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -268,12 +269,15 @@ def _format_socket_error(error: OSError) -> str:
 
 
 def _publish_event(event: Event, notifier: Notifier) -> None:
-    _print_event(event)
-    notifier.observe_event(event)
+    try:
+        _print_event(event)
+    finally:  # the disk of the log may be full, which a notification may be about
+        notifier.observe_event(event)
 
 
 def _print_note(message: str) -> None:
-    _print_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": message}))
+    with contextlib.suppress(OSError):  # a note must not end a thread that delivers notifications
+        _print_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": message}))
 
 
 def _print_event(event: Event) -> None:

@@ -136,6 +136,7 @@ class Supervisor:
         self.coordinator.post_event(
             Event(EVENT_FAILURE, {"node": self.env.node, "error": error, "exit_code": EXIT_ERROR, "permanent": permanent})
         )
+        self.is_stopping = True  # a signal only ends the wait for notifications
         self._report_exit(EXIT_ERROR)
         return EXIT_OK
 
@@ -228,7 +229,7 @@ class Supervisor:
 
         Raises CoordinatorError if the coordinator stays unreachable.
         """
-        time.sleep(self.backoff)
+        self._back_off()
         while True:
             self.coordinator.wait_until_reachable(_COORDINATOR_RESTART_SECONDS)
             try:
@@ -238,6 +239,14 @@ class Supervisor:
             if response.outcome or (response.round != round and not response.wait):
                 return response
             time.sleep(_RETRY_SECONDS)  # others are still arriving or finishing, or this node is quarantined
+
+    def _back_off(self) -> None:
+        """Wait for the seconds of the backoff, and meanwhile keep the copy of the notifications' ledger up to date."""
+        end = time.monotonic() + self.backoff
+        while (remaining := end - time.monotonic()) > 0:
+            time.sleep(min(_HEARTBEAT_SECONDS, remaining))
+            with contextlib.suppress(CoordinatorError):
+                self.coordinator.exchange_notifications()
 
     def _report_exit(self, exit_code: int) -> None:
         """Report to the coordinator that this node exits. If the coordinator is unreachable, this is only logged."""

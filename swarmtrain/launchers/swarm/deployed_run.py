@@ -15,6 +15,7 @@ from swarmtrain.errors import StackError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state, code_placement
 from swarmtrain.launchers.swarm.cluster_state import Service
+from swarmtrain.notifications.channel import CLUSTER_CHANNEL_PREFIX, name_channel_secret
 from swarmtrain.protocol import CONFIG_PATH, LABEL_HOSTS, LABEL_NOTIFY, LABEL_QUEUE_SETTINGS, RUN_KEY_NAME
 from swarmtrain.render.mounts import WORKSPACE
 
@@ -46,7 +47,7 @@ def read_sent_deployment(engine: DockerEngine, services: Sequence[Service], run:
         for container in containers
         for item in container.get("Secrets", [])
         # The policy of the queue may have added secrets that do not belong to the stack.
-        if item["File"]["Name"] != RUN_KEY_NAME and item["SecretName"].startswith(f"{run}_")
+        if item["File"]["Name"] != RUN_KEY_NAME and not item["File"]["Name"].startswith(name_channel_secret(CLUSTER_CHANNEL_PREFIX))
     ]
     return config, Cargo(tuple(code_files), tuple(secrets))
 
