@@ -17,7 +17,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.registry import create_launcher
 from swarmtrain.launchers.swarm.cluster_channels import find_secret_ids
 from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing import queue_order, queue_service, stored_policy
+from swarmtrain.launchers.swarm.queueing import queue_order, queue_service, stored_policy, submission
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader, QueueState
 from swarmtrain.operations.confirmation import confirm_change, require_confirmation
@@ -98,7 +98,8 @@ def move_run(run: str, place: int, *, assume_yes: bool) -> QueueTable:
     engine = DockerEngine()
     launcher = create_launcher("swarm")
     confirm_change(launcher, run, f"move to place {place} of its priority:", assume_yes=assume_yes)
-    queue_order.move_run(engine, _read_state(engine), run, place)
+    with show_progress("changing the order of the queue") as report_progress:
+        queue_order.move_run(engine, _read_state(engine), run, place, report_progress)
     return load_queue_table()
 
 
@@ -111,6 +112,7 @@ def cancel_run(run: str, *, assume_yes: bool) -> None:
         reason = f"does not wait: it is {member.entry.state}" if member else "is not in the queue"
         raise StackError(reason, place=f"run {run}", hint=f"swarmtrain stop {run}, or swarmtrain down {run}" if member else None)
     confirm_change(launcher, run, "cancel", assume_yes=assume_yes)
+    submission.withdraw_run(engine, run)
     remove_run(launcher, run)
 
 

@@ -154,9 +154,9 @@ print(problems)
 
 
 def test_the_scheduler_has_the_socket_and_nothing_else(queue: Queue) -> None:
-    """Seen from its container: no capabilities, no writable files, no route to the machines, whose managers listen on port 2377."""
+    """Seen from its container: no capabilities, no files to write outside /tmp, no way to a machine, as to a manager's port 2377."""
     container = run_docker(queue.lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}").strip()
-    addresses = [node["Status"]["Addr"] for node in queue.engine.list_objects("/nodes")]
+    addresses = [machine.address for machine in cluster_state.read_inventory(queue.engine).machines]
     check = _CONTAINER_CHECK.format(addresses=addresses)
     assert run_docker(queue.lab, "exec", container, "python3", "-c", check).strip() == "[]"
 

@@ -33,6 +33,8 @@ class FakeSwarm:
         self.objects: dict[str, dict[str, ApiObject]] = {kind: {} for kind in _KINDS}
         self.tasks: list[ApiObject] = []
         self.nodes = [_build_node(number, gpus, cores) for number in range(machines)]
+        self.stop_advances = 2
+        """Number of calls of `advance` for which a container that was asked to stop still runs: it saves."""
         self.writes_until_kill: int | None = None
         """Number of requests that change services, after which the process that sends the next one is killed."""
 
@@ -104,17 +106,32 @@ class FakeSwarm:
             for task in own:
                 is_current = wanted and task["Spec"].get("ForceUpdate", 0) == count and task["NodeID"] == (node or {}).get("ID")
                 if not is_current and task["Status"]["State"] not in FINAL_STATES:
-                    task["Status"] = {"State": "shutdown"}
-                    task["DesiredState"] = "shutdown"
-            is_current = any(task["Spec"].get("ForceUpdate", 0) == count for task in own if task["Status"]["State"] not in FINAL_STATES)
+                    self._stop_task(task)
+            is_current = any(
+                task["Spec"].get("ForceUpdate", 0) == count and task["DesiredState"] == "running"
+                for task in own
+                if task["Status"]["State"] not in FINAL_STATES
+            )
             is_ended = any(task["Spec"].get("ForceUpdate", 0) == count for task in own if task["Status"]["State"] == "complete")
             if wanted and node and not is_current and not is_ended:
                 self.tasks.append(self._build_task(service, node))
         services = self.objects["services"]
         for task in self.tasks:
             if task["ServiceID"] not in services and task["Status"]["State"] not in FINAL_STATES:
-                task["Status"], task["DesiredState"] = {"State": "shutdown"}, "remove"
-        self.tasks = [task for task in self.tasks if task["ServiceID"] in services]
+                self._stop_task(task)
+        self.tasks = [task for task in self.tasks if task["ServiceID"] in services or task["Status"]["State"] not in FINAL_STATES]
+        for service_id in services:  # Swarm keeps five tasks of a service
+            old = [task for task in self.tasks if task["ServiceID"] == service_id][:-5]
+            self.tasks = [task for task in self.tasks if task not in old]
+
+    def _stop_task(self, task: ApiObject) -> None:
+        """Let a container stop after some calls. Nobody knows what happens on a machine that is down."""
+        task["DesiredState"] = "shutdown"
+        if any(node["ID"] == task["NodeID"] and node["Status"]["State"] == "down" for node in self.nodes):
+            return
+        task["StopCalls"] = task.get("StopCalls", 0) + 1
+        if task["StopCalls"] > self.stop_advances:
+            task["Status"] = {"State": "shutdown"}
 
     def complete_run(self, run: str) -> None:
         """Let all running tasks of `run` end with exit code 0."""
@@ -135,7 +152,7 @@ class FakeSwarm:
         constraints = spec["TaskTemplate"].get("Placement", {}).get("Constraints") or []
         for node in self.nodes:
             facts = {f"node.hostname=={node['Description']['Hostname']}", f"node.id=={node['ID']}", "node.role==manager"}
-            if set(constraints) <= facts and node["Spec"]["Availability"] == "active":
+            if set(constraints) <= facts and node["Spec"]["Availability"] == "active" and node["Status"]["State"] == "ready":
                 return node
         return None
 

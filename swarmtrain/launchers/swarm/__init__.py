@@ -87,10 +87,17 @@ class SwarmLauncher:
         desired = self._pin_images(render_stack(self._place_code(plan, report_progress)))
         new_identity, self._deployed_at[plan.run] = create_run_identity(), time.time()
         is_queued = self._uses_queue(plan)
+
+        def plan_steps() -> list[ReconcileStep]:
+            steps = self._plan_reconcile_steps(plan, desired, new_identity, is_queued=is_queued)
+            if is_queued:
+                submission.write_entry_first(self._engine, plan.run, steps)
+            return steps
+
         deploy_stack(
             self._engine,
             ResourceRequest(plan.run) if is_queued else _build_resource_request(plan),
-            lambda: self._plan_reconcile_steps(plan, desired, new_identity, is_queued=is_queued),
+            plan_steps,
             report_progress,
             self._timeouts,
             tolerance=_build_startup_tolerance(plan),
@@ -205,7 +212,7 @@ class SwarmLauncher:
         labelled = add_cluster_channels(self._engine, labelled) if is_queued else labelled
         ended_run = self._find_ended_run(services, desired.stack)
         if is_queued:
-            labelled = submission.queue_specs(labelled, existing, ended_run, plan.min_nodes)
+            labelled = submission.queue_specs(labelled, existing, ended_run, plan, cluster_state.read_inventory(self._engine))
         return reconcile(labelled, existing, ended_run)
 
     def _build_stack_specs(self, plan: Plan) -> StackSpecs:

@@ -41,10 +41,13 @@ _START_FAILURES = (
     ("executable file not found", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (127)", 2, _NO_PROGRAM_HINT),
     ("non-zero exit (126)", 2, _NO_PROGRAM_HINT),
-    # These two are also reported while a new network reaches a busy machine, for up to a minute.
-    ("missing network attachments", 20, _NO_ADDRESS_HINT),
-    ("load balancer IP", 20, _NO_ADDRESS_HINT),
+    ("missing network attachments", 5, _NO_ADDRESS_HINT),
+    ("load balancer IP", 5, _NO_ADDRESS_HINT),
 )
+_LATE_NETWORK_MESSAGES = ("missing network attachments", "load balancer IP")
+_NETWORK_SECONDS = 90.0
+"""Seconds for which these messages may only mean that a new network reaches a busy machine late. Swarm then starts another task. It keeps
+five tasks of a service, so their number alone does not show for how long they have failed."""
 _OTHER_START_FAILURE = (5, "list all attempts with docker service ps SERVICE, and the events of the node's engine with docker events")
 # This message is from managers, not from a node: engines before 25.0.3 report it for every task that reserves GPUs when its node changes
 # in any way, for example when it joins a network, and then restart the task. If the constraints are really not met, the next task finds
@@ -128,7 +131,10 @@ def wait_until_services_running(
         services = cluster_state.list_services(engine, stack)
         tasks = cluster_state.list_tasks(engine, stack)
         new_tasks = [task for task in tasks if task.id not in old_task_ids]
-        _report_refusals(find_refusals(engine, stack, services, new_tasks, hosts), stack, tolerance, progress, report_progress)
+        seconds = time.monotonic() - progress.started_at
+        _report_refusals(
+            find_refusals(engine, stack, services, new_tasks, hosts, seconds=seconds), stack, tolerance, progress, report_progress
+        )
         # Until Swarm has created the new task, the newest one is the old one, whose state is irrelevant.
         stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
         tasks = [task for task in tasks if task.id not in stale_ids]
@@ -227,9 +233,15 @@ def _report_refusals(
 
 
 def find_refusals(
-    engine: DockerEngine, stack: str, services: list[Service], new_tasks: list[Task], host_name_by_node_id: dict[str, str]
+    engine: DockerEngine,
+    stack: str,
+    services: list[Service],
+    new_tasks: list[Task],
+    host_name_by_node_id: dict[str, str],
+    *,
+    seconds: float,
 ) -> list[Refusal]:
-    """Return the services whose tasks failed to start so often that waiting is of no use."""
+    """Return the services whose tasks failed to start so often that waiting is of no use, `seconds` after the start was requested."""
     refusals = []
     for service in services:
         name = service.get_short_name(stack)
@@ -241,6 +253,8 @@ def find_refusals(
         if not failed_tasks:
             continue
         reason = failed_tasks[-1].reason
+        if seconds < _NETWORK_SECONDS and is_late_network(reason):
+            continue
         default = _COORDINATOR_FAILURE if name == RENDEZVOUS_SERVICE and failed_tasks[-1].state == "failed" else _OTHER_START_FAILURE
         limit, hint = next(
             ((limit, hint) for final_lines, limit, hint in _START_FAILURES if final_lines.lower() in reason.lower()), default
@@ -250,6 +264,11 @@ def find_refusals(
             host = host_name_by_node_id.get(failed_tasks[-1].node_id, "")
             refusals.append(Refusal(name, host, f"{reason}{final_lines}", hint))
     return refusals
+
+
+def is_late_network(reason: str) -> bool:
+    """Return whether a node may have rejected a task only because a new network has not reached it yet."""
+    return any(message in reason for message in _LATE_NETWORK_MESSAGES)
 
 
 def _is_start_failure(task: Task, *, is_coordinator: bool) -> bool:

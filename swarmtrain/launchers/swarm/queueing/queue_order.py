@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swarmtrain.errors import StackError
+from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, update_entry
 from swarmtrain.launchers.swarm.queueing.queue_model import QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueState
+from swarmtrain.launchers.swarm.run_lock import RunLock
 
 
-def move_run(engine: DockerEngine, state: QueueState, run: str, place: int) -> None:
+def move_run(engine: DockerEngine, state: QueueState, run: str, place: int, report_progress: ProgressReporter) -> None:
     """Move the waiting `run` to `place` among the waiting runs of its priority, 1 for the first.
 
     Raises StackError if the run does not wait, or does not wait any more, EngineError.
@@ -32,8 +34,9 @@ def move_run(engine: DockerEngine, state: QueueState, run: str, place: int) -> N
             raise _build_not_waiting_error(run, entry)
         return replace(entry, position=position)
 
-    if update_entry(engine, run, change_position) is None:
-        raise _build_not_waiting_error(run, None)
+    with RunLock(engine, run, "moves it").hold_lock(report_progress):  # a deploy writes the position that it has read
+        if update_entry(engine, run, change_position) is None:
+            raise _build_not_waiting_error(run, None)
 
 
 def list_waiting_runs(state: QueueState) -> list[QueuedRun]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from swarmtrain.images.pinning import pin_image
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.convergence import is_late_network
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.step_executor import update_service
 
@@ -87,13 +89,17 @@ def start_scheduler(engine: DockerEngine, image: str, report_progress: ProgressR
     except BaseException:
         if existing is None:
             engine.delete(f"/services/{SERVICE_NAME}")
-            _remove_network(engine)
+            with contextlib.suppress(EngineError):
+                _remove_network(engine)
         raise
     return read_scheduler_status(engine)
 
 
 def remove_scheduler(engine: DockerEngine, report_progress: ProgressReporter) -> None:
     """Remove the scheduler. Running runs continue; waiting ones wait until there is a scheduler again. Raises StackError, EngineError."""
+    if _find_service(engine) is None and _find_network(engine):  # an earlier command was interrupted
+        _remove_network(engine)
+        return
     service = _get_service(engine)
     engine.delete(f"/services/{SERVICE_NAME}")
     report_progress("waiting for its container to stop")
@@ -156,22 +162,44 @@ def _create_network(engine: DockerEngine) -> None:
     Without one, Swarm connects a container to the machine's default bridge, through which it reaches other containers and the outside. A
     service cannot have the network none, so this is an internal overlay with nobody else in it.
     """
-    network = {"Name": _NETWORK_NAME, "Driver": "overlay", "Scope": "swarm", "Internal": True, "Labels": {_LABEL_VERSION: __version__}}
-    if not engine.list_objects("/networks", name=_NETWORK_NAME):
-        engine.post("/networks/create", {**network, "CheckDuplicate": True})
+    existing = _find_network(engine)
+    if existing is None:
+        network = {"Name": _NETWORK_NAME, "Driver": "overlay", "Scope": "swarm", "Internal": True, "Labels": {_LABEL_VERSION: __version__}}
+        try:
+            engine.post("/networks/create", {**network, "CheckDuplicate": True})
+        except EngineError as error:
+            if error.status != 409:  # another command has created it meanwhile
+                raise
+    elif not _is_own_network(existing):
+        raise StackError(
+            "exists, and is not the scheduler's", place=f"network {_NETWORK_NAME}", hint=f"docker network rm {_NETWORK_NAME}, or rename it"
+        )
 
 
 def _remove_network(engine: DockerEngine) -> None:
-    """Remove the scheduler's network, as soon as its last container has left it. Raises EngineError."""
+    """Remove the scheduler's network, if it exists, as soon as its last container has left it. Raises EngineError."""
+    network = _find_network(engine)
+    if network is None or not _is_own_network(network):
+        return
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while True:
         try:
-            engine.delete(f"/networks/{_NETWORK_NAME}")
+            engine.delete(f"/networks/{network['Id']}")
             return
         except EngineError:
             if time.monotonic() > deadline:
                 raise
         time.sleep(_POLL_SECONDS)
+
+
+def _find_network(engine: DockerEngine) -> ApiObject | None:
+    # The engine's filter also matches longer names.
+    networks = engine.list_objects("/networks", name=_NETWORK_NAME)
+    return next((network for network in networks if network["Name"] == _NETWORK_NAME and network.get("Scope") == "swarm"), None)
+
+
+def _is_own_network(network: ApiObject) -> bool:
+    return _LABEL_VERSION in (network.get("Labels") or {})
 
 
 def _wait_until_running(engine: DockerEngine, old_tasks: set[str], report_progress: ProgressReporter) -> None:
@@ -183,7 +211,7 @@ def _wait_until_running(engine: DockerEngine, old_tasks: set[str], report_progre
         if any(status["State"] == "running" for status in states):
             return
         for status in states:
-            if status["State"] in ("rejected", "failed", "complete"):
+            if status["State"] in ("rejected", "failed", "complete") and not is_late_network(str(status.get("Err", ""))):
                 raise StackError(
                     f"does not start: {status.get('Err', '')}", place=_PLACE, hint=f"docker service logs {SERVICE_NAME} shows why"
                 )

@@ -27,17 +27,18 @@ from swarmtrain.launchers.swarm.queueing.queue_model import (
     QueuedRun,
     QueueSnapshot,
 )
-from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity, compute_claims
+from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity, compute_claims, compute_running_claims
 from swarmtrain.launchers.swarm.queueing.stored_policy import find_policy_id, read_policy
 from swarmtrain.node_selection import PlannedNode, select_nodes
 from swarmtrain.placement import FRESH_PLACEMENT
-from swarmtrain.protocol import LABEL_HOSTS, LABEL_QUEUE_SETTINGS, LABEL_RUN, LABEL_SLOTS, LABEL_STACK
+from swarmtrain.protocol import LABEL_HOSTS, LABEL_QUEUE_SETTINGS, LABEL_RUN, LABEL_SLOTS, LABEL_STACK, RENDEZVOUS_SERVICE
 from swarmtrain.render.process_environment import HIDDEN_GPUS_ENV, VISIBLE_DEVICES_VARIABLE
 from swarmtrain.run_identity import RunIdentity
 
 ApiObject = dict[str, Any]
 _OUTSIDE = "a service outside any stack"
-_LOST_REASONS = ("down", "drained")
+_DOWN = "down"
+_LOST_REASONS = (_DOWN, "drained")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class QueueMember:
     """The config as the nodes receive it; None if this version of swarmtrain cannot read it."""
     problem: str = ""
     """Why the run cannot be scheduled; empty if it can."""
+    down_machines: frozenset[str] = frozenset()
+    """Ids of the machines that are down: Swarm does not know, for up to a day, whether the containers on them still run."""
 
     @property
     def nodes(self) -> tuple[Service, ...]:
@@ -65,7 +68,8 @@ class QueueMember:
         """Whether a container of a node still runs, or will."""
         node_ids = {service.id for service in self.nodes}
         return any(service.replicas for service in self.nodes) or any(
-            task.service_id in node_ids and task.node_id and not task.is_final for task in self.tasks
+            task.service_id in node_ids and task.node_id and not task.is_final and task.node_id not in self.down_machines
+            for task in self.tasks
         )
 
     @property
@@ -106,6 +110,8 @@ class QueueReader:
     _needs: dict[tuple[str, str, str], dict[str, Claims]] = field(default_factory=dict)
     _used_keys: set[tuple[str, str, str]] = field(default_factory=set)
     _inventory: Inventory | None = None
+    _task_objects: dict[str, ApiObject] = field(default_factory=dict)
+    """The current tasks by id, as the engine describes them."""
     _policy: tuple[str, QueuePolicy] | None = None
 
     def read_state(self, now: float) -> QueueState:
@@ -118,6 +124,7 @@ class QueueReader:
             self._inventory, self._needs = inventory, {}
         policy = self._read_policy()
         tasks = [cluster_state.parse_task(item) for item in sorted(task_objects, key=lambda item: str(item["CreatedAt"]))]
+        self._task_objects = {item["ID"]: item for item in task_objects}
         self._used_keys = set()
         members = self._read_members(services, tasks)
         runs = tuple(self._build_run(member, policy, now) for member in members.values())
@@ -165,7 +172,8 @@ class QueueReader:
         # A run that was deployed before there was a queue has host names in its entry.
         ids = {name: machine.id for machine in (self._inventory.machines if self._inventory else ()) for name in (machine.host, machine.id)}
         entry = replace(entry, machines={node: ids.get(name, name) for node, name in entry.machines.items()})
-        return QueueMember(run, tuple(services), coordinator, entry, identity, tasks, config, problem)
+        down = frozenset(machine.id for machine in (self._inventory.machines if self._inventory else ()) if _is_down(machine))
+        return QueueMember(run, tuple(services), coordinator, entry, identity, tasks, config, problem, down)
 
     def _read_config(self, services: Sequence[Service], run: str) -> Config:
         key = _build_config_key(services, run)
@@ -194,7 +202,7 @@ class QueueReader:
             min_nodes=min(runner.node_range[0], node_count) if runner else node_count,
             nodes=node_count,
             held=frozenset(entry.machines.values()),
-            leaving=self._list_leaving_nodes(member, needs),
+            leaving=self._list_leaving_nodes(member),
             is_preemptible=runner.preemptible if runner else False,
             is_finished=member.has_ended,
             time_limit=limit,
@@ -209,12 +217,19 @@ class QueueReader:
                 self._needs[key] = {}
         return self._needs.get(key, {})
 
-    def _list_leaving_nodes(self, member: QueueMember, needs: Mapping[str, Claims]) -> dict[str, Claims]:
-        """Return the machines on which a container of a node still runs that is not admitted there any more."""
+    def _list_leaving_nodes(self, member: QueueMember) -> dict[str, Claims]:
+        """Return what the containers of nodes that are not admitted any more still hold, by machine; without machines that are down."""
         admitted = set(member.entry.machines.values()) if member.entry.state is EntryState.admitted and not member.has_ended else set()
         node_ids = {service.id for service in member.nodes}
-        running = {task.node_id for task in member.tasks if task.service_id in node_ids and task.node_id and not task.is_final}
-        return {machine: needs.get(machine) or Claims() for machine in running - admitted}
+        machines = {machine.id: machine for machine in (self._inventory.machines if self._inventory else ())}
+        return {
+            task.node_id: compute_running_claims(self._task_objects[task.id], machines[task.node_id])
+            for task in member.tasks
+            if task.service_id in node_ids
+            and not task.is_final
+            and task.node_id in machines.keys() - admitted
+            and not _is_down(machines[task.node_id])
+        }
 
     def _list_other_holdings(
         self, service_objects: Sequence[ApiObject], task_objects: Sequence[ApiObject], tasks: Sequence[Task], members: Any
@@ -249,7 +264,9 @@ class QueueReader:
                     holdings.append(Holding(f"{run}, which stops", machine.id, claims))
         for item in task_objects:
             if item.get("ServiceID") not in covered and item.get("NodeID") and item["Status"]["State"] not in cluster_state.FINAL_STATES:
-                claims = _compute_reserved_claims(item)
+                machine = machines.get(item["NodeID"])
+                is_node = cluster_state.parse_task(item).node_name != RENDEZVOUS_SERVICE  # of a run that is being removed
+                claims = compute_running_claims(item, machine) if is_node and machine else _compute_reserved_claims(item)
                 if claims.exclusive:
                     labels = (item["Spec"].get("ContainerSpec") or {}).get("Labels") or {}
                     holdings.append(Holding(labels.get(LABEL_STACK) or _OUTSIDE, item["NodeID"], claims))
@@ -282,6 +299,10 @@ def find_machine(inventory: Inventory, node: PlannedNode) -> Machine | None:
     key, _, name = node.constraint.partition("==")
     matching = [machine for machine in inventory.machines if (machine.id if key == "node.id" else machine.host) == name]
     return min(matching, key=lambda machine: bool(machine.unavailable_reason), default=None)
+
+
+def _is_down(machine: Machine) -> bool:
+    return machine.unavailable_reason == _DOWN
 
 
 def _build_supply(machine: Machine) -> MachineSupply:

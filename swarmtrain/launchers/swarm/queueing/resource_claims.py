@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.inventory import Machine
+from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
 from swarmtrain.launchers.swarm.queueing.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Claims
 from swarmtrain.node_selection import PlannedNode
+from swarmtrain.render.process_environment import HIDDEN_GPUS_ENV, VISIBLE_DEVICES_VARIABLE
 
+ApiObject = dict[str, Any]
 _DEFAULT_KIND = "NVIDIA-GPU"
 # Part of the unknown number of GPUs of a machine that one selected GPU claims: runs with different GPUs fit, a run with all GPUs does not.
 _PART_OF_UNKNOWN = 1 / 1024
@@ -41,16 +47,38 @@ def compute_claims(runner: RunnerConfig, node: PlannedNode, machine: Machine) ->
     return Claims(reserved, {name: amount for name, amount in claims.items() if name not in reserved})
 
 
+def compute_running_claims(task: ApiObject, machine: Machine) -> Claims:
+    """Return what the container of a node holds on `machine`, by the spec of its task: the config of its run may have changed, or be gone.
+
+    `task`: as the engine's API describes it. Claims that the container shares count fully.
+    """
+    capacity = build_capacity(machine)
+    gpus = {kind: float(count) for kind, count in count_resources_by_kind(get_assigned_resources(task)).items()}
+    variables = dict(item.partition("=")[::2] for item in task["Spec"]["ContainerSpec"].get("Env") or [])
+    visible = variables.get(VISIBLE_DEVICES_VARIABLE, "all")
+    if not gpus and visible != HIDDEN_GPUS_ENV[VISIBLE_DEVICES_VARIABLE]:
+        kind = next((name for name in capacity if name != CORES), _DEFAULT_KIND)
+        gpus = _compute_visible_gpus(() if visible == "all" else visible.split(","), kind, capacity.get(kind, 0.0))
+    limits = (task["Spec"].get("Resources") or {}).get("Limits") or {}
+    cores = limits.get("NanoCPUs", 0) / 1e9 or capacity[CORES] * _compute_gpu_fraction(gpus, capacity)
+    return Claims({**gpus, CORES: cores} if cores else gpus)
+
+
 def _compute_gpus(runner: RunnerConfig, node: PlannedNode, capacity: dict[str, float]) -> dict[str, float]:
     kind = runner.swarm.generic_resource
     if runner.swarm.gpu is GpuMode.reserve:
         return {kind: float(node.slots)}
     known = capacity.get(kind) or capacity.get(_DEFAULT_KIND, 0.0)
     known_kind = kind if capacity.get(kind) else _DEFAULT_KIND
-    if node.gpus:
-        by_id = {f"{GPU_ID_PREFIX}{gpu}": 1.0 for gpu in node.gpus}
-        return {**by_id, known_kind: min(known, float(len(node.gpus)))} if known else {**by_id, UNKNOWN_GPUS: _PART_OF_UNKNOWN}
-    return {known_kind: known} if known else {UNKNOWN_GPUS: 1.0}
+    return _compute_visible_gpus(node.gpus, known_kind, known)
+
+
+def _compute_visible_gpus(gpus: Sequence[str], kind: str, known: float) -> dict[str, float]:
+    """Return the claims of a node that sees `gpus`, by number or UUID; none: all. `known`: number of GPUs of the machine, 0 if unknown."""
+    if not gpus:
+        return {kind: known} if known else {UNKNOWN_GPUS: 1.0}
+    by_id = {f"{GPU_ID_PREFIX}{gpu}": 1.0 for gpu in gpus}
+    return {**by_id, kind: min(known, float(len(gpus)))} if known else {**by_id, UNKNOWN_GPUS: _PART_OF_UNKNOWN}
 
 
 def _compute_gpu_fraction(gpus: dict[str, float], capacity: dict[str, float]) -> float:

@@ -15,7 +15,7 @@ from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, RENDEZVOUS_SER
 _TAIL_LINES = 100
 
 
-def describe_start_failure(engine: DockerEngine, member: QueueMember) -> str:
+def describe_start_failure(engine: DockerEngine, member: QueueMember, now: float) -> str:
     """Return why the machines refuse to start so many nodes of an admitted run that it cannot train; empty if they do not.
 
     Such a run, for example one whose image cannot be pulled, would hold its machines for nothing.
@@ -25,7 +25,8 @@ def describe_start_failure(engine: DockerEngine, member: QueueMember) -> str:
     if not any(task.state in ("rejected", "failed") for task in current_tasks):
         return ""
     try:
-        refusals = find_refusals(engine, member.run, list(member.services), current_tasks, cluster_state.read_host_names(engine))
+        hosts, seconds = cluster_state.read_host_names(engine), now - member.entry.changed
+        refusals = find_refusals(engine, member.run, list(member.services), current_tasks, hosts, seconds=seconds)
     except EngineError:
         return ""
     refused = {refusal.service for refusal in refusals}

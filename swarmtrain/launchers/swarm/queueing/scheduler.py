@@ -127,7 +127,7 @@ class Scheduler:
             return replace(member.entry, is_saving=False, lost_steps=count_lost_steps(self._read_events(member)))
         if member.entry.state is not EntryState.admitted or member.has_ended:
             return None
-        if failure := describe_start_failure(self._engine, member):
+        if failure := describe_start_failure(self._engine, member, now):
             return member.entry.change_state(EntryState.stopped, now, reason=failure)
         change = find_limit_change(member, now)
         return self._idle_gpus.find_change(member, idle_policy, now) if change is None and idle_policy else change
@@ -185,8 +185,8 @@ class Scheduler:
         return True
 
     def _converge_member(self, state: QueueState, member: QueueMember) -> bool:
-        """Apply the entry of a run to its services, if they differ because a scheduler was killed. Return whether anything was changed."""
-        if member.problem or member.entry.state is EntryState.incomplete or not self._list_differing_nodes(state, member):
+        """Apply the entry of a run to its services, if they differ because a scheduler or a deploy was killed. Return whether it did."""
+        if member.problem or not self._list_differing_nodes(state, member):
             return False
         try:
             with RunLock(self._engine, member.run, "schedules it", self._timeouts).hold_lock_if_free(self._unchanged_locks) as is_held:
@@ -294,7 +294,8 @@ def _find_delay(state: QueueState, now: float) -> float:
     elif any(run.state is EntryState.waiting for run in runs):
         delay = _WAITING_SECONDS
     admitted = [state.members[run.run] for run in runs if run.state is EntryState.admitted]
-    return min([delay, *(compute_seconds_until_limit(member, now) for member in admitted)])
+    # While a command holds the lock of a run that has reached its limit, nothing can be done about it.
+    return max(_BUSY_SECONDS, min([delay, *(compute_seconds_until_limit(member, now) for member in admitted)]))
 
 
 def _exclude_run(run: QueuedRun) -> QueuedRun:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from swarmtrain import __version__
 from swarmtrain.errors import ConfigError, StackError
@@ -32,7 +33,7 @@ from swarmtrain.launchers.swarm.queueing.queue_service import read_scheduler_sta
 from swarmtrain.launchers.swarm.queueing.queue_state import compute_needs, format_amounts
 from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity
 from swarmtrain.launchers.swarm.queueing.stored_policy import read_policy
-from swarmtrain.launchers.swarm.reconcile import EndedRun, ObjectKind, reconcile
+from swarmtrain.launchers.swarm.reconcile import EndedRun, ObjectKind, ReconcileStep, StepVerb, reconcile
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
 from swarmtrain.node_selection import format_count
 from swarmtrain.plan import Plan
@@ -107,12 +108,28 @@ def _suggest_fitting_request(needs: Mapping[str, Claims], machines: tuple[Machin
     return f"the largest requests that fit: {' or '.join(options)}" if options else "swarmtrain join prints how machines join"
 
 
-def queue_specs(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None, min_nodes: int) -> StackSpecs:
-    """Return `desired` as a run in the queue: what the run holds stays, and everything else waits without replicas.
+def queue_specs(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None, plan: Plan, inventory: Inventory) -> StackSpecs:
+    """Return `desired`, the specs of `plan`, as a run in the queue: what the run holds stays, and everything else waits without replicas.
 
-    A change after which the run would keep fewer than `min_nodes` nodes stops the others, too: the run waits again, in its old position.
+    A change after which the run would keep too few nodes stops the others, too: the run waits again, in its old position. The scheduler
+    moves nodes on machines that are unavailable in `inventory`.
     """
+    unavailable = {name for machine in inventory.machines if machine.unavailable_reason for name in (machine.id, machine.host)}
+    desired = _leave_nodes_to_scheduler(desired, existing, unavailable)
+    min_nodes = min(plan.min_nodes, plan.requested_node_count)
     return _keep_machines_of_waiting_nodes(_place_in_queue(desired, existing, ended_run, min_nodes), existing)
+
+
+def write_entry_first(engine: DockerEngine, run: str, steps: Sequence[ReconcileStep]) -> None:
+    """Write the entry that `steps` give to an existing run, before they change its nodes. Raises EngineError.
+
+    A scheduler that found nodes half changed, because the deploy was killed, would otherwise complete what the old entry says.
+    """
+    coordinator = f"{run}_{RENDEZVOUS_SERVICE}"
+    labels = next((step.spec["Labels"] for step in steps if step.name == coordinator and step.verb is StepVerb.update and step.spec), None)
+    entry = parse_entry(labels) if labels else None
+    if entry is not None:
+        update_entry(engine, run, lambda _entry, _coordinator: entry)
 
 
 def _place_in_queue(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None, min_nodes: int) -> StackSpecs:
@@ -135,7 +152,7 @@ def _place_in_queue(desired: StackSpecs, existing: StackState, ended_run: EndedR
     kept_names = [
         service.name for service in running if not is_sharing_changed and _keeps_claims(service, desired.services.get(service.name))
     ]
-    if len(kept_names) < min(min_nodes, len(running)):
+    if len(kept_names) < max(1, min(min_nodes, len(entry.machines))):
         waiting = entry.change_state(EntryState.incomplete, time.time(), reason="a deploy has changed what it claims")
         return _set_queue_state(desired, waiting, coordinator_replicas)
     kept_nodes = {existing.services[name].get_short_name(desired.stack) for name in kept_names}
@@ -169,11 +186,13 @@ def complete_entry(engine: DockerEngine, run: str, report_progress: ProgressRepo
             return entry
         # The version index grows with every change in the swarm, so it orders the runs without any clock.
         position = entry.position or float(coordinator.version)
-        report_progress(f"{run} is in the queue")
         return replace(entry.change_state(EntryState.waiting, time.time(), reason=entry.reason), position=position)
 
-    if update_entry(engine, run, complete) is None:
+    entry = update_entry(engine, run, complete)
+    if entry is None:
         raise StackError("was removed during this deploy", place=f"run {run}", hint="deploy again")
+    if entry.state is EntryState.waiting:
+        report_progress(f"{run} is in the queue")
 
 
 def record_stop(engine: DockerEngine, run: str, reason: str) -> None:
@@ -186,14 +205,24 @@ def record_stop(engine: DockerEngine, run: str, reason: str) -> None:
     update_entry(engine, run, stop)
 
 
+def withdraw_run(engine: DockerEngine, run: str) -> None:
+    """Let the scheduler no longer start `run`, before it is removed. Raises StackError if it has been started meanwhile, EngineError."""
+
+    def withdraw(entry: QueueEntry, _coordinator: Service) -> QueueEntry:
+        if entry.state is EntryState.admitted:
+            raise StackError("was started meanwhile", place=f"run {run}", hint=f"swarmtrain stop {run}, or swarmtrain down {run}")
+        return entry.change_state(EntryState.stopped, time.time(), reason="cancelled")
+
+    update_entry(engine, run, withdraw)
+
+
 def _keeps_claims(service: Service, desired: ApiSpec | None) -> bool:
     """Return whether a node keeps its machine and what it claims there in its desired spec."""
     if desired is None:
         return False
-    old, new = service.spec["TaskTemplate"], desired["TaskTemplate"]
     return (
         service.pinned_machine == replace(service, spec=desired).pinned_machine
-        and (old.get("Resources") or {}) == (new.get("Resources") or {})
+        and _list_claimed_resources(service.spec) == _list_claimed_resources(desired)
         and service.spec["Labels"].get(LABEL_SLOTS) == desired["Labels"].get(LABEL_SLOTS)
         and _get_visible_devices(service.spec) == _get_visible_devices(desired)
     )
@@ -201,7 +230,17 @@ def _keeps_claims(service: Service, desired: ApiSpec | None) -> bool:
 
 def _is_shared(coordinator_spec: ApiSpec) -> bool:
     """Return whether the run shares its machines with other runs, by the labels of its coordinator."""
-    return bool(json.loads(coordinator_spec["Labels"].get(LABEL_QUEUE_SETTINGS, "{}")).get("share"))
+    try:
+        settings = json.loads(coordinator_spec["Labels"].get(LABEL_QUEUE_SETTINGS) or "{}")
+    except ValueError:  # another version of swarmtrain has written it
+        return False
+    return isinstance(settings, dict) and bool(settings.get("share"))
+
+
+def _list_claimed_resources(spec: ApiSpec) -> tuple[Any, Any]:
+    """Return the reservations of a service, and its limit of cores: not its limit of memory, for which the queue does not account."""
+    resources = spec["TaskTemplate"].get("Resources") or {}
+    return resources.get("Reservations") or {}, (resources.get("Limits") or {}).get("NanoCPUs")
 
 
 def _get_visible_devices(spec: ApiSpec) -> str:
@@ -216,6 +255,20 @@ def _set_queue_state(desired: StackSpecs, entry: QueueEntry, replicas: Mapping[s
         labels = entry.to_labels() if name == f"{desired.stack}_{RENDEZVOUS_SERVICE}" else {}
         mode = {"Replicated": {"Replicas": replicas.get(name, 0)}}
         services[name] = {**spec, "Labels": {**spec["Labels"], **labels}, "Mode": mode}
+    return replace(desired, services=services)
+
+
+def _leave_nodes_to_scheduler(desired: StackSpecs, existing: StackState, unavailable_machines: Collection[str]) -> StackSpecs:
+    """Return `desired` in which running nodes on unavailable machines keep their machines, until the scheduler gives them others."""
+    services = {
+        name: copy_machine_settings(spec, existing.services[name].spec)
+        if name in existing.services
+        and existing.services[name].is_node
+        and existing.services[name].replicas
+        and existing.services[name].pinned_machine in unavailable_machines
+        else spec
+        for name, spec in desired.services.items()
+    }
     return replace(desired, services=services)
 
 

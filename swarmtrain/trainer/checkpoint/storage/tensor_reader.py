@@ -308,7 +308,7 @@ class _BlockReader:
         """Read `block` from byte `offset`, copy it to `target`, if any, and hash it after the block that `previous` reads."""
         data, count = block.numpy().data, 0
         while count < len(data):
-            read = os.preadv(self._descriptor, [data[count:]], offset + count)
+            read = _read_at(self._descriptor, data[count:], offset + count)
             if not read:
                 raise EOFError
             count += read
@@ -318,3 +318,12 @@ class _BlockReader:
             previous.result()
         if self._digest is not None:
             self._digest.update(data)
+
+
+def _read_at(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Read bytes at `offset` of a file into `memory`, and return their number, as os.preadv does, which some systems lack."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [memory], offset)
+    data = os.pread(descriptor, len(memory), offset)
+    memory[: len(data)] = data
+    return len(data)
