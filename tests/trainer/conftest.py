@@ -98,6 +98,9 @@ def _single_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     yield
+    for thread in threading.enumerate():  # a run that has raised an error may still commit to its relative save_dir
+        if thread.name == "checkpoint":
+            thread.join(timeout=10)
     log.handlers[:], log.propagate, log.level = before
     if dist.is_initialized():
         dist.destroy_process_group()
