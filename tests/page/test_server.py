@@ -23,7 +23,7 @@ import sample_run
 import uvicorn
 
 from swarmtrain import protocol
-from swarmtrain.errors import AmbiguousRun, EngineError, SwarmtrainError
+from swarmtrain.errors import AmbiguousRun, EngineError, RunNotFound, SwarmtrainError
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page
@@ -243,9 +243,10 @@ class FlakyLauncher:
 
     is_away = False
     slow: threading.Event | None = None
+    identity = IDENTITY
 
     def read_identity(self, run: str) -> RunIdentity:
-        return IDENTITY
+        return self.identity
 
     def read_events(self, run: str, since: float | None = None) -> list[protocol.Event]:
         if self.is_away:
@@ -270,6 +271,19 @@ def test_a_lost_manager_is_reported_and_what_was_shown_stays(monkeypatch: pytest
     launcher.is_away = False
     again = source.get_page_data()
     assert (again["connection_error"], again["failures"], again["curves"]) == ("", 1, first["curves"])
+
+
+def test_the_page_of_a_removed_run_does_not_show_the_next_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
+    launcher = FlakyLauncher()
+    source = RunDataSource(RecordedRun("demo", IDENTITY), launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    first = source.get_page_data()
+    monkeypatch.setattr(launcher, "read_events", lambda run, since=None: sample_run.build_events(outcome="failed"))
+    launcher.identity = RunIdentity("bbbbbbbbbbbb")
+    second = source.get_page_data()
+    assert (second["state"], second["history"], second["curves"]) == ("down", first["history"], first["curves"])
+    with pytest.raises(RunNotFound, match="was removed; another run has its name now"):
+        RunDataSource(RecordedRun("demo", IDENTITY), launcher).get_page_data()  # type: ignore[arg-type]  # as above
 
 
 def test_a_manager_that_takes_its_time_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

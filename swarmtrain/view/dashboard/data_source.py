@@ -89,6 +89,7 @@ class RunDataSource:
         """
         if self._launcher:
             if self._config is None or time.monotonic() - self._config_read_at > _CONFIG_SECONDS:
+                self._check_identity(self._launcher)
                 self._config = load_deployment(self._launcher, self.run)[0].hide_environment()
                 self._config_read_at = time.monotonic()
             return self._config
@@ -117,6 +118,7 @@ class RunDataSource:
         if self._launcher is None:
             self.get_page_data()
             return self.get_output_lines()[0]
+        self._check_identity(self._launcher)
         last_lines = list(self._launcher.stream_logs(self.run, follow=False, tail=_TAIL_LINES))
         for line in last_lines:
             self._append_output_line(line)
@@ -146,12 +148,20 @@ class RunDataSource:
         }
 
     def _poll_launcher(self, launcher: Launcher) -> None:
-        self._add_events(
+        events = (
             launcher.read_events(self.run, self._newest_time - _OVERLAP_SECONDS)
             if self._newest_time
             else load_live_run_events(launcher, self.run)
         )
-        self._tasks = launcher.list_tasks(self.run)
+        tasks = launcher.list_tasks(self.run)
+        self._check_identity(launcher)  # after reading: the run could be replaced in between
+        self._add_events(events)
+        self._tasks = tasks
+
+    def _check_identity(self, launcher: Launcher) -> None:
+        """Raise RunNotFound if the run of this name is another one, which was deployed after this one was removed."""
+        if launcher.read_identity(self.run).id != self.run_id:
+            raise RunNotFound("was removed; another run has its name now", place=f"run {self.run}")
 
     def _load_stored_run(self) -> None:
         if self._page_data:
@@ -190,6 +200,7 @@ class RunDataSource:
     def _read_output(self, launcher: Launcher) -> None:
         last_time = self._lines[-1].time if self._lines else 0.0
         try:
+            self._check_identity(launcher)
             for line in launcher.stream_logs(self.run, follow=True, tail=None if last_time else _TAIL_LINES, since=last_time or None):
                 if not last_time or line.time > last_time:
                     with self._lines_lock:
