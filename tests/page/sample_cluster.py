@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.run_identity import RunIdentity
@@ -63,6 +64,7 @@ class FakeBackend:
         self.page = page or build_page()
         self.is_away = False
         self.opened: list[str] = []
+        self.launchers: dict[str, Launcher] = {}
 
     def read_page(self) -> ClusterPage:
         if self.is_away:
@@ -74,4 +76,7 @@ class FakeBackend:
         name = next((run for run, run_id in IDS.items() if run_id == name_or_id), None)
         if name is None:
             raise RunNotFound("unknown run; existing runs: demo", place=f"run {name_or_id}", hint="swarmtrain history lists all known runs")
-        return RunDataSource(RecordedRun(name, RunIdentity(name_or_id)), None)
+        return RunDataSource(RecordedRun(name, RunIdentity(name_or_id)), self.find_launcher(name_or_id))
+
+    def find_launcher(self, run_id: str) -> Launcher | None:
+        return self.launchers.get(run_id)

@@ -273,6 +273,22 @@ def test_a_lost_manager_is_reported_and_what_was_shown_stays(monkeypatch: pytest
     assert (again["connection_error"], again["failures"], again["curves"]) == ("", 1, first["curves"])
 
 
+def test_an_opened_run_recovers_with_the_next_launcher_of_its_cluster(
+    backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as after its SSH tunnel was closed."""
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
+    launchers = FlakyLauncher(), FlakyLauncher()
+    source = ClusterDataSource(backend)
+    states = []
+    for launcher in launchers:
+        launcher.identity = RunIdentity(sample_cluster.IDS["demo"])
+        backend.launchers[launcher.identity.id] = launcher  # type: ignore[assignment]  # has what the data source uses of a launcher
+        states += [source.find_run_source("demo").get_page_data()["connection_error"] for launcher.is_away in (False, True)]
+    assert states == ["", "no answer", "", "no answer"]
+    assert backend.opened == [sample_cluster.IDS["demo"]]
+
+
 def test_the_page_of_a_removed_run_does_not_show_the_next_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
     launcher = FlakyLauncher()

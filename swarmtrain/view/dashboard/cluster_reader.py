@@ -66,6 +66,11 @@ class ClusterReader:
         known = ", ".join(sorted(overview.run for _, overview in self._overviews.values())) or "none"
         raise RunNotFound(f"unknown run; existing runs: {known}", place=f"run {name_or_id}", hint="swarmtrain history lists all known runs")
 
+    def find_launcher(self, run_id: str) -> Launcher | None:
+        """Return the launcher of a run of the newest page; None if the run is not on it."""
+        launcher, _ = self._overviews.get(run_id, (None, None))
+        return launcher
+
     def _read_swarm(self, location: str, overviews: Sequence[RunOverview]) -> tuple[SwarmState, SchedulerStatus | str]:
         if self._queue_reader is None:
             self._queue_reader = QueueReader(DockerEngine())

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from swarmtrain.errors import AmbiguousRun, SwarmtrainError
+from swarmtrain.launchers.base import Launcher
 from swarmtrain.view.dashboard.cluster_page import ClusterPage
 from swarmtrain.view.dashboard.data_source import POLL_SECONDS, RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
@@ -24,6 +25,8 @@ class ClusterBackend(Protocol):
     def read_page(self) -> ClusterPage: ...
 
     def open_run(self, name_or_id: str) -> RunDataSource: ...
+
+    def find_launcher(self, run_id: str) -> Launcher | None: ...
 
 
 class ClusterDataSource:
@@ -80,7 +83,9 @@ class ClusterDataSource:
             if source_key not in self._sources:
                 self._sources[source_key] = self._backend.open_run(source_key)
                 self._drop_sources()
-            return self._sources[source_key]
+            source = self._sources[source_key]
+        source.use_launcher(self._backend.find_launcher(source.run_id))
+        return source
 
     def load_run_pages(self) -> list[tuple[str, PageData | None]]:
         """Return the key and the page data of each run of the page; None for a run whose data could not be read so far."""

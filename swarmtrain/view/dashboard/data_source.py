@@ -83,14 +83,18 @@ class RunDataSource:
         """The id of the run."""
         return self._recorded_run.identity.id
 
+    def use_launcher(self, launcher: Launcher | None) -> None:
+        """Use another launcher of the same run, if there is one, from the next poll on. The previous one may have lost its connection."""
+        self._launcher = launcher or self._launcher
+
     def load_config(self) -> Config:
         """Return the config of the run, without the values of environment variables: the deployed one, or for a run that is down, that
         of the last deploy from this machine. Raises StackError if there is none, or if it cannot be read, and the errors of the launcher.
         """
-        if self._launcher:
+        if launcher := self._launcher:
             if self._config is None or time.monotonic() - self._config_read_at > _CONFIG_SECONDS:
-                self._check_identity(self._launcher)
-                self._config = load_deployment(self._launcher, self.run)[0].hide_environment()
+                self._check_identity(launcher)
+                self._config = load_deployment(launcher, self.run)[0].hide_environment()
                 self._config_read_at = time.monotonic()
             return self._config
         place = f"run {self.run}"
