@@ -10,6 +10,7 @@ import pytest
 from test_scheduler import Cluster
 
 from swarmtrain import protocol
+from swarmtrain.errors import EngineError, SwarmAbsentError, SwarmtrainError
 from swarmtrain.launchers.base import RunOverview, TaskState
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
@@ -19,10 +20,11 @@ from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
+from swarmtrain.view.dashboard import cluster_reader
 from swarmtrain.view.dashboard.cluster_machines import SwarmState
 from swarmtrain.view.dashboard.cluster_metrics import render_cluster_metrics
 from swarmtrain.view.dashboard.cluster_page import ClusterPage, build_cluster_page
-from swarmtrain.view.dashboard.cluster_reader import StartEstimator
+from swarmtrain.view.dashboard.cluster_reader import ClusterReader, StartEstimator
 from swarmtrain.view.queue_table import estimate_queue_starts
 
 STATUS = SchedulerStatus("running", "gpu-0", "registry/queue:1", "0.1.0")
@@ -133,6 +135,34 @@ def test_without_a_scheduler_the_page_says_so() -> None:
     page = build_page(cluster, scheduler="the queue's scheduler: there is none in this swarm")
     assert (page.queue, page.queue_note, len(page.machines)) == (None, "the queue's scheduler: there is none in this swarm", 1)
     assert "queue_runs" not in render_cluster_metrics(page, (), cluster.now, is_reachable=True)
+
+
+class AbsentSwarmLauncher:
+    """The launcher of Swarm on an engine without a swarm."""
+
+    location = "the swarm at fake"
+
+
+@pytest.mark.parametrize("other", [None, EngineError("no answer")])
+def test_an_engine_without_a_swarm_has_a_page(other: EngineError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    absence = SwarmAbsentError("this engine is not part of a swarm", status=503)
+
+    def discover(launchers: dict[str, object]) -> tuple[list[object], list[SwarmtrainError]]:
+        launchers["swarm"] = AbsentSwarmLauncher()
+        return [], [absence, *([other] if other else [])]
+
+    def read_swarm(*_: object) -> None:
+        raise absence
+
+    monkeypatch.setattr(cluster_reader, "discover_overviews", discover)
+    monkeypatch.setattr(ClusterReader, "_read_swarm", read_swarm)
+    if other:
+        with pytest.raises(EngineError, match="no answer"):
+            ClusterReader().read_page()
+    else:
+        page = ClusterReader().read_page()
+        assert (page.runs, page.machines, page.problems) == ((), (), ())
+        assert page.queue_note == "this engine is not part of a swarm"
 
 
 def test_runs_of_other_launchers_are_on_the_hosts_that_their_tasks_report() -> None:

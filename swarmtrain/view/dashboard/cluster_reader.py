@@ -46,9 +46,10 @@ class ClusterReader:
                 scheduler, errors = str(error), [*errors, error]
                 if isinstance(error, EngineError) and error.status is None:  # no answer: its SSH tunnel may be closed
                     self._queue_reader = None
-        problems = list(dict.fromkeys(str(error) for error in errors if not isinstance(error, SwarmAbsentError)))
-        if errors and not overviews and swarm is None:
-            raise errors[0]
+        failures = [error for error in errors if not isinstance(error, SwarmAbsentError)]
+        if failures and not overviews and swarm is None:
+            raise failures[0]
+        problems = list(dict.fromkeys(str(error) for error in failures))
         self._overviews = {overview.identity.id: (launcher, overview) for launcher, overview in overviews}
         located = [(launcher.location, overview) for launcher, overview in overviews]
         return build_cluster_page(located, swarm, scheduler, problems, time.time())
