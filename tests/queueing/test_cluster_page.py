@@ -44,7 +44,7 @@ def build_overviews(cluster: Cluster) -> list[tuple[str, RunOverview]]:
 
 
 def build_page(
-    cluster: Cluster, *others: tuple[str, RunOverview], scheduler: SchedulerStatus | str = STATUS, problems: Sequence[str] = ()
+    cluster: Cluster, *others: tuple[str, RunOverview], scheduler: SchedulerStatus | str | None = STATUS, problems: Sequence[str] = ()
 ) -> ClusterPage:
     queue, overviews = QueueReader(cluster.swarm).read_state(cluster.now), build_overviews(cluster)
     starts = estimate_queue_starts(queue, [overview for _, overview in overviews], cluster.now)
@@ -135,6 +135,22 @@ def test_without_a_scheduler_the_page_says_so() -> None:
     page = build_page(cluster, scheduler="the queue's scheduler: there is none in this swarm")
     assert (page.queue, page.queue_note, len(page.machines)) == (None, "the queue's scheduler: there is none in this swarm", 1)
     assert "queue_runs" not in render_cluster_metrics(page, (), cluster.now, is_reachable=True)
+
+
+def test_without_a_scheduler_the_page_shows_the_runs_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(1)
+    monkeypatch.setattr(cluster_reader, "DockerEngine", lambda: cluster.swarm)
+    reader = ClusterReader()
+    state, scheduler = reader._read_swarm(LOCATION, [])
+    assert isinstance(scheduler, str), "the queue is empty"
+    cluster.submit("first", nodes=1)
+    state, scheduler = reader._read_swarm(LOCATION, [])
+    assert scheduler is None
+    page = build_cluster_page([], state, scheduler, (), cluster.now)
+    page_data = page.to_page_data()
+    assert [(run["run"], run["state"], run["estimate"]) for run in page_data["queue"]] == [("first", "waiting", None)]
+    assert page_data["scheduler"] == "there is no scheduler: runs that wait stay waiting; start one with: swarmtrain queue up"
+    assert "swarmtrain_scheduler_up 0\n" in render_cluster_metrics(page, (), cluster.now, is_reachable=True)
 
 
 class AbsentSwarmLauncher:

@@ -37,7 +37,7 @@ class ClusterReader:
         """Return the current page. Raises the error of a launcher if none answers."""
         overviews, errors = discover_overviews(self._launchers)
         swarm: SwarmState | None = None
-        scheduler: SchedulerStatus | str = "this machine does not reach a swarm"
+        scheduler: SchedulerStatus | str | None = "this machine does not reach a swarm"
         if swarm_launcher := self._launchers.get("swarm"):
             try:
                 own = [overview for launcher, overview in overviews if launcher is swarm_launcher]
@@ -72,7 +72,8 @@ class ClusterReader:
         launcher, _ = self._overviews.get(run_id, (None, None))
         return launcher
 
-    def _read_swarm(self, location: str, overviews: Sequence[RunOverview]) -> tuple[SwarmState, SchedulerStatus | str]:
+    def _read_swarm(self, location: str, overviews: Sequence[RunOverview]) -> tuple[SwarmState, SchedulerStatus | str | None]:
+        """Return the swarm, and the status of its scheduler: the reason if it has none, but None if runs are in the queue nevertheless."""
         if self._queue_reader is None:
             self._queue_reader = QueueReader(DockerEngine())
         engine = self._queue_reader.engine
@@ -81,7 +82,8 @@ class ClusterReader:
         try:
             scheduler = read_scheduler_status(engine)
         except StackError as error:  # there is none
-            return state, f"{error}; start one with: {error.hint}"
+            is_used = any(not run.is_finished for run in queue.snapshot.runs)
+            return state, None if is_used else f"{error}; start one with: {error.hint}"
         return replace(state, starts=self._start_estimator.estimate(queue, overviews)), scheduler
 
 
