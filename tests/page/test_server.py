@@ -289,6 +289,25 @@ def test_an_opened_run_recovers_with_the_next_launcher_of_its_cluster(
     assert backend.opened == [sample_cluster.IDS["demo"]]
 
 
+def test_in_a_partial_outage_opened_runs_stay_open(backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source.POLL_SECONDS", -1.0)
+    source = ClusterDataSource(backend)
+    demo = source.find_run_source("demo")
+    source.find_run_source("sweep")
+    complete = backend.page
+    backend.page = replace(complete, runs=complete.runs[:1], problems=("no answer",))
+    assert source.find_run_source("demo") is source.find_run_source(sample_cluster.IDS["demo"]) is demo
+    with pytest.raises(RunNotFound):
+        source.find_run_source("urgent")
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source._MAX_REMOVED_SOURCES", 1)
+    source.find_run_source("baseline")
+    backend.page = complete
+    assert source.find_run_source("demo") is demo
+    backend.page = replace(complete, runs=complete.runs[:1])
+    with pytest.raises(RunNotFound):
+        source.find_run_source("demo")
+
+
 def test_the_page_of_a_removed_run_does_not_show_the_next_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
     launcher = FlakyLauncher()

@@ -78,12 +78,13 @@ class ClusterDataSource:
 
         Raises RunNotFound, AmbiguousRun.
         """
-        source_key = self._find_run_id(key) or key
+        run_id = self._find_run_id(key)
+        source_key = run_id or key
         with self._sources_lock:
-            if source_key not in self._sources:
-                self._sources[source_key] = self._backend.open_run(source_key)
+            source = self._sources.get(source_key) if run_id else self._find_open_source(key)
+            if source is None:
+                source = self._sources[source_key] = self._backend.open_run(source_key)
                 self._drop_sources()
-            source = self._sources[source_key]
         source.use_launcher(self._backend.find_launcher(source.run_id))
         return source
 
@@ -99,6 +100,17 @@ class ClusterDataSource:
         if len(ids) > 1:
             raise AmbiguousRun(f"several runs have this name: {', '.join(ids)}", place=f"run {key}", hint="use the id instead of the name")
         return ids[0] if ids else None
+
+    def _find_open_source(self, key: str) -> RunDataSource | None:
+        """Return the data source of a run that is not on the page. While the page is incomplete, the run may exist nevertheless."""
+        if self._is_incomplete:
+            return next((source for source in reversed(self._sources.values()) if key in (source.run_id, source.run)), None)
+        return self._sources.get(key)
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """Whether runs may be missing on the page, since a launcher did not answer."""
+        return bool(self._connection_error or (self._page and self._page.problems))
 
     def _load_run_page(self, key: str) -> tuple[str, PageData | None]:
         try:
@@ -120,7 +132,9 @@ class ClusterDataSource:
         return page
 
     def _drop_sources(self) -> None:
-        """Forget the oldest data sources of removed runs, beyond the maximum."""
+        """Forget the oldest data sources of removed runs, beyond the maximum. An incomplete page does not say which runs were removed."""
+        if self._is_incomplete:
+            return
         for key in list(self._iterate_removed())[:-_MAX_REMOVED_SOURCES]:
             del self._sources[key]
 
