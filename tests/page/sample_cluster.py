@@ -63,12 +63,14 @@ class FakeBackend:
     def __init__(self, page: ClusterPage | None = None) -> None:
         self.page = page or build_page()
         self.is_away = False
+        self.polls = 0
         self.opened: list[str] = []
         self.launchers: dict[str, Launcher] = {}
 
     def read_page(self) -> ClusterPage:
         if self.is_away:
             raise EngineError("no answer")
+        self.polls += 1
         return self.page
 
     def open_run(self, name_or_id: str) -> RunDataSource:

@@ -289,8 +289,24 @@ def test_an_opened_run_recovers_with_the_next_launcher_of_its_cluster(
     assert backend.opened == [sample_cluster.IDS["demo"]]
 
 
+def test_the_page_of_one_run_does_not_poll_all_launchers(backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source.POLL_SECONDS", -1.0)
+    source = ClusterDataSource(backend)
+    for _ in range(3):
+        source.find_run_source("demo")
+        source.find_run_source(sample_cluster.IDS["sweep"])
+    assert backend.polls == 1
+    with pytest.raises(RunNotFound):
+        source.find_run_source("never")
+    assert backend.polls == 2, "an unknown run may be new"
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source._KEY_SECONDS", 0.0)
+    source.find_run_source("demo")
+    assert backend.polls == 3
+
+
 def test_in_a_partial_outage_opened_runs_stay_open(backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source.POLL_SECONDS", -1.0)
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source._KEY_SECONDS", 0.0)
     source = ClusterDataSource(backend)
     demo = source.find_run_source("demo")
     source.find_run_source("sweep")

@@ -11,9 +11,13 @@ from typing import Protocol
 from swarmtrain.errors import AmbiguousRun, SwarmtrainError
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.view.dashboard.cluster_page import ClusterPage
-from swarmtrain.view.dashboard.data_source import POLL_SECONDS, RunDataSource
+from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
 
+POLL_SECONDS = 5.0
+"""Minimum seconds between two polls of all launchers, independent of the number of clients."""
+_KEY_SECONDS = 15.0
+"""Seconds for which a run is looked up on the previous page, without a poll of all launchers."""
 _THREADS = 8
 _MAX_REMOVED_SOURCES = 16
 """Maximum number of data sources of removed runs that are kept."""
@@ -95,8 +99,8 @@ class ClusterDataSource:
 
     def _find_run_id(self, key: str) -> str | None:
         """Return the id of the run of the page with this name or id; None if it is not on the page. Raises AmbiguousRun."""
-        rows = self.get_page().runs
-        ids = [row.id for row in rows if row.run == key] or [row.id for row in rows if row.id == key]
+        page = self._page if self.compute_data_age() < _KEY_SECONDS else None
+        ids = (page and _list_run_ids(page, key)) or _list_run_ids(self.get_page(), key)
         if len(ids) > 1:
             raise AmbiguousRun(f"several runs have this name: {', '.join(ids)}", place=f"run {key}", hint="use the id instead of the name")
         return ids[0] if ids else None
@@ -141,3 +145,8 @@ class ClusterDataSource:
     def _iterate_removed(self) -> Iterator[str]:
         ids = {row.id for row in self._page.runs} if self._page else set()
         return (key for key in self._sources if key not in ids)
+
+
+def _list_run_ids(page: ClusterPage, key: str) -> list[str]:
+    """Return the ids of the runs of `page` with the name `key`, or else with this id."""
+    return [row.id for row in page.runs if row.run == key] or [row.id for row in page.runs if row.id == key]
