@@ -21,10 +21,11 @@ import sample_cluster
 import sample_run
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from processes import find_run_pids
+from test_run_comparison import record_run
 from test_server import run_server, store_runs
 
 from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
-from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file_page
+from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file_page, write_html_report
 from swarmtrain.view.dashboard.page_data import build_output_line_data, build_page_data_from_events
 
 ROOT = Path(__file__).parents[2]
@@ -357,6 +358,18 @@ def test_what_cannot_be_compared_is_shown_with_the_reason(browser: Browser, clus
         expect(eyes.page.locator("#plots")).to_be_hidden()
     with open_page(browser, f"{cluster[1]}runs/never/") as eyes:
         expect(eyes.page.locator("#freshness")).to_contain_text("run never: unknown run; existing runs: demo")
+
+
+def test_runs_with_numbers_as_names_keep_their_order(browser: Browser, tmp_path: Path) -> None:
+    sources = [
+        record_run(run, run_id, config={"optimizer": {"beta1": beta}})
+        for run, run_id, beta in (("20", "a" * 12, 0.9), ("10", "b" * 12, 0.8))
+    ]
+    write_html_report(sources, tmp_path / "comparison.html", overwrite=False)
+    with open_page(browser, (tmp_path / "comparison.html").as_uri()) as eyes:
+        expect(eyes.page.locator("#config th")).to_have_text(["Key", "20", "10"])
+        expect(eyes.page.locator("#config td")).to_have_text(["optimizer.beta1", "0.9", "0.8"])
+        assert eyes.problems == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -39,7 +39,7 @@
     });
     const columns = { "": "", Run: "", Owner: "", State: "", Step: "number", Loss: "number", Nodes: "number", GPUs: "number", Age: "number", Remark: "remark" };
     const problems = page.problems.map((text) => createElement("p", { class: "problem" }, `not listed: ${text}`));
-    renderSection("runs", true, rows.length ? createTable("runs", columns, rows) : createElement("p", { class: "quiet" }, "no run exists; swarmtrain deploy CONFIG starts one"), ...problems);
+    renderSection("runs", true, rows.length ? createTable("runs", Object.entries(columns), rows) : createElement("p", { class: "quiet" }, "no run exists; swarmtrain deploy CONFIG starts one"), ...problems);
   }
 
   // Two chosen runs can be compared.
@@ -61,7 +61,7 @@
       run.state !== "waiting" ? "" : isFiniteNumber(run.estimate) ? formatDuration(run.estimate) : "unknown", [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
     ]);
     const columns = { "#": "number", Run: "", Owner: "", Class: "", State: "", Nodes: "number", "Claims per node": "", Since: "number", "Starts in": "number", Reason: "remark" };
-    renderSection("queue", true, rows.length ? createTable("queue", columns, rows) : createElement("p", { class: "quiet" }, "the queue is empty"), createElement("p", { class: "quiet" }, page.scheduler));
+    renderSection("queue", true, rows.length ? createTable("queue", Object.entries(columns), rows) : createElement("p", { class: "quiet" }, "the queue is empty"), createElement("p", { class: "quiet" }, page.scheduler));
   }
 
   function createGpu(machine, number) {

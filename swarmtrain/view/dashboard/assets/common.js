@@ -69,10 +69,10 @@ const swarmtrain = (() => {
     if (shown) element.querySelector(".body").replaceChildren(...children);
   }
 
-  // A table in a region that scrolls. `columns`: title → class; each row has as many cells, texts or elements.
+  // A table in a region that scrolls. `columns`: pairs of title and class; each row has as many cells, texts or elements.
   function createTable(label, columns, rows) {
-    const header = Object.entries(columns).map(([title, name]) => createElement("th", { scope: "col", class: name || null }, title));
-    const body = rows.map((cells) => createElement("tr", {}, ...Object.values(columns).map((name, i) => createElement("td", { class: name || null }, cells[i]))));
+    const header = columns.map(([title, name]) => createElement("th", { scope: "col", class: name || null }, title));
+    const body = rows.map((cells) => createElement("tr", {}, ...columns.map(([, name], i) => createElement("td", { class: name || null }, cells[i]))));
     return createElement("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
       createElement("table", {}, createElement("thead", {}, createElement("tr", {}, ...header)), createElement("tbody", {}, ...body)));
   }

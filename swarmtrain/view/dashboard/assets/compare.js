@@ -22,7 +22,8 @@
       formatLoss(run.progress.loss), formatLoss(run.validation.loss), formatLoss(run.lowest_validation_loss),
       isFiniteNumber(run.progress.tokens_per_second) ? formatCompact(run.progress.tokens_per_second) : "–", isFiniteNumber(run.world.world_size) ? formatCount(run.world.world_size, "rank") : "–",
       isFiniteNumber(run.started) ? formatDateTime(run.started) : "–", run.outcome]);
-    renderSection("runs", true, createTable("runs", { Run: "", State: "", Step: "number", Loss: "number", "Validation loss": "number", Lowest: "number", "Tokens/s": "number", World: "number", Began: "", Outcome: "remark" }, rows));
+    const columns = { Run: "", State: "", Step: "number", Loss: "number", "Validation loss": "number", Lowest: "number", "Tokens/s": "number", World: "number", Began: "", Outcome: "remark" };
+    renderSection("runs", true, createTable("runs", Object.entries(columns), rows));
   }
 
   function renderPlots() {
@@ -41,7 +42,7 @@
 
   function renderDifferences(id, differences, nothing) {
     const names = page.runs.map((run) => run.name);
-    const columns = Object.fromEntries([["Key", ""], ...names.map((name) => [name, "value"])]);
+    const columns = [["Key", ""], ...names.map((name) => [name, "value"])];  // not an object: it would sort names that are integers
     renderSection(id, true, differences.length ? createTable(id, columns, differences.map(({ key, values }) => [key, ...values])) : createElement("p", { class: "quiet" }, nothing));
   }
 
