@@ -195,6 +195,18 @@ def test_runs_of_other_launchers_are_on_the_hosts_that_their_tasks_report() -> N
     assert without_swarm.queue is None
 
 
+def test_a_machine_of_the_swarm_with_a_run_of_another_launcher_has_each_metric_once() -> None:
+    cluster = Cluster(1)
+    local = RunOverview("sweep", RunIdentity("aaaaaaaaaaaa", "ben"), (TaskState("node0", "gpu-0", "running"),), ())
+    page = build_page(cluster, ("its hosts", local))
+    assert [machine.name for machine in page.machines] == ["gpu-0", "gpu-0, its hosts"]
+    text = render_cluster_metrics(page, (), cluster.now, is_reachable=True)
+    assert sorted(line for line in text.splitlines() if line.startswith("swarmtrain_machine_gpus_held")) == [
+        'swarmtrain_machine_gpus_held{host="gpu-0"} 0',
+        'swarmtrain_machine_gpus_held{host="gpu-0, its hosts"} 0',
+    ]
+
+
 def test_runs_and_machines_with_the_same_name_are_told_apart_by_their_ids() -> None:
     cluster = Cluster(2)
     cluster.swarm.nodes[1]["Description"]["Hostname"] = "gpu-0"
