@@ -24,6 +24,7 @@ import uvicorn
 
 from swarmtrain import protocol
 from swarmtrain.errors import AmbiguousRun, EngineError, RunNotFound, SwarmtrainError
+from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page
@@ -271,6 +272,42 @@ def test_a_lost_manager_is_reported_and_what_was_shown_stays(monkeypatch: pytest
     launcher.is_away = False
     again = source.get_page_data()
     assert (again["connection_error"], again["failures"], again["curves"]) == ("", 1, first["curves"])
+
+
+class TalkingLauncher(FlakyLauncher):
+    """A launcher of a run that prints a line every 10 ms."""
+
+    def __init__(self) -> None:
+        self.starts: list[float | None] = []
+        self.closed = threading.Event()
+
+    def stream_logs(self, run: str, *, follow: bool, tail: int | None, since: float | None) -> Iterator[LogLine]:
+        self.starts.append(since)
+        try:
+            for second in itertools.count(int(since or 1)):
+                yield LogLine("node0", "hello", None, float(second))
+                time.sleep(0.01)
+        finally:
+            self.closed.set()
+
+
+def test_output_that_no_client_requests_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source._FOLLOW_SECONDS", 0.5)
+    launcher = TalkingLauncher()
+    source = RunDataSource(RecordedRun("demo", IDENTITY), launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    for _ in range(2):
+        launcher.closed.clear()
+        source.get_output_lines()
+        listener = source._listener
+        assert listener
+        assert launcher.closed.wait(30)
+        listener.join(30)
+    monkeypatch.setattr(source, "_launcher", None)
+    times = [line["time"] for line in source.get_output_lines()[0]]
+    assert times == [float(second + 1) for second in range(len(times))], "each line once"
+    assert launcher.starts[0] is None
+    assert launcher.starts[1] in times[1:-1]
 
 
 def test_an_opened_run_recovers_with_the_next_launcher_of_its_cluster(

@@ -28,6 +28,8 @@ MAX_LINES = 4000
 _TAIL_LINES = 500
 _CONFIG_SECONDS = 30.0
 """Seconds for which the config of a run is not read again: that reads its code, too."""
+_FOLLOW_SECONDS = 60.0
+"""Seconds for which the output is followed after the last request for output lines."""
 _OVERLAP_SECONDS = 60.0
 _UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
 
@@ -47,6 +49,7 @@ class RunDataSource:
         self._tasks: list[TaskState] = []
         self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
         self._line_count = 0
+        self._lines_requested_at = 0.0
         self._connection_error = ""
         self._polled_at = self._answered_at = 0.0
         self._page_data: PageData = {}
@@ -112,6 +115,7 @@ class RunDataSource:
 
     def get_output_lines(self, after_number: int = 0) -> tuple[list[PageData], int]:
         """Return the retained output lines after line number `after_number`, and the number of the last line."""
+        self._lines_requested_at = time.monotonic()
         self._ensure_output_reader_running()
         with self._lines_lock:
             skipped = max(0, after_number - (self._line_count - len(self._lines)))
@@ -202,10 +206,13 @@ class RunDataSource:
             self._listener.start()
 
     def _read_output(self, launcher: Launcher) -> None:
+        """Follow the output, from the last line on, until no client has requested lines for a while. The next line ends it then."""
         last_time = self._lines[-1].time if self._lines else 0.0
         try:
             self._check_identity(launcher)
             for line in launcher.stream_logs(self.run, follow=True, tail=None if last_time else _TAIL_LINES, since=last_time or None):
+                if time.monotonic() - self._lines_requested_at > _FOLLOW_SECONDS:
+                    break
                 if not last_time or line.time > last_time:
                     with self._lines_lock:
                         self._append_output_line(line)
