@@ -217,6 +217,17 @@ def test_runs_and_machines_with_the_same_name_are_told_apart_by_their_ids() -> N
     assert [machine.name for machine in page.machines] == [node["ID"] for node in cluster.swarm.nodes]
 
 
+def test_a_stack_whose_name_would_leave_the_folder_of_records_is_not_listed() -> None:
+    cluster = Cluster(1)
+    cluster.submit("first", nodes=1)
+    cluster.submit("second", nodes=1)
+    for service in cluster.swarm.objects["services"].values():
+        if service["Spec"]["Labels"][protocol.LABEL_STACK] == "second":
+            service["Spec"]["Labels"][protocol.LABEL_STACK] = "../second"
+    assert cluster_state.list_runs(cluster.swarm) == ["first"]
+    assert {run for run, _ in cluster_state.list_services_of_runs(cluster.swarm)} == {"first"}
+
+
 def test_a_page_stays_equal_while_nothing_changes() -> None:
     cluster = Cluster(2)
     cluster.submit("first", nodes=1)
