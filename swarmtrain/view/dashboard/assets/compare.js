@@ -50,7 +50,7 @@
     page = data;
     $("problem").hidden = true;
     renderRuns(); renderPlots();
-    renderDifferences("config", page.config ?? [], page.config ? "none: both configs are equal" : `unknown: ${page.config_note}`);
+    renderDifferences("config", page.config ?? [], page.config ? "none. Not compared: values of runner.env, hosts, notify, and settings of the queue" : `unknown: ${page.config_note}`);
     renderDifferences("facts", page.facts, "nothing differs");
   }
 
