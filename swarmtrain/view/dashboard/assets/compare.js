@@ -48,14 +48,13 @@
 
   function render(data) {
     page = data;
-    $("problem").hidden = true;
     renderRuns(); renderPlots();
     renderDifferences("config", page.config ?? [], page.config ? "none. Not compared: values of runner.env, hosts, notify, and settings of the queue" : `unknown: ${page.config_note}`);
     renderDifferences("facts", page.facts, "nothing differs");
   }
 
   function renderFreshness() {
-    if (poller.error) renderSection("problem", true, createElement("p", { class: "problem" }, poller.error));
+    renderSection("problem", Boolean(poller.error), createElement("p", { class: "problem" }, poller.error));
     if (!page) return showFreshness(poller.error && "cannot be compared", "no answer yet");
     const outage = page.runs.find((run) => run.connection_error);
     showFreshness(describeOutage(poller, outage, `run ${outage?.name}`), `live, ${formatCount(Math.round((Date.now() - poller.answeredAt) / 1000), "second")} ago`);
