@@ -303,6 +303,8 @@ def test_the_page_of_a_cluster_shows_runs_queue_and_who_holds_which_gpu(browser:
         assert machines.nth(2).locator(".gpus li").all_text_contents() == ["2 of 4 GPUsurgent"]
         expect(machines.nth(2)).to_contain_text("drained")
         expect(machines.nth(3)).to_contain_text("used by sweep")
+        page.locator("#queue [data-since]").first.evaluate("element => element.textContent = ''")
+        expect(page.locator("#queue [data-since]").first).to_have_text(re.compile("^[0-9]"))  # although the server sends no new page
         assert eyes.problems == []
 
 

@@ -12,7 +12,9 @@
 
   const createBadge = (state) => createElement("span", { class: `badge ${STATE_CLASSES[state] ?? state}` }, state);
   const createRunLink = (key, text) => createElement("a", { href: `runs/${encodeURIComponent(key)}/` }, text);
-  const formatAge = (seconds) => seconds ? formatDuration(poller.getServerTime() - seconds) : "";
+  const formatAge = (seconds) => formatDuration(poller.getServerTime() - seconds);
+  // Ages grow while the server sends no new page.
+  const createAge = (seconds) => seconds ? createElement("span", { "data-since": seconds }, formatAge(seconds)) : "";
   // Cores can be fractions, and so can GPUs whose number nobody knows.
   const formatAmount = (amount) => formatSignificant(Math.round(amount * 100) / 100);
   const formatCores = (cores) => `${formatAmount(cores)} core${cores === 1 ? "" : "s"}`;
@@ -35,7 +37,7 @@
       const progress = isFiniteNumber(run.step) ? `${formatInteger(run.step)}${run.steps ? ` of ${formatInteger(run.steps)}, ${Math.floor(100 * run.step / run.steps)} %` : ""}` : "";
       const id = run.key === run.id ? createElement("small", { class: "quiet" }, ` ${run.id}, on ${run.location}`) : "";
       return [box, createElement("span", {}, createRunLink(run.key, run.run), id), run.owner, createBadge(run.state), progress, isFiniteNumber(run.loss) ? run.loss.toFixed(4) : "",
-        run.nodes ? `${run.running_nodes}/${run.nodes}` : "", run.gpus || "", formatAge(run.created), run.reason];
+        run.nodes ? `${run.running_nodes}/${run.nodes}` : "", run.gpus || "", createAge(run.created), run.reason];
     });
     const columns = { "": "", Run: "", Owner: "", State: "", Step: "number", Loss: "number", Nodes: "number", GPUs: "number", Age: "number", Remark: "remark" };
     const problems = page.problems.map((text) => createElement("p", { class: "problem" }, `not listed: ${text}`));
@@ -57,7 +59,7 @@
     let position = 0;
     const rows = page.queue.map((run) => [
       run.state === "waiting" ? ++position : "", createRunLink(keys.get(run.id) ?? run.run, run.run), run.owner, run.priority_class, createBadge(run.state), `${run.nodes}/${run.wanted_nodes}`,
-      Object.entries(run.claims).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), formatAge(run.since),
+      Object.entries(run.claims).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), createAge(run.since),
       run.state !== "waiting" ? "" : isFiniteNumber(run.estimate) ? formatDuration(run.estimate) : "unknown", [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
     ]);
     const columns = { "#": "number", Run: "", Owner: "", Class: "", State: "", Nodes: "number", "Claims per node": "", Since: "number", "Starts in": "number", Reason: "remark" };
@@ -94,6 +96,7 @@
 
   function renderFreshness() {
     if (!page) return showFreshness(poller.error, "no answer yet");
+    for (const element of document.querySelectorAll("[data-since]")) element.textContent = formatAge(Number(element.dataset.since));
     showFreshness(describeOutage(poller, page, "the cluster"), `live, ${formatCount(Math.round((Date.now() - poller.answeredAt) / 1000), "second")} ago`);
   }
 
