@@ -344,6 +344,11 @@ def test_the_page_of_a_cluster_follows_it_and_keeps_a_choice(browser: Browser, c
     with open_page(browser, url) as eyes:
         page = eyes.page
         page.locator("#runs input[data-run=demo]").check()
+        queue = backend.page.queue
+        assert queue
+        overdue = [dataclasses.replace(row, estimate=0.0) for row in queue.runs]
+        backend.page = dataclasses.replace(backend.page, queue=dataclasses.replace(queue, runs=tuple(overdue)))
+        expect(page.locator("#queue tbody tr").nth(1)).to_contain_text("soon")
         backend.page = dataclasses.replace(backend.page, runs=backend.page.runs[1:], queue=None, queue_note="there is no scheduler")
         expect(page.locator("#runs tbody tr")).to_have_count(3)
         expect(page.locator("#queue .body")).to_have_text("there is no scheduler")

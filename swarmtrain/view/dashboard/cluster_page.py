@@ -35,7 +35,10 @@ class ClusterPage:
         return {row.run if counts[row.run] == 1 else row.id: row for row in self.runs}
 
     def to_page_data(self) -> PageData:
-        """Return the page as a JSON-compatible value. It stays equal while nothing changes: no time in it is the current time."""
+        """Return the page as a JSON-compatible value. It stays equal while nothing changes and no start is estimated.
+
+        Estimates of starts are in seconds from `time` on; all other times are in seconds since the epoch.
+        """
         page_data: dict[str, Any] = {
             "runs": [{**asdict(row), "key": key} for key, row in self.list_keys().items()],
             "queue": [asdict(row) for row in self.queue.runs] if self.queue else None,

@@ -15,6 +15,8 @@
   const formatAge = (seconds) => formatDuration(poller.getServerTime() - seconds);
   // Ages grow while the server sends no new page.
   const createAge = (seconds) => seconds ? createElement("span", { "data-since": seconds }, formatAge(seconds)) : "";
+  // The estimate is 0 if the runs that a run waits for should have ended by now.
+  const formatEstimate = (seconds) => !isFiniteNumber(seconds) ? "unknown" : seconds >= 0.5 ? formatDuration(seconds) : "soon";
   // Cores can be fractions, and so can GPUs whose number nobody knows.
   const formatAmount = (amount) => formatSignificant(Math.round(amount * 100) / 100);
   const formatCores = (cores) => `${formatAmount(cores)} core${cores === 1 ? "" : "s"}`;
@@ -60,7 +62,7 @@
     const rows = page.queue.map((run) => [
       run.state === "waiting" ? ++position : "", createRunLink(keys.get(run.id) ?? run.run, run.run), run.owner, run.priority_class, createBadge(run.state), `${run.nodes}/${run.wanted_nodes}`,
       Object.entries(run.claims).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), createAge(run.since),
-      run.state !== "waiting" ? "" : isFiniteNumber(run.estimate) ? formatDuration(run.estimate) : "unknown", [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
+      run.state !== "waiting" ? "" : formatEstimate(run.estimate), [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
     ]);
     const columns = { "#": "number", Run: "", Owner: "", Class: "", State: "", Nodes: "number", "Claims per node": "", Since: "number", "Starts in": "number", Reason: "remark" };
     renderSection("queue", true, rows.length ? createTable("queue", Object.entries(columns), rows) : createElement("p", { class: "quiet" }, "the queue is empty"), createElement("p", { class: "quiet" }, page.scheduler));
