@@ -33,7 +33,7 @@ class QueueRow:
     priority_class: str
     priority: int
     state: str
-    """waiting, running, saving (its nodes have been asked to stop), incomplete or stopped."""
+    """waiting, running, saving (stop requested), incomplete or stopped."""
     nodes: int
     """Number of nodes that it has."""
     min_nodes: int

@@ -354,7 +354,7 @@ def test_the_page_of_a_cluster_follows_it_and_keeps_a_choice(browser: Browser, c
         expect(page.locator("#queue .body")).to_have_text("there is no scheduler")
         expect(page.locator("#runs input[data-run=demo]")).to_be_checked()
         backend.is_away = True
-        expect(page.locator("#freshness")).to_have_text("the cluster cannot be asked: no answer")
+        expect(page.locator("#freshness")).to_have_text("the cluster does not answer: no answer")
         expect(page.locator("#runs tbody tr")).to_have_count(3)
         assert eyes.problems == []
 
@@ -482,7 +482,7 @@ def test_a_training_run_is_followed_through_a_death_and_a_lost_server(browser: B
             assert page.locator(".plot canvas").first.evaluate(COUNT_COLORS_SCRIPT) > 3
             assert eyes.problems == []
             interrupt_dashboard(server)
-            expect(page.locator("#freshness")).to_contain_text("the dashboard does not answer")
+            expect(page.locator("#freshness")).to_contain_text("the dashboard has not answered for")
             eyes.problems.clear()
             server, _ = start_dashboard(int(address.rsplit(":", 1)[1].strip("/")))
             (project / "go").touch()

@@ -95,7 +95,7 @@ def test_runs_the_queue_and_who_holds_which_gpu() -> None:
     assert [(holder.holder, holder.gpu_numbers) for holder in second.holders] == [("second", (0, 1))], "a run with all GPUs has each"
 
 
-def test_gpus_whose_numbers_nobody_knows_have_none() -> None:
+def test_gpus_with_unknown_numbers_have_none() -> None:
     """A machine that declares a number of GPUs instead of their ids: Swarm does not tell them apart."""
     cluster = Cluster(1)
     cluster.swarm.nodes[0]["Description"]["Resources"]["GenericResources"] = [{"DiscreteResourceSpec": {"Kind": GPU, "Value": 4}}]

@@ -24,12 +24,12 @@ class GpuHolder:
     gpus: float
     """Number of GPUs."""
     gpu_numbers: tuple[int, ...] = ()
-    """The numbers of these GPUs; empty if nobody knows which of the GPUs they are."""
+    """The numbers of these GPUs; empty if they are unknown."""
     cores: float = 0.0
     is_shared: bool = False
     """Whether other runs may hold the same GPUs and cores, because all of them share."""
     is_saving: bool = False
-    """Whether its node has been asked to stop, and still holds this."""
+    """Whether a stop of its node was requested, and the node still holds this."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _iterate_swarm_machines(swarm: SwarmState, overviews: Sequence[RunOverview])
 
 
 def _collect_claims(snapshot: QueueSnapshot) -> dict[str, list[tuple[str, Claims, bool]]]:
-    """Return by machine who claims what, and whether it has been asked to stop."""
+    """Return by machine who claims what, and whether its stop was requested."""
     claims: dict[str, list[tuple[str, Claims, bool]]] = defaultdict(list)
     for run in snapshot.runs:
         for machine in sorted(run.held) if not run.is_finished else ():

@@ -17,7 +17,7 @@
   const createAge = (seconds) => seconds ? createElement("span", { "data-since": seconds }, formatAge(seconds)) : "";
   // The estimate is 0 if the runs that a run waits for should have ended by now.
   const formatEstimate = (seconds) => !isFiniteNumber(seconds) ? "unknown" : seconds >= 0.5 ? formatDuration(seconds) : "soon";
-  // Cores can be fractions, and so can GPUs whose number nobody knows.
+  // Cores can be fractions, and so can GPUs whose numbers are unknown.
   const formatAmount = (amount) => formatSignificant(Math.round(amount * 100) / 100);
   const formatCores = (cores) => `${formatAmount(cores)} core${cores === 1 ? "" : "s"}`;
 
@@ -77,7 +77,7 @@
   function createMachine(machine) {
     const location = page.machines.some((other) => other.location !== machine.location) ? machine.location : "";
     const uncertain = machine.holders.filter((holder) => holder.gpus > holder.gpu_numbers.length);
-    // Which GPUs these are, nobody knows, so that no GPU of this machine can be called free.
+    // Which GPUs these are is unknown, so that no GPU of this machine can be called free.
     const gpus = uncertain.length && machine.gpu_ids.length ? machine.gpu_ids.flatMap((_, i) => machine.holders.some((holder) => holder.gpu_numbers.includes(i)) ? [createGpu(machine, i)] : []) : machine.gpu_ids.map((_, i) => createGpu(machine, i));
     const amounts = uncertain.map((holder) => createElement("li", { class: "held" }, createElement("b", {}, `${formatAmount(holder.gpus - holder.gpu_numbers.length)}${machine.gpu_ids.length ? ` of ${machine.gpu_ids.length}` : ""} GPUs`), createElement("span", {}, holder.holder)));
     const others = machine.holders.filter((holder) => !holder.gpus && !holder.cores);

@@ -122,10 +122,10 @@ const swarmtrain = (() => {
     }
   }
 
-  // Why the shown page is outdated; empty if it is not. `subject`: what the server asks for it.
+  // Why the shown page is outdated; empty if it is not. `subject`: where the server reads it.
   function describeOutage(poller, page, subject) {
-    if (poller.unreachableSince) return `the dashboard does not answer since ${formatDuration((Date.now() - poller.unreachableSince) / 1000)}; asked again every 2 s`;
-    if (page?.connection_error) return `${subject} cannot be asked: ${page.connection_error}`;
+    if (poller.unreachableSince) return `the dashboard has not answered for ${formatDuration((Date.now() - poller.unreachableSince) / 1000)}; retried every 2 s`;
+    if (page?.connection_error) return `${subject} does not answer: ${page.connection_error}`;
     return poller.silence > 15 ? `${subject} has not answered for ${formatDuration(poller.silence)}` : "";
   }
 
