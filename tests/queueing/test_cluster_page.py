@@ -181,6 +181,19 @@ def test_an_engine_without_a_swarm_has_a_page(other: EngineError | None, monkeyp
         assert page.queue_note == "this engine is not part of a swarm"
 
 
+def test_the_launcher_of_a_run_is_that_of_the_newest_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunOverview("sweep", RunIdentity("aaaaaaaaaaaa"), (), ())
+    launchers = [AbsentSwarmLauncher(), AbsentSwarmLauncher()]
+    pages = iter([([(launchers[0], run)], []), ([(launchers[1], run)], []), ([], [])])
+    monkeypatch.setattr(cluster_reader, "discover_overviews", lambda _: next(pages))
+    reader = ClusterReader()
+    found = []
+    for _ in range(3):
+        reader.read_page()
+        found.append(reader.find_launcher(run.identity.id))
+    assert found == [*launchers, None]
+
+
 def test_runs_of_other_launchers_are_on_the_hosts_that_their_tasks_report() -> None:
     cluster = Cluster(1)
     usage = Event(protocol.EVENT_USAGE, {"nodes": {"node0": {"gpus": [{}, {}]}}}, cluster.now - 1)
