@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import secrets
 import socket
 import time
@@ -21,6 +22,10 @@ OWNER_VARIABLE = "SWARMTRAIN_OWNER"
 """Environment variable with the name of the person who deploys, for accounts that several people share. Default: the user name."""
 ID_LENGTH = 12
 _UNKNOWN_USER = "unknown"
+# Names and ids in labels become paths of records, and anyone who can create a service can set its labels.
+_ID_PATTERN = re.compile(r"[0-9A-Za-z-]{1,64}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SECONDS_PATTERN = re.compile(r"[0-9]{1,11}")
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,12 @@ class RunIdentity:
 
     @classmethod
     def from_labels(cls, labels: Mapping[str, str]) -> RunIdentity | None:
-        """Return the identity that `labels` store; None if they store none."""
-        if not labels.get(LABEL_RUN_ID):
+        """Return the identity that `labels` store; None if they store none, or an invalid id."""
+        run_id, created = labels.get(LABEL_RUN_ID, ""), labels.get(LABEL_CREATED, "")
+        if not _ID_PATTERN.fullmatch(run_id):
             return None
-        created = labels.get(LABEL_CREATED, "")
-        return cls(
-            labels[LABEL_RUN_ID], labels.get(LABEL_OWNER, ""), labels.get(LABEL_ORIGIN, ""), float(created) if created.isdigit() else 0.0
-        )
+        seconds = float(created) if _SECONDS_PATTERN.fullmatch(created) else 0.0
+        return cls(run_id, labels.get(LABEL_OWNER, ""), labels.get(LABEL_ORIGIN, ""), seconds)
 
     @classmethod
     def from_engine_object(cls, object_id: str, created: str) -> RunIdentity:
@@ -71,6 +75,11 @@ class RunIdentity:
     def __str__(self) -> str:
         start = time.strftime("deployed on %Y-%m-%d at %H:%M", time.localtime(self.created)) if self.created else ""
         return ", ".join(filter(None, (f"id {self.id}", f"owner {self.owner_text}" if self.owner else "", start)))
+
+
+def is_valid_run_name(name: str) -> bool:
+    """Return whether the name of a run, or of a stack that plain Docker has deployed, can be the name of its folder."""
+    return bool(_NAME_PATTERN.fullmatch(name))
 
 
 def create_run_identity() -> RunIdentity:

@@ -20,7 +20,7 @@ from swarmtrain.protocol import EVENT_PROGRESS
 from swarmtrain.view.formatting import format_count, format_duration, format_table
 
 _RUNNING, _WAITING = "running", "waiting"
-_NO_SCHEDULER_TEXT = "there is no scheduler: runs that wait stay waiting; start one with: swarmtrain queue up"
+NO_SCHEDULER_TEXT = "there is no scheduler: runs that wait stay waiting; start one with: swarmtrain queue up"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class QueueRow:
     priority_class: str
     priority: int
     state: str
-    """waiting, running, saving (its nodes have been asked to stop), incomplete or stopped."""
+    """waiting, running, saving (stop requested), incomplete or stopped."""
     nodes: int
     """Number of nodes that it has."""
     min_nodes: int
@@ -68,7 +68,7 @@ class QueueTable:
         return {"scheduler": self.scheduler and self.scheduler.to_dict(), "runs": [asdict(row) for row in self.runs], "time": self.time}
 
     def __str__(self) -> str:
-        scheduler = str(self.scheduler or _NO_SCHEDULER_TEXT)
+        scheduler = str(self.scheduler or NO_SCHEDULER_TEXT)
         if not self.runs:
             return f"{scheduler}\nthe queue is empty"
         header = ["RUN", "OWNER", "CLASS", "NODES", "STATE", "SINCE", "STARTS IN", ""]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.run_identity import RunIdentity
@@ -62,11 +63,14 @@ class FakeBackend:
     def __init__(self, page: ClusterPage | None = None) -> None:
         self.page = page or build_page()
         self.is_away = False
+        self.polls = 0
         self.opened: list[str] = []
+        self.launchers: dict[str, Launcher] = {}
 
     def read_page(self) -> ClusterPage:
         if self.is_away:
             raise EngineError("no answer")
+        self.polls += 1
         return self.page
 
     def open_run(self, name_or_id: str) -> RunDataSource:
@@ -74,4 +78,7 @@ class FakeBackend:
         name = next((run for run, run_id in IDS.items() if run_id == name_or_id), None)
         if name is None:
             raise RunNotFound("unknown run; existing runs: demo", place=f"run {name_or_id}", hint="swarmtrain history lists all known runs")
-        return RunDataSource(RecordedRun(name, RunIdentity(name_or_id)), None)
+        return RunDataSource(RecordedRun(name, RunIdentity(name_or_id)), self.find_launcher(name_or_id))
+
+    def find_launcher(self, run_id: str) -> Launcher | None:
+        return self.launchers.get(run_id)

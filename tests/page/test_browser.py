@@ -21,10 +21,11 @@ import sample_cluster
 import sample_run
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from processes import find_run_pids
+from test_run_comparison import record_run
 from test_server import run_server, store_runs
 
 from swarmtrain.view.dashboard.cluster_source import ClusterDataSource
-from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file_page
+from swarmtrain.view.dashboard.html_page import ASSET_TYPES, read_asset, render_single_file_page, write_html_report
 from swarmtrain.view.dashboard.page_data import build_output_line_data, build_page_data_from_events
 
 ROOT = Path(__file__).parents[2]
@@ -302,6 +303,8 @@ def test_the_page_of_a_cluster_shows_runs_queue_and_who_holds_which_gpu(browser:
         assert machines.nth(2).locator(".gpus li").all_text_contents() == ["2 of 4 GPUsurgent"]
         expect(machines.nth(2)).to_contain_text("drained")
         expect(machines.nth(3)).to_contain_text("used by sweep")
+        page.locator("#queue [data-since]").first.evaluate("element => element.textContent = ''")
+        expect(page.locator("#queue [data-since]").first).to_have_text(re.compile("^[0-9]"))  # although the server sends no new page
         assert eyes.problems == []
 
 
@@ -341,12 +344,17 @@ def test_the_page_of_a_cluster_follows_it_and_keeps_a_choice(browser: Browser, c
     with open_page(browser, url) as eyes:
         page = eyes.page
         page.locator("#runs input[data-run=demo]").check()
+        queue = backend.page.queue
+        assert queue
+        overdue = [dataclasses.replace(row, estimate=0.0) for row in queue.runs]
+        backend.page = dataclasses.replace(backend.page, queue=dataclasses.replace(queue, runs=tuple(overdue)))
+        expect(page.locator("#queue tbody tr").nth(1)).to_contain_text("soon")
         backend.page = dataclasses.replace(backend.page, runs=backend.page.runs[1:], queue=None, queue_note="there is no scheduler")
         expect(page.locator("#runs tbody tr")).to_have_count(3)
         expect(page.locator("#queue .body")).to_have_text("there is no scheduler")
         expect(page.locator("#runs input[data-run=demo]")).to_be_checked()
         backend.is_away = True
-        expect(page.locator("#freshness")).to_have_text("the cluster cannot be asked: no answer")
+        expect(page.locator("#freshness")).to_have_text("the cluster does not answer: no answer")
         expect(page.locator("#runs tbody tr")).to_have_count(3)
         assert eyes.problems == []
 
@@ -357,6 +365,18 @@ def test_what_cannot_be_compared_is_shown_with_the_reason(browser: Browser, clus
         expect(eyes.page.locator("#plots")).to_be_hidden()
     with open_page(browser, f"{cluster[1]}runs/never/") as eyes:
         expect(eyes.page.locator("#freshness")).to_contain_text("run never: unknown run; existing runs: demo")
+
+
+def test_runs_with_numbers_as_names_keep_their_order(browser: Browser, tmp_path: Path) -> None:
+    sources = [
+        record_run(run, run_id, config={"optimizer": {"beta1": beta}})
+        for run, run_id, beta in (("20", "a" * 12, 0.9), ("10", "b" * 12, 0.8))
+    ]
+    write_html_report(sources, tmp_path / "comparison.html", overwrite=False)
+    with open_page(browser, (tmp_path / "comparison.html").as_uri()) as eyes:
+        expect(eyes.page.locator("#config th")).to_have_text(["Key", "20", "10"])
+        expect(eyes.page.locator("#config td")).to_have_text(["optimizer.beta1", "0.9", "0.8"])
+        assert eyes.problems == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -462,7 +482,7 @@ def test_a_training_run_is_followed_through_a_death_and_a_lost_server(browser: B
             assert page.locator(".plot canvas").first.evaluate(COUNT_COLORS_SCRIPT) > 3
             assert eyes.problems == []
             interrupt_dashboard(server)
-            expect(page.locator("#freshness")).to_contain_text("the dashboard does not answer")
+            expect(page.locator("#freshness")).to_contain_text("the dashboard has not answered for")
             eyes.problems.clear()
             server, _ = start_dashboard(int(address.rsplit(":", 1)[1].strip("/")))
             (project / "go").touch()

@@ -23,7 +23,8 @@ import sample_run
 import uvicorn
 
 from swarmtrain import protocol
-from swarmtrain.errors import AmbiguousRun, EngineError, SwarmtrainError
+from swarmtrain.errors import AmbiguousRun, EngineError, RunNotFound, SwarmtrainError
+from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page
@@ -243,9 +244,10 @@ class FlakyLauncher:
 
     is_away = False
     slow: threading.Event | None = None
+    identity = IDENTITY
 
     def read_identity(self, run: str) -> RunIdentity:
-        return IDENTITY
+        return self.identity
 
     def read_events(self, run: str, since: float | None = None) -> list[protocol.Event]:
         if self.is_away:
@@ -270,6 +272,106 @@ def test_a_lost_manager_is_reported_and_what_was_shown_stays(monkeypatch: pytest
     launcher.is_away = False
     again = source.get_page_data()
     assert (again["connection_error"], again["failures"], again["curves"]) == ("", 1, first["curves"])
+
+
+class TalkingLauncher(FlakyLauncher):
+    """A launcher of a run that prints a line every 10 ms."""
+
+    def __init__(self) -> None:
+        self.starts: list[float | None] = []
+        self.closed = threading.Event()
+
+    def stream_logs(self, run: str, *, follow: bool, tail: int | None, since: float | None) -> Iterator[LogLine]:
+        self.starts.append(since)
+        try:
+            for second in itertools.count(int(since or 1)):
+                yield LogLine("node0", "hello", None, float(second))
+                time.sleep(0.01)
+        finally:
+            self.closed.set()
+
+
+def test_output_that_no_client_requests_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source._FOLLOW_SECONDS", 0.5)
+    launcher = TalkingLauncher()
+    source = RunDataSource(RecordedRun("demo", IDENTITY), launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    for _ in range(2):
+        launcher.closed.clear()
+        source.get_output_lines()
+        listener = source._listener
+        assert listener
+        assert launcher.closed.wait(30)
+        listener.join(30)
+    monkeypatch.setattr(source, "_launcher", None)
+    times = [line["time"] for line in source.get_output_lines()[0]]
+    assert times == [float(second + 1) for second in range(len(times))], "each line once"
+    assert launcher.starts[0] is None
+    assert launcher.starts[1] in times[1:-1]
+
+
+def test_an_opened_run_recovers_with_the_next_launcher_of_its_cluster(
+    backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as after its SSH tunnel was closed."""
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
+    launchers = FlakyLauncher(), FlakyLauncher()
+    source = ClusterDataSource(backend)
+    states = []
+    for launcher in launchers:
+        launcher.identity = RunIdentity(sample_cluster.IDS["demo"])
+        backend.launchers[launcher.identity.id] = launcher  # type: ignore[assignment]  # has what the data source uses of a launcher
+        states += [source.find_run_source("demo").get_page_data()["connection_error"] for launcher.is_away in (False, True)]
+    assert states == ["", "no answer", "", "no answer"]
+    assert backend.opened == [sample_cluster.IDS["demo"]]
+
+
+def test_the_page_of_one_run_does_not_poll_all_launchers(backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source.POLL_SECONDS", -1.0)
+    source = ClusterDataSource(backend)
+    for _ in range(3):
+        source.find_run_source("demo")
+        source.find_run_source(sample_cluster.IDS["sweep"])
+    assert backend.polls == 1
+    with pytest.raises(RunNotFound):
+        source.find_run_source("never")
+    assert backend.polls == 2, "an unknown run may be new"
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source._KEY_SECONDS", 0.0)
+    source.find_run_source("demo")
+    assert backend.polls == 3
+
+
+def test_in_a_partial_outage_opened_runs_stay_open(backend: sample_cluster.FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source.POLL_SECONDS", -1.0)
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source._KEY_SECONDS", 0.0)
+    source = ClusterDataSource(backend)
+    demo = source.find_run_source("demo")
+    source.find_run_source("sweep")
+    complete = backend.page
+    backend.page = replace(complete, runs=complete.runs[:1], problems=("no answer",))
+    assert source.find_run_source("demo") is source.find_run_source(sample_cluster.IDS["demo"]) is demo
+    with pytest.raises(RunNotFound):
+        source.find_run_source("urgent")
+    monkeypatch.setattr("swarmtrain.view.dashboard.cluster_source._MAX_REMOVED_SOURCES", 1)
+    source.find_run_source("baseline")
+    backend.page = complete
+    assert source.find_run_source("demo") is demo
+    backend.page = replace(complete, runs=complete.runs[:1])
+    with pytest.raises(RunNotFound):
+        source.find_run_source("demo")
+
+
+def test_the_page_of_a_removed_run_does_not_show_the_next_run_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.dashboard.data_source.POLL_SECONDS", -1.0)
+    launcher = FlakyLauncher()
+    source = RunDataSource(RecordedRun("demo", IDENTITY), launcher)  # type: ignore[arg-type]  # has what the data source uses of a launcher
+    first = source.get_page_data()
+    monkeypatch.setattr(launcher, "read_events", lambda run, since=None: sample_run.build_events(outcome="failed"))
+    launcher.identity = RunIdentity("bbbbbbbbbbbb")
+    second = source.get_page_data()
+    assert (second["state"], second["history"], second["curves"]) == ("down", first["history"], first["curves"])
+    with pytest.raises(RunNotFound, match="was removed; another run has its name now"):
+        RunDataSource(RecordedRun("demo", IDENTITY), launcher).get_page_data()  # type: ignore[arg-type]  # as above
 
 
 def test_a_manager_that_takes_its_time_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

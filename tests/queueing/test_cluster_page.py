@@ -10,6 +10,7 @@ import pytest
 from test_scheduler import Cluster
 
 from swarmtrain import protocol
+from swarmtrain.errors import EngineError, SwarmAbsentError, SwarmtrainError
 from swarmtrain.launchers.base import RunOverview, TaskState
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
@@ -19,10 +20,11 @@ from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
+from swarmtrain.view.dashboard import cluster_reader
 from swarmtrain.view.dashboard.cluster_machines import SwarmState
 from swarmtrain.view.dashboard.cluster_metrics import render_cluster_metrics
 from swarmtrain.view.dashboard.cluster_page import ClusterPage, build_cluster_page
-from swarmtrain.view.dashboard.cluster_reader import StartEstimator
+from swarmtrain.view.dashboard.cluster_reader import ClusterReader, StartEstimator
 from swarmtrain.view.queue_table import estimate_queue_starts
 
 STATUS = SchedulerStatus("running", "gpu-0", "registry/queue:1", "0.1.0")
@@ -42,7 +44,7 @@ def build_overviews(cluster: Cluster) -> list[tuple[str, RunOverview]]:
 
 
 def build_page(
-    cluster: Cluster, *others: tuple[str, RunOverview], scheduler: SchedulerStatus | str = STATUS, problems: Sequence[str] = ()
+    cluster: Cluster, *others: tuple[str, RunOverview], scheduler: SchedulerStatus | str | None = STATUS, problems: Sequence[str] = ()
 ) -> ClusterPage:
     queue, overviews = QueueReader(cluster.swarm).read_state(cluster.now), build_overviews(cluster)
     starts = estimate_queue_starts(queue, [overview for _, overview in overviews], cluster.now)
@@ -93,7 +95,7 @@ def test_runs_the_queue_and_who_holds_which_gpu() -> None:
     assert [(holder.holder, holder.gpu_numbers) for holder in second.holders] == [("second", (0, 1))], "a run with all GPUs has each"
 
 
-def test_gpus_whose_numbers_nobody_knows_have_none() -> None:
+def test_gpus_with_unknown_numbers_have_none() -> None:
     """A machine that declares a number of GPUs instead of their ids: Swarm does not tell them apart."""
     cluster = Cluster(1)
     cluster.swarm.nodes[0]["Description"]["Resources"]["GenericResources"] = [{"DiscreteResourceSpec": {"Kind": GPU, "Value": 4}}]
@@ -135,6 +137,63 @@ def test_without_a_scheduler_the_page_says_so() -> None:
     assert "queue_runs" not in render_cluster_metrics(page, (), cluster.now, is_reachable=True)
 
 
+def test_without_a_scheduler_the_page_shows_the_runs_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(1)
+    monkeypatch.setattr(cluster_reader, "DockerEngine", lambda: cluster.swarm)
+    reader = ClusterReader()
+    state, scheduler = reader._read_swarm(LOCATION, [])
+    assert isinstance(scheduler, str), "the queue is empty"
+    cluster.submit("first", nodes=1)
+    state, scheduler = reader._read_swarm(LOCATION, [])
+    assert scheduler is None
+    page = build_cluster_page([], state, scheduler, (), cluster.now)
+    page_data = page.to_page_data()
+    assert [(run["run"], run["state"], run["estimate"]) for run in page_data["queue"]] == [("first", "waiting", None)]
+    assert page_data["scheduler"] == "there is no scheduler: runs that wait stay waiting; start one with: swarmtrain queue up"
+    assert "swarmtrain_scheduler_up 0\n" in render_cluster_metrics(page, (), cluster.now, is_reachable=True)
+
+
+class AbsentSwarmLauncher:
+    """The launcher of Swarm on an engine without a swarm."""
+
+    location = "the swarm at fake"
+
+
+@pytest.mark.parametrize("other", [None, EngineError("no answer")])
+def test_an_engine_without_a_swarm_has_a_page(other: EngineError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    absence = SwarmAbsentError("this engine is not part of a swarm", status=503)
+
+    def discover(launchers: dict[str, object]) -> tuple[list[object], list[SwarmtrainError]]:
+        launchers["swarm"] = AbsentSwarmLauncher()
+        return [], [absence, *([other] if other else [])]
+
+    def read_swarm(*_: object) -> None:
+        raise absence
+
+    monkeypatch.setattr(cluster_reader, "discover_overviews", discover)
+    monkeypatch.setattr(ClusterReader, "_read_swarm", read_swarm)
+    if other:
+        with pytest.raises(EngineError, match="no answer"):
+            ClusterReader().read_page()
+    else:
+        page = ClusterReader().read_page()
+        assert (page.runs, page.machines, page.problems) == ((), (), ())
+        assert page.queue_note == "this engine is not part of a swarm"
+
+
+def test_the_launcher_of_a_run_is_that_of_the_newest_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunOverview("sweep", RunIdentity("aaaaaaaaaaaa"), (), ())
+    launchers = [AbsentSwarmLauncher(), AbsentSwarmLauncher()]
+    pages = iter([([(launchers[0], run)], []), ([(launchers[1], run)], []), ([], [])])
+    monkeypatch.setattr(cluster_reader, "discover_overviews", lambda _: next(pages))
+    reader = ClusterReader()
+    found = []
+    for _ in range(3):
+        reader.read_page()
+        found.append(reader.find_launcher(run.identity.id))
+    assert found == [*launchers, None]
+
+
 def test_runs_of_other_launchers_are_on_the_hosts_that_their_tasks_report() -> None:
     cluster = Cluster(1)
     usage = Event(protocol.EVENT_USAGE, {"nodes": {"node0": {"gpus": [{}, {}]}}}, cluster.now - 1)
@@ -149,6 +208,18 @@ def test_runs_of_other_launchers_are_on_the_hosts_that_their_tasks_report() -> N
     assert without_swarm.queue is None
 
 
+def test_a_machine_of_the_swarm_with_a_run_of_another_launcher_has_each_metric_once() -> None:
+    cluster = Cluster(1)
+    local = RunOverview("sweep", RunIdentity("aaaaaaaaaaaa", "ben"), (TaskState("node0", "gpu-0", "running"),), ())
+    page = build_page(cluster, ("its hosts", local))
+    assert [machine.name for machine in page.machines] == ["gpu-0", "gpu-0, its hosts"]
+    text = render_cluster_metrics(page, (), cluster.now, is_reachable=True)
+    assert sorted(line for line in text.splitlines() if line.startswith("swarmtrain_machine_gpus_held")) == [
+        'swarmtrain_machine_gpus_held{host="gpu-0"} 0',
+        'swarmtrain_machine_gpus_held{host="gpu-0, its hosts"} 0',
+    ]
+
+
 def test_runs_and_machines_with_the_same_name_are_told_apart_by_their_ids() -> None:
     cluster = Cluster(2)
     cluster.swarm.nodes[1]["Description"]["Hostname"] = "gpu-0"
@@ -157,6 +228,17 @@ def test_runs_and_machines_with_the_same_name_are_told_apart_by_their_ids() -> N
     page = build_page(cluster, ("its hosts", other))
     assert sorted(page.list_keys()) == ["aaaaaaaaaaaa", "id-first"]
     assert [machine.name for machine in page.machines] == [node["ID"] for node in cluster.swarm.nodes]
+
+
+def test_a_stack_whose_name_would_leave_the_folder_of_records_is_not_listed() -> None:
+    cluster = Cluster(1)
+    cluster.submit("first", nodes=1)
+    cluster.submit("second", nodes=1)
+    for service in cluster.swarm.objects["services"].values():
+        if service["Spec"]["Labels"][protocol.LABEL_STACK] == "second":
+            service["Spec"]["Labels"][protocol.LABEL_STACK] = "../second"
+    assert cluster_state.list_runs(cluster.swarm) == ["first"]
+    assert {run for run, _ in cluster_state.list_services_of_runs(cluster.swarm)} == {"first"}
 
 
 def test_a_page_stays_equal_while_nothing_changes() -> None:

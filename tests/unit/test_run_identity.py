@@ -14,7 +14,7 @@ from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.run_discovery import find_run, find_run_or_record
 from swarmtrain.operations import runs
 from swarmtrain.protocol import EVENT_PROGRESS, EVENT_WORLD_FORMED, Event
-from swarmtrain.run_identity import RunIdentity, create_run_identity, find_current_owner
+from swarmtrain.run_identity import RunIdentity, create_run_identity, find_current_owner, is_valid_run_name
 from swarmtrain.view.run_table import build_run_table
 
 ALICE, BOB = RunIdentity("aaaaaaaaaaaa", "alice", "login1", 60.0), RunIdentity("bbbbbbbbbbbb", "bob", "laptop", 120.0)
@@ -67,6 +67,20 @@ def test_labels_store_an_identity_completely() -> None:
     assert RunIdentity.from_labels(ALICE.labels) == ALICE
     assert RunIdentity.from_labels({"swarmtrain.run": "demo"}) is None
     assert RunIdentity.from_labels({"swarmtrain.id": "x", "swarmtrain.created": "yesterday"}) == RunIdentity("x")
+
+
+def test_labels_that_would_be_paths_or_no_times_store_no_identity() -> None:
+    for run_id in ("", "..", "../demo", "a/b", "a.b", "a\nb", "a" * 65):
+        assert RunIdentity.from_labels({"swarmtrain.id": run_id}) is None, run_id
+    for created in ("²", "-1", "9" * 400, "1e9", "٣"):
+        assert RunIdentity.from_labels({"swarmtrain.id": "x", "swarmtrain.created": created}) == RunIdentity("x"), created
+    assert all(is_valid_run_name(name) for name in ("demo", "Stack_1.2-x", "0"))
+    assert not any(is_valid_run_name(name) for name in ("", "..", ".demo", "../demo", "a/b", "-x", "a\nb"))
+
+
+def test_ids_of_this_project_and_of_docker_are_valid() -> None:
+    for run_id in (create_run_identity().id, "k3yq0v9c1m2n"):
+        assert RunIdentity.from_labels({"swarmtrain.id": run_id}) == RunIdentity(run_id)
 
 
 def test_a_run_that_plain_docker_started_has_an_id_and_no_owner() -> None:

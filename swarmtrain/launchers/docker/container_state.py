@@ -11,7 +11,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.run_identity import RunIdentity, is_valid_run_name
 
 FIRST_HOST = "docker0"
 """Host name shown for a run's first node; all nodes run on the engine's machine."""
@@ -66,9 +66,9 @@ def _describe_exit(container_state: dict[str, Any]) -> str:
 
 
 def list_runs(engine: DockerEngine) -> list[str]:
-    """Return the names of the runs that have containers, sorted. Raises EngineError."""
-    containers = _list_labelled_containers(engine, LABEL_CONTAINER)
-    return sorted({item["Labels"][LABEL_RUN] for item in containers if LABEL_RUN in item["Labels"]})
+    """Return the valid names of the runs that have containers, sorted. Raises EngineError."""
+    names = {item["Labels"].get(LABEL_RUN, "") for item in _list_labelled_containers(engine, LABEL_CONTAINER)}
+    return sorted(filter(is_valid_run_name, names))
 
 
 def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:

@@ -14,7 +14,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
 from swarmtrain.launchers.swarm.machines.probed_gpus import read_gpu_counts
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.run_identity import RunIdentity, is_valid_run_name
 
 # Labels on the lock of a run, on its entry in the GPU queue, and on both.
 LABEL_LOCK = "swarmtrain.lock.run"
@@ -177,9 +177,9 @@ def list_services(engine: DockerEngine, stack: str) -> list[Service]:
 
 
 def list_services_of_runs(engine: DockerEngine) -> list[tuple[str, Service]]:
-    """Return the services of all runs, each with the name of its run, ordered by run. Raises EngineError."""
+    """Return the services of all runs with a valid name, each with the name of its run, ordered by run. Raises EngineError."""
     items = engine.list_objects("/services", label=LABEL_RUN)
-    services = [(_get_stack_label(item), parse_service(item)) for item in items if _get_stack_label(item)]
+    services = [(_get_stack_label(item), parse_service(item)) for item in items if is_valid_run_name(_get_stack_label(item))]
     return sorted(services, key=lambda pair: (pair[0], not pair[1].is_node, build_natural_sort_key(pair[1].name)))
 
 
@@ -214,9 +214,9 @@ def build_run_not_found_error(engine: DockerEngine, run: str) -> RunNotFound:
 
 
 def list_runs(engine: DockerEngine) -> list[str]:
-    """Return the names of the stacks whose services have swarmtrain's label, sorted. Raises EngineError."""
-    services = engine.list_objects("/services", label=LABEL_RUN)
-    return sorted({item["Spec"]["Labels"].get(LABEL_STACK, "") for item in services} - {""})
+    """Return the valid names of the stacks whose services have swarmtrain's label, sorted. Raises EngineError."""
+    names = {_get_stack_label(item) for item in engine.list_objects("/services", label=LABEL_RUN)}
+    return sorted(filter(is_valid_run_name, names))
 
 
 def list_terminating_runs(engine: DockerEngine) -> list[str]:

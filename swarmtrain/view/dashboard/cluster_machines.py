@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmtrain.launchers.base import RunOverview
@@ -24,12 +24,12 @@ class GpuHolder:
     gpus: float
     """Number of GPUs."""
     gpu_numbers: tuple[int, ...] = ()
-    """The numbers of these GPUs; empty if nobody knows which of the GPUs they are."""
+    """The numbers of these GPUs; empty if they are unknown."""
     cores: float = 0.0
     is_shared: bool = False
     """Whether other runs may hold the same GPUs and cores, because all of them share."""
     is_saving: bool = False
-    """Whether its node has been asked to stop, and still holds this."""
+    """Whether a stop of its node was requested, and the node still holds this."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def build_cluster_machines(
     own = [overview for location, overview in overviews if swarm and location == swarm.location]
     machines = list(_iterate_swarm_machines(swarm, own)) if swarm else []
     others = [item for item in overviews if not swarm or item[0] != swarm.location]
-    return (*machines, *_iterate_other_machines(others, now))
+    return (*machines, *_iterate_other_machines(others, now, {machine.name for machine in machines}))
 
 
 def _iterate_swarm_machines(swarm: SwarmState, overviews: Sequence[RunOverview]) -> Iterator[ClusterMachine]:
@@ -105,7 +105,7 @@ def _iterate_swarm_machines(swarm: SwarmState, overviews: Sequence[RunOverview])
 
 
 def _collect_claims(snapshot: QueueSnapshot) -> dict[str, list[tuple[str, Claims, bool]]]:
-    """Return by machine who claims what, and whether it has been asked to stop."""
+    """Return by machine who claims what, and whether its stop was requested."""
     claims: dict[str, list[tuple[str, Claims, bool]]] = defaultdict(list)
     for run in snapshot.runs:
         for machine in sorted(run.held) if not run.is_finished else ():
@@ -143,8 +143,10 @@ def _find_gpu_numbers(amounts: Mapping[str, float], count: float, ids: Sequence[
     return tuple(range(len(ids))) if ids and count >= len(ids) else ()
 
 
-def _iterate_other_machines(located_overviews: Sequence[tuple[str, RunOverview]], now: float) -> Iterator[ClusterMachine]:
-    """Yield the hosts of the running tasks. What they hold is what their nodes report as usage."""
+def _iterate_other_machines(
+    located_overviews: Sequence[tuple[str, RunOverview]], now: float, taken_names: Container[str]
+) -> Iterator[ClusterMachine]:
+    """Yield the hosts of the running tasks. What they hold is what their nodes report as usage. No name is one of `taken_names`."""
     holders: dict[tuple[str, str], list[GpuHolder]] = defaultdict(list)
     for location, overview in located_overviews:
         usage = build_status(overview.run, overview.last_events, overview.tasks, now).usage
@@ -153,5 +155,5 @@ def _iterate_other_machines(located_overviews: Sequence[tuple[str, RunOverview]]
                 holders[location, task.host].append(GpuHolder(overview.run, float(len(usage.get(task.node, {}).get("gpus") or []))))
     host_counts = Counter(host for _, host in holders)
     for (location, host), machine_holders in sorted(holders.items()):
-        name = host if host_counts[host] == 1 else f"{host}, {location}"
+        name = host if host_counts[host] == 1 and host not in taken_names else f"{host}, {location}"
         yield ClusterMachine(name, location, "", gpus_held=sum(holder.gpus for holder in machine_holders), holders=tuple(machine_holders))

@@ -11,7 +11,7 @@ from swarmtrain.launchers.base import RunOverview
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.view.dashboard.cluster_machines import ClusterMachine, SwarmState, build_cluster_machines
 from swarmtrain.view.dashboard.page_data import PageData, replace_non_finite_numbers
-from swarmtrain.view.queue_table import QueueTable, build_queue_table
+from swarmtrain.view.queue_table import NO_SCHEDULER_TEXT, QueueTable, build_queue_table
 from swarmtrain.view.run_table import RunRow, build_run_table
 
 
@@ -21,7 +21,7 @@ class ClusterPage:
 
     runs: tuple[RunRow, ...]
     queue: QueueTable | None
-    """None if there is no scheduler."""
+    """None if there is no scheduler, and no run in the queue."""
     queue_note: str
     """Why there is no queue; empty if there is one."""
     machines: tuple[ClusterMachine, ...]
@@ -35,11 +35,14 @@ class ClusterPage:
         return {row.run if counts[row.run] == 1 else row.id: row for row in self.runs}
 
     def to_page_data(self) -> PageData:
-        """Return the page as a JSON-compatible value. It stays equal while nothing changes: no time in it is the current time."""
+        """Return the page as a JSON-compatible value. It stays equal while nothing changes and no start is estimated.
+
+        Estimates of starts are in seconds from `time` on; all other times are in seconds since the epoch.
+        """
         page_data: dict[str, Any] = {
             "runs": [{**asdict(row), "key": key} for key, row in self.list_keys().items()],
             "queue": [asdict(row) for row in self.queue.runs] if self.queue else None,
-            "scheduler": str(self.queue.scheduler) if self.queue else "",
+            "scheduler": str(self.queue.scheduler or NO_SCHEDULER_TEXT) if self.queue else "",
             "queue_note": self.queue_note,
             "machines": [asdict(machine) for machine in self.machines],
             "problems": list(self.problems),
@@ -51,13 +54,14 @@ class ClusterPage:
 def build_cluster_page(
     located_overviews: Iterable[tuple[str, RunOverview]],
     swarm: SwarmState | None,
-    scheduler: SchedulerStatus | str,
+    scheduler: SchedulerStatus | str | None,
     problems: Sequence[str],
     now: float,
 ) -> ClusterPage:
     """Return the page at `now` of the runs with these overviews, each with the location of its launcher.
 
-    `swarm`: None if this machine reaches none. `scheduler`: its status, or the reason why there is none.
+    `swarm`: None if this machine reaches none. `scheduler`: its status; the reason why there is no queue; None if there are runs
+    in the queue without a scheduler.
     """
     located_overviews = list(located_overviews)
     runs = build_run_table(located_overviews, now).runs

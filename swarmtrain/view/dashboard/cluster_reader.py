@@ -37,7 +37,7 @@ class ClusterReader:
         """Return the current page. Raises the error of a launcher if none answers."""
         overviews, errors = discover_overviews(self._launchers)
         swarm: SwarmState | None = None
-        scheduler: SchedulerStatus | str = "this machine does not reach a swarm"
+        scheduler: SchedulerStatus | str | None = "this machine does not reach a swarm"
         if swarm_launcher := self._launchers.get("swarm"):
             try:
                 own = [overview for launcher, overview in overviews if launcher is swarm_launcher]
@@ -46,9 +46,10 @@ class ClusterReader:
                 scheduler, errors = str(error), [*errors, error]
                 if isinstance(error, EngineError) and error.status is None:  # no answer: its SSH tunnel may be closed
                     self._queue_reader = None
-        problems = list(dict.fromkeys(str(error) for error in errors if not isinstance(error, SwarmAbsentError)))
-        if errors and not overviews and swarm is None:
-            raise errors[0]
+        failures = [error for error in errors if not isinstance(error, SwarmAbsentError)]
+        if failures and not overviews and swarm is None:
+            raise failures[0]
+        problems = list(dict.fromkeys(str(error) for error in failures))
         self._overviews = {overview.identity.id: (launcher, overview) for launcher, overview in overviews}
         located = [(launcher.location, overview) for launcher, overview in overviews]
         return build_cluster_page(located, swarm, scheduler, problems, time.time())
@@ -66,7 +67,13 @@ class ClusterReader:
         known = ", ".join(sorted(overview.run for _, overview in self._overviews.values())) or "none"
         raise RunNotFound(f"unknown run; existing runs: {known}", place=f"run {name_or_id}", hint="swarmtrain history lists all known runs")
 
-    def _read_swarm(self, location: str, overviews: Sequence[RunOverview]) -> tuple[SwarmState, SchedulerStatus | str]:
+    def find_launcher(self, run_id: str) -> Launcher | None:
+        """Return the launcher of a run of the newest page; None if the run is not on it."""
+        launcher, _ = self._overviews.get(run_id, (None, None))
+        return launcher
+
+    def _read_swarm(self, location: str, overviews: Sequence[RunOverview]) -> tuple[SwarmState, SchedulerStatus | str | None]:
+        """Return the swarm, and the status of its scheduler: the reason if it has none, but None if runs are in the queue nevertheless."""
         if self._queue_reader is None:
             self._queue_reader = QueueReader(DockerEngine())
         engine = self._queue_reader.engine
@@ -75,7 +82,8 @@ class ClusterReader:
         try:
             scheduler = read_scheduler_status(engine)
         except StackError as error:  # there is none
-            return state, f"{error}; start one with: {error.hint}"
+            is_used = any(not run.is_finished for run in queue.snapshot.runs)
+            return state, None if is_used else f"{error}; start one with: {error.hint}"
         return replace(state, starts=self._start_estimator.estimate(queue, overviews)), scheduler
 
 

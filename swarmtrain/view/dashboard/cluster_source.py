@@ -9,10 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from swarmtrain.errors import AmbiguousRun, SwarmtrainError
+from swarmtrain.launchers.base import Launcher
 from swarmtrain.view.dashboard.cluster_page import ClusterPage
-from swarmtrain.view.dashboard.data_source import POLL_SECONDS, RunDataSource
+from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
 
+POLL_SECONDS = 5.0
+"""Minimum seconds between two polls of all launchers, independent of the number of clients."""
+_KEY_SECONDS = 15.0
+"""Seconds for which a run is looked up on the previous page, without a poll of all launchers."""
 _THREADS = 8
 _MAX_REMOVED_SOURCES = 16
 """Maximum number of data sources of removed runs that are kept."""
@@ -24,6 +29,8 @@ class ClusterBackend(Protocol):
     def read_page(self) -> ClusterPage: ...
 
     def open_run(self, name_or_id: str) -> RunDataSource: ...
+
+    def find_launcher(self, run_id: str) -> Launcher | None: ...
 
 
 class ClusterDataSource:
@@ -75,12 +82,15 @@ class ClusterDataSource:
 
         Raises RunNotFound, AmbiguousRun.
         """
-        source_key = self._find_run_id(key) or key
+        run_id = self._find_run_id(key)
+        source_key = run_id or key
         with self._sources_lock:
-            if source_key not in self._sources:
-                self._sources[source_key] = self._backend.open_run(source_key)
+            source = self._sources.get(source_key) if run_id else self._find_open_source(key)
+            if source is None:
+                source = self._sources[source_key] = self._backend.open_run(source_key)
                 self._drop_sources()
-            return self._sources[source_key]
+        source.use_launcher(self._backend.find_launcher(source.run_id))
+        return source
 
     def load_run_pages(self) -> list[tuple[str, PageData | None]]:
         """Return the key and the page data of each run of the page; None for a run whose data could not be read so far."""
@@ -89,11 +99,22 @@ class ClusterDataSource:
 
     def _find_run_id(self, key: str) -> str | None:
         """Return the id of the run of the page with this name or id; None if it is not on the page. Raises AmbiguousRun."""
-        rows = self.get_page().runs
-        ids = [row.id for row in rows if row.run == key] or [row.id for row in rows if row.id == key]
+        page = self._page if self.compute_data_age() < _KEY_SECONDS else None
+        ids = (page and _list_run_ids(page, key)) or _list_run_ids(self.get_page(), key)
         if len(ids) > 1:
             raise AmbiguousRun(f"several runs have this name: {', '.join(ids)}", place=f"run {key}", hint="use the id instead of the name")
         return ids[0] if ids else None
+
+    def _find_open_source(self, key: str) -> RunDataSource | None:
+        """Return the data source of a run that is not on the page. While the page is incomplete, the run may exist nevertheless."""
+        if self._is_incomplete:
+            return next((source for source in reversed(self._sources.values()) if key in (source.run_id, source.run)), None)
+        return self._sources.get(key)
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """Whether runs may be missing on the page, since a launcher did not answer."""
+        return bool(self._connection_error or (self._page and self._page.problems))
 
     def _load_run_page(self, key: str) -> tuple[str, PageData | None]:
         try:
@@ -115,10 +136,17 @@ class ClusterDataSource:
         return page
 
     def _drop_sources(self) -> None:
-        """Forget the oldest data sources of removed runs, beyond the maximum."""
+        """Forget the oldest data sources of removed runs, beyond the maximum. An incomplete page does not say which runs were removed."""
+        if self._is_incomplete:
+            return
         for key in list(self._iterate_removed())[:-_MAX_REMOVED_SOURCES]:
             del self._sources[key]
 
     def _iterate_removed(self) -> Iterator[str]:
         ids = {row.id for row in self._page.runs} if self._page else set()
         return (key for key in self._sources if key not in ids)
+
+
+def _list_run_ids(page: ClusterPage, key: str) -> list[str]:
+    """Return the ids of the runs of `page` with the name `key`, or else with this id."""
+    return [row.id for row in page.runs if row.run == key] or [row.id for row in page.runs if row.id == key]

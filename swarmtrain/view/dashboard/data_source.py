@@ -28,6 +28,8 @@ MAX_LINES = 4000
 _TAIL_LINES = 500
 _CONFIG_SECONDS = 30.0
 """Seconds for which the config of a run is not read again: that reads its code, too."""
+_FOLLOW_SECONDS = 60.0
+"""Seconds for which the output is followed after the last request for output lines."""
 _OVERLAP_SECONDS = 60.0
 _UNREACHABLE_ERRORS = (EngineError, HostError, StateDirectoryError)
 
@@ -47,6 +49,7 @@ class RunDataSource:
         self._tasks: list[TaskState] = []
         self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
         self._line_count = 0
+        self._lines_requested_at = 0.0
         self._connection_error = ""
         self._polled_at = self._answered_at = 0.0
         self._page_data: PageData = {}
@@ -83,13 +86,18 @@ class RunDataSource:
         """The id of the run."""
         return self._recorded_run.identity.id
 
+    def use_launcher(self, launcher: Launcher | None) -> None:
+        """Use another launcher of the same run, if there is one, from the next poll on. The previous one may have lost its connection."""
+        self._launcher = launcher or self._launcher
+
     def load_config(self) -> Config:
         """Return the config of the run, without the values of environment variables: the deployed one, or for a run that is down, that
         of the last deploy from this machine. Raises StackError if there is none, or if it cannot be read, and the errors of the launcher.
         """
-        if self._launcher:
+        if launcher := self._launcher:
             if self._config is None or time.monotonic() - self._config_read_at > _CONFIG_SECONDS:
-                self._config = load_deployment(self._launcher, self.run)[0].hide_environment()
+                self._check_identity(launcher)
+                self._config = load_deployment(launcher, self.run)[0].hide_environment()
                 self._config_read_at = time.monotonic()
             return self._config
         place = f"run {self.run}"
@@ -107,6 +115,7 @@ class RunDataSource:
 
     def get_output_lines(self, after_number: int = 0) -> tuple[list[PageData], int]:
         """Return the retained output lines after line number `after_number`, and the number of the last line."""
+        self._lines_requested_at = time.monotonic()
         self._ensure_output_reader_running()
         with self._lines_lock:
             skipped = max(0, after_number - (self._line_count - len(self._lines)))
@@ -117,6 +126,7 @@ class RunDataSource:
         if self._launcher is None:
             self.get_page_data()
             return self.get_output_lines()[0]
+        self._check_identity(self._launcher)
         last_lines = list(self._launcher.stream_logs(self.run, follow=False, tail=_TAIL_LINES))
         for line in last_lines:
             self._append_output_line(line)
@@ -146,12 +156,20 @@ class RunDataSource:
         }
 
     def _poll_launcher(self, launcher: Launcher) -> None:
-        self._add_events(
+        events = (
             launcher.read_events(self.run, self._newest_time - _OVERLAP_SECONDS)
             if self._newest_time
             else load_live_run_events(launcher, self.run)
         )
-        self._tasks = launcher.list_tasks(self.run)
+        tasks = launcher.list_tasks(self.run)
+        self._check_identity(launcher)  # after reading: the run could be replaced in between
+        self._add_events(events)
+        self._tasks = tasks
+
+    def _check_identity(self, launcher: Launcher) -> None:
+        """Raise RunNotFound if the run of this name is another one, which was deployed after this one was removed."""
+        if launcher.read_identity(self.run).id != self.run_id:
+            raise RunNotFound("was removed; another run has its name now", place=f"run {self.run}")
 
     def _load_stored_run(self) -> None:
         if self._page_data:
@@ -188,9 +206,13 @@ class RunDataSource:
             self._listener.start()
 
     def _read_output(self, launcher: Launcher) -> None:
+        """Follow the output, from the last line on, until no client has requested lines for a while. The next line ends it then."""
         last_time = self._lines[-1].time if self._lines else 0.0
         try:
+            self._check_identity(launcher)
             for line in launcher.stream_logs(self.run, follow=True, tail=None if last_time else _TAIL_LINES, since=last_time or None):
+                if time.monotonic() - self._lines_requested_at > _FOLLOW_SECONDS:
+                    break
                 if not last_time or line.time > last_time:
                     with self._lines_lock:
                         self._append_output_line(line)

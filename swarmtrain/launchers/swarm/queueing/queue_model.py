@@ -79,7 +79,7 @@ class QueuedRun:
     held: frozenset[str] = frozenset()
     """Machines on which a node of the run is admitted."""
     leaving: Mapping[str, Claims] = field(default_factory=dict)
-    """Machines on which a node of the run has been asked to stop and has not stopped yet."""
+    """Machines on which a node of the run still runs after its stop was requested."""
     is_preemptible: bool = True
     is_finished: bool = False
     """Whether the run has its outcome: it holds nothing."""

@@ -12,8 +12,12 @@
 
   const createBadge = (state) => createElement("span", { class: `badge ${STATE_CLASSES[state] ?? state}` }, state);
   const createRunLink = (key, text) => createElement("a", { href: `runs/${encodeURIComponent(key)}/` }, text);
-  const formatAge = (seconds) => seconds ? formatDuration(poller.getServerTime() - seconds) : "";
-  // Cores can be fractions, and so can GPUs whose number nobody knows.
+  const formatAge = (seconds) => formatDuration(poller.getServerTime() - seconds);
+  // Ages grow while the server sends no new page.
+  const createAge = (seconds) => seconds ? createElement("span", { "data-since": seconds }, formatAge(seconds)) : "";
+  // The estimate is 0 if the runs that a run waits for should have ended by now.
+  const formatEstimate = (seconds) => !isFiniteNumber(seconds) ? "unknown" : seconds >= 0.5 ? formatDuration(seconds) : "soon";
+  // Cores can be fractions, and so can GPUs whose numbers are unknown.
   const formatAmount = (amount) => formatSignificant(Math.round(amount * 100) / 100);
   const formatCores = (cores) => `${formatAmount(cores)} core${cores === 1 ? "" : "s"}`;
 
@@ -35,11 +39,11 @@
       const progress = isFiniteNumber(run.step) ? `${formatInteger(run.step)}${run.steps ? ` of ${formatInteger(run.steps)}, ${Math.floor(100 * run.step / run.steps)} %` : ""}` : "";
       const id = run.key === run.id ? createElement("small", { class: "quiet" }, ` ${run.id}, on ${run.location}`) : "";
       return [box, createElement("span", {}, createRunLink(run.key, run.run), id), run.owner, createBadge(run.state), progress, isFiniteNumber(run.loss) ? run.loss.toFixed(4) : "",
-        run.nodes ? `${run.running_nodes}/${run.nodes}` : "", run.gpus || "", formatAge(run.created), run.reason];
+        run.nodes ? `${run.running_nodes}/${run.nodes}` : "", run.gpus || "", createAge(run.created), run.reason];
     });
     const columns = { "": "", Run: "", Owner: "", State: "", Step: "number", Loss: "number", Nodes: "number", GPUs: "number", Age: "number", Remark: "remark" };
     const problems = page.problems.map((text) => createElement("p", { class: "problem" }, `not listed: ${text}`));
-    renderSection("runs", true, rows.length ? createTable("runs", columns, rows) : createElement("p", { class: "quiet" }, "no run exists; swarmtrain deploy CONFIG starts one"), ...problems);
+    renderSection("runs", true, rows.length ? createTable("runs", Object.entries(columns), rows) : createElement("p", { class: "quiet" }, "no run exists; swarmtrain deploy CONFIG starts one"), ...problems);
   }
 
   // Two chosen runs can be compared.
@@ -57,11 +61,11 @@
     let position = 0;
     const rows = page.queue.map((run) => [
       run.state === "waiting" ? ++position : "", createRunLink(keys.get(run.id) ?? run.run, run.run), run.owner, run.priority_class, createBadge(run.state), `${run.nodes}/${run.wanted_nodes}`,
-      Object.entries(run.claims).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), formatAge(run.since),
-      run.state !== "waiting" ? "" : isFiniteNumber(run.estimate) ? formatDuration(run.estimate) : "unknown", [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
+      Object.entries(run.claims).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), createAge(run.since),
+      run.state !== "waiting" ? "" : formatEstimate(run.estimate), [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
     ]);
     const columns = { "#": "number", Run: "", Owner: "", Class: "", State: "", Nodes: "number", "Claims per node": "", Since: "number", "Starts in": "number", Reason: "remark" };
-    renderSection("queue", true, rows.length ? createTable("queue", columns, rows) : createElement("p", { class: "quiet" }, "the queue is empty"), createElement("p", { class: "quiet" }, page.scheduler));
+    renderSection("queue", true, rows.length ? createTable("queue", Object.entries(columns), rows) : createElement("p", { class: "quiet" }, "the queue is empty"), createElement("p", { class: "quiet" }, page.scheduler));
   }
 
   function createGpu(machine, number) {
@@ -73,7 +77,7 @@
   function createMachine(machine) {
     const location = page.machines.some((other) => other.location !== machine.location) ? machine.location : "";
     const uncertain = machine.holders.filter((holder) => holder.gpus > holder.gpu_numbers.length);
-    // Which GPUs these are, nobody knows, so that no GPU of this machine can be called free.
+    // Which GPUs these are is unknown, so that no GPU of this machine can be called free.
     const gpus = uncertain.length && machine.gpu_ids.length ? machine.gpu_ids.flatMap((_, i) => machine.holders.some((holder) => holder.gpu_numbers.includes(i)) ? [createGpu(machine, i)] : []) : machine.gpu_ids.map((_, i) => createGpu(machine, i));
     const amounts = uncertain.map((holder) => createElement("li", { class: "held" }, createElement("b", {}, `${formatAmount(holder.gpus - holder.gpu_numbers.length)}${machine.gpu_ids.length ? ` of ${machine.gpu_ids.length}` : ""} GPUs`), createElement("span", {}, holder.holder)));
     const others = machine.holders.filter((holder) => !holder.gpus && !holder.cores);
@@ -94,6 +98,7 @@
 
   function renderFreshness() {
     if (!page) return showFreshness(poller.error, "no answer yet");
+    for (const element of document.querySelectorAll("[data-since]")) element.textContent = formatAge(Number(element.dataset.since));
     showFreshness(describeOutage(poller, page, "the cluster"), `live, ${formatCount(Math.round((Date.now() - poller.answeredAt) / 1000), "second")} ago`);
   }
 

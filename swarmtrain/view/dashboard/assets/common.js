@@ -69,10 +69,10 @@ const swarmtrain = (() => {
     if (shown) element.querySelector(".body").replaceChildren(...children);
   }
 
-  // A table in a region that scrolls. `columns`: title → class; each row has as many cells, texts or elements.
+  // A table in a region that scrolls. `columns`: pairs of title and class; each row has as many cells, texts or elements.
   function createTable(label, columns, rows) {
-    const header = Object.entries(columns).map(([title, name]) => createElement("th", { scope: "col", class: name || null }, title));
-    const body = rows.map((cells) => createElement("tr", {}, ...Object.values(columns).map((name, i) => createElement("td", { class: name || null }, cells[i]))));
+    const header = columns.map(([title, name]) => createElement("th", { scope: "col", class: name || null }, title));
+    const body = rows.map((cells) => createElement("tr", {}, ...columns.map(([, name], i) => createElement("td", { class: name || null }, cells[i]))));
     return createElement("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
       createElement("table", {}, createElement("thead", {}, createElement("tr", {}, ...header)), createElement("tbody", {}, ...body)));
   }
@@ -122,10 +122,10 @@ const swarmtrain = (() => {
     }
   }
 
-  // Why the shown page is outdated; empty if it is not. `subject`: what the server asks for it.
+  // Why the shown page is outdated; empty if it is not. `subject`: where the server reads it.
   function describeOutage(poller, page, subject) {
-    if (poller.unreachableSince) return `the dashboard does not answer since ${formatDuration((Date.now() - poller.unreachableSince) / 1000)}; asked again every 2 s`;
-    if (page?.connection_error) return `${subject} cannot be asked: ${page.connection_error}`;
+    if (poller.unreachableSince) return `the dashboard has not answered for ${formatDuration((Date.now() - poller.unreachableSince) / 1000)}; retried every 2 s`;
+    if (page?.connection_error) return `${subject} does not answer: ${page.connection_error}`;
     return poller.silence > 15 ? `${subject} has not answered for ${formatDuration(poller.silence)}` : "";
   }
 

@@ -22,7 +22,8 @@
       formatLoss(run.progress.loss), formatLoss(run.validation.loss), formatLoss(run.lowest_validation_loss),
       isFiniteNumber(run.progress.tokens_per_second) ? formatCompact(run.progress.tokens_per_second) : "–", isFiniteNumber(run.world.world_size) ? formatCount(run.world.world_size, "rank") : "–",
       isFiniteNumber(run.started) ? formatDateTime(run.started) : "–", run.outcome]);
-    renderSection("runs", true, createTable("runs", { Run: "", State: "", Step: "number", Loss: "number", "Validation loss": "number", Lowest: "number", "Tokens/s": "number", World: "number", Began: "", Outcome: "remark" }, rows));
+    const columns = { Run: "", State: "", Step: "number", Loss: "number", "Validation loss": "number", Lowest: "number", "Tokens/s": "number", World: "number", Began: "", Outcome: "remark" };
+    renderSection("runs", true, createTable("runs", Object.entries(columns), rows));
   }
 
   function renderPlots() {
@@ -41,20 +42,19 @@
 
   function renderDifferences(id, differences, nothing) {
     const names = page.runs.map((run) => run.name);
-    const columns = Object.fromEntries([["Key", ""], ...names.map((name) => [name, "value"])]);
+    const columns = [["Key", ""], ...names.map((name) => [name, "value"])];  // not an object: it would sort names that are integers
     renderSection(id, true, differences.length ? createTable(id, columns, differences.map(({ key, values }) => [key, ...values])) : createElement("p", { class: "quiet" }, nothing));
   }
 
   function render(data) {
     page = data;
-    $("problem").hidden = true;
     renderRuns(); renderPlots();
-    renderDifferences("config", page.config ?? [], page.config ? "none: both configs are equal" : `unknown: ${page.config_note}`);
+    renderDifferences("config", page.config ?? [], page.config ? "none. Not compared: values of runner.env, hosts, notify, and settings of the queue" : `unknown: ${page.config_note}`);
     renderDifferences("facts", page.facts, "nothing differs");
   }
 
   function renderFreshness() {
-    if (poller.error) renderSection("problem", true, createElement("p", { class: "problem" }, poller.error));
+    renderSection("problem", Boolean(poller.error), createElement("p", { class: "problem" }, poller.error));
     if (!page) return showFreshness(poller.error && "cannot be compared", "no answer yet");
     const outage = page.runs.find((run) => run.connection_error);
     showFreshness(describeOutage(poller, outage, `run ${outage?.name}`), `live, ${formatCount(Math.round((Date.now() - poller.answeredAt) / 1000), "second")} ago`);
