@@ -32,6 +32,7 @@ _FOLLOW_READ_TIMEOUT_SECONDS = 15.0
 # When a node has just died, the manager delays the response while it waits for the node's log; this is the maximum wait.
 _BACKLOG_READ_TIMEOUT_SECONDS = 8.0
 _LAB_HINT = 'to use a lab on this machine: eval "$(swarmtrain lab env)"'
+# Also part of the message of a worker.
 _NO_SWARM_FRAGMENT = "not a swarm manager"
 # Error messages of an engine that cannot manage its swarm, each with an explanation and a hint.
 _SWARM_ERRORS = (
@@ -301,12 +302,12 @@ def _build_refused_error(response: Response, message_prefix: str, address: str) 
         message = str(response.json()["message"]).strip()
     except (ValueError, KeyError, TypeError):
         message = response.text.strip() or response.reason
-    if _NO_SWARM_FRAGMENT in message:
-        hint = f"create one with docker swarm init; {_LAB_HINT}"
-        return SwarmAbsentError("this engine is not part of a swarm", place=place, hint=hint, status=response.status_code)
     for fragment, reason, hint in _SWARM_ERRORS:
         if fragment in message:
             return EngineError(reason, place=place, hint=hint, status=response.status_code)
+    if _NO_SWARM_FRAGMENT in message:
+        hint = f"create one with docker swarm init; {_LAB_HINT}"
+        return SwarmAbsentError("this engine is not part of a swarm", place=place, hint=hint, status=response.status_code)
     return EngineError(f"{message_prefix}{message}", place=place, status=response.status_code)
 
 
