@@ -229,7 +229,7 @@ class Supervisor:
 
         Raises CoordinatorError if the coordinator stays unreachable.
         """
-        self._back_off()
+        time.sleep(self.backoff)
         while True:
             self.coordinator.wait_until_reachable(_COORDINATOR_RESTART_SECONDS)
             try:
@@ -239,14 +239,6 @@ class Supervisor:
             if response.outcome or (response.round != round and not response.wait):
                 return response
             time.sleep(_RETRY_SECONDS)  # others are still arriving or finishing, or this node is quarantined
-
-    def _back_off(self) -> None:
-        """Wait for the seconds of the backoff, and meanwhile keep the copy of the notifications' ledger up to date."""
-        end = time.monotonic() + self.backoff
-        while (remaining := end - time.monotonic()) > 0:
-            time.sleep(min(_HEARTBEAT_SECONDS, remaining))
-            with contextlib.suppress(CoordinatorError):
-                self.coordinator.exchange_notifications()
 
     def _report_exit(self, exit_code: int) -> None:
         """Report to the coordinator that this node exits. If the coordinator is unreachable, this is only logged."""
