@@ -21,8 +21,11 @@ from swarmtrain.view.run_table import load_run_table
 
 
 def read_coordinator_id(launcher: SwarmLauncher) -> str:
-    """Return the id of the run that its coordinator was started with."""
-    started = [event for event in launcher.read_events(RUN) if event.kind == EVENT_COORDINATOR_STARTED]
+    """Return the id of the run that its coordinator was started with. The coordinator logs it some moments after its container runs."""
+    deadline = time.monotonic() + 60
+    while not (started := [event for event in launcher.read_events(RUN) if event.kind == EVENT_COORDINATOR_STARTED]):
+        assert time.monotonic() < deadline, "the coordinator has not started"
+        time.sleep(0.2)
     return str(started[-1].data["run_id"])
 
 
