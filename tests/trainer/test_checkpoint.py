@@ -26,6 +26,7 @@ from worlds import (
 
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 from swarmtrain.trainer.checkpoint.compatibility import LOAD_EVERYTHING, LoadRules, assign_source_checkpoints, select_tensors_to_load
+from swarmtrain.trainer.checkpoint.file_digests import hash_memory
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import commit, fence
 
@@ -104,8 +105,28 @@ def test_a_checkpoint_of_another_format_stops_the_run_and_stays(run_copy: Path, 
     path.write_text(json.dumps(values))
     world = LocalWorld(run_copy, merge_config(saving_config, trainer={"save_dir_shared": shared}), 2)
     assert all(code != 0 for code in world.wait())
-    assert "run/step-00000009: has format 1, but this version of swarmtrain reads format 2" in world.read_log()
+    assert "run/step-00000009: has format 1, but this version of swarmtrain reads formats 2 and 3" in world.read_log()
     assert json.loads(path.read_text()) == values
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared disk", "disk of each node"])
+def test_a_checkpoint_of_format_2_is_resumed(run_copy: Path, saving_config: dict[str, Any], saved_run: Path, *, shared: bool) -> None:
+    """It has the SHA-256 of whole files. The next checkpoint has the present format."""
+    for folder in (run_copy / "run").glob("step-*"):
+        values = json.loads((folder / "manifest.json").read_text())
+        values.pop("digest")
+        assert values["format"] == 3
+        files = {
+            name: {"size": entry["size"], "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()}
+            for name, entry in values["files"].items()
+        }
+        (folder / "manifest.json").write_text(Manifest(**{**values, "files": files, "format": 2}).to_text())
+    longer = merge_config(saving_config, trainer={"train_iterations": 12, "save_dir_shared": shared})
+    world = LocalWorld(run_copy, longer, 2)
+    assert world.wait() == [0, 0], world.read_log()
+    assert "resuming from step 9" in world.read_log()
+    assert "skipped" not in world.read_log()
+    assert [read_manifest(run_copy, step)["format"] for step in (9, 12)] == [2, 3]
 
 
 def test_if_all_checkpoints_are_corrupt_training_restarts(run_copy: Path, saving_config: dict[str, Any], saved_run: Path) -> None:
@@ -134,7 +155,7 @@ def test_nothing_is_unpickled(run_copy: Path, saving_config: dict[str, Any]) -> 
         for name, file in values["files"].items():
             content = (payload + bytes(file["size"]))[: file["size"]]
             (folder / name).write_bytes(content)
-            file["sha256"] = hashlib.sha256(content).hexdigest()
+            values["files"][name] = hash_memory(memoryview(content)).build_entry(len(content))
         (folder / "manifest.json").write_text(Manifest(**values).to_text())
         for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
             (folder / name).write_bytes(payload)
@@ -379,5 +400,5 @@ def set_generation(folder: Path, step: int, generation: int) -> None:
 
 
 def build_manifest(generation: int, step: int) -> Manifest:
-    files = {"part-00000.bin": {"size": 8, "sha256": hashlib.sha256(b"12345678").hexdigest()}}
+    files = {"part-00000.bin": hash_memory(memoryview(b"12345678")).build_entry(8)}
     return Manifest(generation, step, 12 * step, None, "data", {}, {}, files, {}, {})

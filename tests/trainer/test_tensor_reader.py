@@ -17,8 +17,11 @@ from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer.checkpoint import file_digests
 from swarmtrain.trainer.checkpoint import manifest as manifests
-from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests, FileHasher
+from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import tensor_reader
 from swarmtrain.trainer.checkpoint.storage.tensor_reader import DamagedFiles, FileVerification, TensorStorageReader, load_tensors
 
@@ -26,14 +29,18 @@ SHAPES = {"matrix": (7, 6), "vector": (5,), "scalar": (), "words": (3, 4), "empt
 DTYPES = {"words": torch.int64}
 
 
-@pytest.fixture(autouse=True)
-def _read_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[16, 48], ids=lambda size: f"pieces of {size} bytes")
+def _read_small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 bytes: tensors of a few numbers take several."""
     monkeypatch.setattr(tensor_reader, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(file_digests, "_PIECE_BYTES", request.param)
 
 
-def write_checkpoint(folder: Path, *, files: int = 3) -> tuple[Manifest, dict[str, Tensor]]:
-    """Write tensors whose rows are divided among `files` files, with gaps between them. Return the manifest and the tensors."""
+def write_checkpoint(folder: Path, *, files: int = 3, whole: bool = False) -> tuple[Manifest, dict[str, Tensor]]:
+    """Write tensors whose rows are divided among `files` files, with gaps between them. Return the manifest and the tensors.
+
+    `whole`: the manifest has digests of whole files, as before format 3.
+    """
     values = {
         name: torch.arange(torch.Size(shape).numel()).view(shape).to(DTYPES.get(name, torch.float32)) + 1 for name, shape in SHAPES.items()
     }
@@ -52,7 +59,8 @@ def write_checkpoint(folder: Path, *, files: int = 3) -> tuple[Manifest, dict[st
     digests: FileDigests = {}
     for number, content in enumerate(contents):
         (folder / f"part-{number}.bin").write_bytes(content)
-        digests[f"part-{number}.bin"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        new = file_digests.hash_memory(memoryview(content)).build_entry(len(content))
+        digests[f"part-{number}.bin"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} if whole else new
     return Manifest(1, 1, 0, None, "", {}, {}, digests, index, {}), values
 
 
@@ -60,10 +68,11 @@ def verify_alone(manifest: Manifest) -> FileVerification:
     return FileVerification(manifest.files, [[0]])
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
-def test_tensors_of_any_layout_get_their_values(tmp_path: Path, *, verify: bool) -> None:
+def test_tensors_of_any_layout_get_their_values(tmp_path: Path, *, verify: bool, whole: bool) -> None:
     """Some are read in place; one is not contiguous, and one has another type."""
-    manifest, expected = write_checkpoint(tmp_path)
+    manifest, expected = write_checkpoint(tmp_path, whole=whole)
     targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     targets["matrix"] = torch.zeros(6, 7).t()
     targets["vector"] = torch.zeros(5, dtype=torch.bfloat16)
@@ -103,11 +112,13 @@ def test_any_part_of_a_chunk_is_read(tmp_path_factory: pytest.TempPathFactory, d
         assert torch.equal(target, expected[item.storage_index.fqn][ranges])
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("position", [0, 40, -1], ids=["gap", "tensor", "end"])
 @pytest.mark.parametrize("name", ["part-0.bin", "part-2.bin"])
-def test_a_changed_byte_is_found_wherever_it_is(tmp_path: Path, name: str, position: int) -> None:
+def test_a_changed_byte_is_found_wherever_it_is(tmp_path: Path, name: str, position: int, *, whole: bool) -> None:
     """Also in a file from which nothing is read: part-2.bin has no row of the tensor that is loaded."""
-    manifest, _ = write_checkpoint(tmp_path)
+    manifest, _ = write_checkpoint(tmp_path, whole=whole)
+    manifests.verify_files(tmp_path, manifest, manifest.files)
     content = bytearray((tmp_path / name).read_bytes())
     content[position] ^= 1
     (tmp_path / name).write_bytes(content)
@@ -115,6 +126,8 @@ def test_a_changed_byte_is_found_wherever_it_is(tmp_path: Path, name: str, posit
     load_tensors(dict(tensors), tmp_path, manifest, is_collective=False)
     with pytest.raises(DamagedFiles, match=f"{name} is corrupt: its SHA-256 does not match"):
         load_tensors(tensors, tmp_path, manifest, verify_alone(manifest), is_collective=False)
+    with pytest.raises(CheckpointError, match=f"{name} is corrupt: its SHA-256 does not match"):
+        manifests.verify_files(tmp_path, manifest, manifest.files)
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -192,3 +205,22 @@ def test_file_sizes_tell_a_torn_checkpoint_without_reading_it(tmp_path: Path) ->
     assert not manifests.has_right_file_sizes(tmp_path, manifest)
     (tmp_path / "part-1.bin").unlink()
     assert not manifests.has_right_file_sizes(tmp_path, manifest)
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(1, 60)))
+def test_the_digest_is_the_hash_of_the_hashes_of_the_pieces(content: bytes, lengths: list[int]) -> None:
+    """As the text of the module says, in whatever parts the bytes arrive; threads find the same."""
+    size = file_digests._PIECE_BYTES
+    pieces = [content[start : start + size] for start in range(0, len(content), size)]
+    expected = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
+    entry = file_digests.hash_memory(memoryview(content)).build_entry(len(content))
+    assert entry == {"size": len(content), "sha256_of_pieces": expected}
+    assert file_digests.get_digest(entry) == expected
+    for known in (entry, {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}):
+        hasher, rest = FileHasher(known), memoryview(content)
+        for length in lengths:
+            hasher.update(rest[:length])
+            rest = rest[length:]
+        assert hasher.matches() == (not rest)
+        hasher.update(rest)
+        assert hasher.matches()

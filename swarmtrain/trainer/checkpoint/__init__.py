@@ -35,7 +35,8 @@ from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import just_in_time
 from swarmtrain.trainer.checkpoint.background_task import BackgroundTask
-from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests
+from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPolicy
 from swarmtrain.trainer.checkpoint.storage import commit, storage_backend
 from swarmtrain.trainer.checkpoint.storage.completion_markers import write_completion_marker

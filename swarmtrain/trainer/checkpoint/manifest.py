@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: a JSON file with everything except the tensors' bytes, including size and SHA-256 of every tensor file.
+"""Manifest of a checkpoint: a JSON file with everything except the tensors' bytes, including size and digest of every tensor file.
 
 The manifest also contains a digest of itself.
 """
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests, get_digest, hash_file
 
-FileDigests = dict[str, dict[str, Any]]
-"""Size in bytes and SHA-256 of each file, by file name."""
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
-"""Version of the manifest format. Version 1 had other keys and was never released."""
+FORMAT_VERSION = 3
+"""Version of the manifest format that is written. Version 1 had other keys and was never released."""
+_READ_FORMATS = (2, FORMAT_VERSION)
+"""Version 2 has the SHA-256 of whole files: see file_digests."""
 BASE_KEY = "base"
 """Key in the manifest's `state` for the fingerprint of the base model: see Manifest.base_fingerprint."""
-_BLOCK_BYTES = 1 << 22
 _OPTIONAL_FIELDS = {"run_id"}
 """Fields that checkpoints of earlier versions with the same format lack."""
 
@@ -59,7 +59,7 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """Digest of the checkpoint's tensors. For an adapter it also covers the base model's tensors."""
-        files = sorted((name, facts["sha256"]) for name, facts in self.files.items())
+        files = sorted((name, get_digest(entry)) for name, entry in self.files.items())
         return hashlib.sha256(json.dumps([files, self.base_fingerprint]).encode()).hexdigest()
 
     @property
@@ -84,9 +84,9 @@ class Manifest:
             digest = values.pop("digest")
         except (ValueError, KeyError, AttributeError, TypeError):
             raise CheckpointError(f"its {MANIFEST_NAME} is corrupt", place=place) from None
-        if values.get("format") != FORMAT_VERSION:
+        if values.get("format") not in _READ_FORMATS:
             raise IncompatibleCheckpoint(
-                f"has format {values.get('format')}, but this version of swarmtrain reads format {FORMAT_VERSION}",
+                f"has format {values.get('format')}, but this version of swarmtrain reads formats {' and '.join(map(str, _READ_FORMATS))}",
                 place=place,
                 hint="resume with the version of swarmtrain that wrote it, or set trainer.save_dir to another folder",
             )
@@ -112,9 +112,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare size and SHA-256 of the files `names` in `folder` with the manifest.
+    """Compare size and digest of the files `names` in `folder` with the manifest.
 
-    Raises CheckpointError for the first file that is missing, or whose size or SHA-256 differs.
+    Raises CheckpointError for the first file that is missing, or whose size or digest differs.
     """
     for name in names:
         expected, path = manifest.files[name], folder / Path(name).name
@@ -122,7 +122,7 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             size = path.stat().st_size
             if size != expected["size"]:
                 raise CheckpointError(f"{name} has {size} bytes instead of {expected['size']}", place=str(folder))
-            if _compute_file_digest(path) != expected["sha256"]:
+            if not hash_file(path, expected).matches():
                 raise CheckpointError(f"{name} is corrupt: its SHA-256 does not match", place=str(folder))
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error.strerror}", place=str(folder)) from None
@@ -138,11 +138,3 @@ def has_right_file_sizes(folder: Path, manifest: Manifest) -> bool:
 
 def _compute_json_digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _compute_file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

@@ -16,7 +16,7 @@ from typing import Any
 
 from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.errors import CheckpointError
-from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests
 from swarmtrain.trainer.checkpoint.storage import fence
 
 _POLL_SECONDS = 0.05

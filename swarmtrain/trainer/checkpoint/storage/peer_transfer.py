@@ -7,7 +7,6 @@ node waits for it. It raises its error afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -22,7 +21,7 @@ from torch import Tensor
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests, FileHasher
 from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
 
 LOG = logging.getLogger("swarmtrain")
@@ -114,13 +113,13 @@ class _FileReceiver:
 
     def _receive_file(self, name: str) -> Iterator[Tensor]:
         size = self._files[name]["size"]
-        digest, sizes = hashlib.sha256(), iter([min(_BLOCK_BYTES, size - start) for start in range(0, size, _BLOCK_BYTES)])
+        hasher, sizes = FileHasher(self._files[name]), iter([min(_BLOCK_BYTES, size - start) for start in range(0, size, _BLOCK_BYTES)])
         try:
             with (self._folder / name).open("wb") as file:
                 for size in sizes:
                     yield self._buffer[:size]
                     block = self._buffer.numpy()[:size].data
-                    digest.update(block)
+                    hasher.update(block)
                     if self.fault is None:
                         file.write(block)
                     self._log_progress(size)
@@ -130,7 +129,7 @@ class _FileReceiver:
             self.fault = self.fault or f"{name}: {describe_os_error(error)}"
             yield from (self._buffer[:size] for size in sizes)
             return
-        if self.fault is None and digest.hexdigest() != self._files[name]["sha256"]:
+        if self.fault is None and not hasher.matches():
             self.fault = f"{name} was corrupted in transfer: its SHA-256 does not match"
 
     def _log_progress(self, block_size: int) -> None:

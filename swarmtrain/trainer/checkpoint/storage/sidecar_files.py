@@ -5,13 +5,12 @@ If each node has its own disk, these files are copied to all nodes after a resta
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests, hash_file
 from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
 from swarmtrain.trainer.checkpoint.storage.peer_transfer import exchange_files
 
@@ -54,11 +53,8 @@ def _parse_step(line: str) -> float:
 
 
 def _hash_sidecar_files(folder: Path) -> FileDigests:
-    digests = {}
-    for path in (folder / name for name in _SIDECAR_NAMES if (folder / name).is_file()):
-        with path.open("rb") as file:
-            digests[path.name] = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    return digests
+    paths = [folder / name for name in _SIDECAR_NAMES if (folder / name).is_file()]
+    return {path.name: hash_file(path).build_entry(path.stat().st_size) for path in paths}
 
 
 def _recreate_folder(folder: Path) -> None:

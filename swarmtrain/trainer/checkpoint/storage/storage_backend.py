@@ -18,7 +18,7 @@ from typing import Protocol
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests
 from swarmtrain.trainer.checkpoint.storage import commit, fence, sidecar_files
 from swarmtrain.trainer.checkpoint.storage.completion_markers import collect_completion_markers
 from swarmtrain.trainer.checkpoint.storage.discovery import (

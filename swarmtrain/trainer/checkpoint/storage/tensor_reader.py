@@ -35,14 +35,14 @@ from torch.futures import Future
 
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError
-from swarmtrain.trainer.checkpoint.manifest import FileDigests, Manifest
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests, FileHasher, read_into
+from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, describe_first_failure
 
 _BLOCK_BYTES = 1 << 20
-"""Small enough that a block is hashed while it is in the cache of the core that has read it."""
+"""A block lies within one piece of the file (see file_digests), and is hashed while it is in the cache of the core that has read it."""
 _MAX_FILES_AT_ONCE = 8
 _THREADS_PER_FILE = 4
-"""At most one of them hashes. Meanwhile the others wait for the disk, or copy to memory that is touched for the first time."""
 _MAX_PENDING_BLOCKS = 2 * _THREADS_PER_FILE
 
 
@@ -152,8 +152,9 @@ class TensorStorageReader(StorageReader):
         Raises CheckpointError if the file cannot be read, is truncated, or differs from its digest.
         """
         expected = self._verification.digests[name] if self._verification and verify else None
+        hasher = FileHasher(expected) if expected else None
         try:
-            with (self.folder / name).open("rb", buffering=0) as file, _BlockReader(file, is_hashed=verify) as reader:
+            with (self.folder / name).open("rb", buffering=0) as file, _BlockReader(file, hasher) as reader:
                 size = os.fstat(file.fileno()).st_size
                 if expected and size != expected["size"]:
                     raise CheckpointError(f"{name} has {size} bytes instead of {expected['size']}", place=str(self.folder))
@@ -166,8 +167,8 @@ class TensorStorageReader(StorageReader):
                     segment.copy_parts(memory)
                 if expected:
                     reader.advance_to(size)
-                digest = reader.wait()
-                if expected and digest != expected["sha256"]:
+                reader.wait()
+                if hasher and not hasher.matches():
                     raise CheckpointError(f"{name} is corrupt: its SHA-256 does not match", place=str(self.folder))
         except EOFError:
             raise CheckpointError(f"{name} is truncated", place=str(self.folder)) from None
@@ -246,12 +247,11 @@ class _Segment:
 class _BlockReader:
     """Context manager that reads a file in blocks, several at the same time.
 
-    The thread that has read a block also hashes it, as soon as the blocks before it are hashed.
+    The thread that has read a block also hashes it: at once, if the block begins a piece of the file, or else after the block before it.
     """
 
-    def __init__(self, file: RawIOBase, *, is_hashed: bool) -> None:
-        self._descriptor, self._position = file.fileno(), 0
-        self._digest = hashlib.sha256() if is_hashed else None
+    def __init__(self, file: RawIOBase, hasher: FileHasher | None) -> None:
+        self._descriptor, self._hasher, self._position = file.fileno(), hasher, 0
         self._pool = ThreadPoolExecutor(_THREADS_PER_FILE)
         self._pending: deque[ThreadFuture[None]] = deque()
         self._staging_blocks: deque[Tensor] = deque()
@@ -264,37 +264,43 @@ class _BlockReader:
 
     def advance_to(self, offset: int) -> None:
         """Continue at byte `offset`. If the file is hashed, the bytes up to there are read; raises ValueError if they already were."""
-        if self._digest is None:
+        if self._hasher is None:
             self._position = offset
         elif offset < self._position:
             raise ValueError(f"tensors overlap at byte {offset} of the file")
         while self._position < offset:
-            self._start_read(None, min(offset - self._position, _BLOCK_BYTES))
+            self._start_read_block(None, offset - self._position)
 
     def start_read(self, memory: Tensor) -> None:
         """Start to read the next bytes into `memory`, a tensor of bytes on any device."""
-        for part in torch.split(memory, _BLOCK_BYTES) if memory.numel() else ():
-            self._start_read(part, part.numel())
+        end = self._position + memory.numel()
+        while self._position < end:
+            self._start_read_block(memory[self._position - end :], end - self._position)
 
-    def wait(self) -> str | None:
-        """Wait until the bytes are read, and return the SHA-256 of all bytes so far; None if the file is not hashed.
-
-        Raises EOFError if the file ends before, OSError if it cannot be read.
-        """
+    def wait(self) -> None:
+        """Wait until the bytes are read and hashed. Raises EOFError if the file ends before, OSError if it cannot be read."""
         while self._pending:
             self._pending.popleft().result()
-        return self._digest.hexdigest() if self._digest else None
 
-    def _start_read(self, target: Tensor | None, size: int) -> None:
-        """Start to read `size` bytes into `target`; None: only hash them. At most `_MAX_PENDING_BLOCKS` blocks are read ahead."""
+    def _start_read_block(self, target: Tensor | None, max_size: int) -> None:
+        """Start to read the next block, of up to `max_size` bytes, to the beginning of `target`; None: only hash it.
+
+        At most `_MAX_PENDING_BLOCKS` blocks are read ahead.
+        """
         if len(self._pending) == _MAX_PENDING_BLOCKS:
             self._pending.popleft().result()
-        previous = self._pending[-1] if self._pending else None
+        size = min(max_size, _BLOCK_BYTES - self._position % _BLOCK_BYTES)
+        target = None if target is None else target[:size]
         if target is not None and target.device.type == "cpu":
             block, target = target, None
         else:
             block = self._take_staging_block(size, pin=target is not None)
-        self._pending.append(self._pool.submit(self._read_block, block, self._position, target, previous))
+        piece = previous = None
+        if self._hasher is not None:
+            piece = self._hasher.find_piece(self._position)
+            if self._position % self._hasher.piece_bytes and self._pending:
+                previous = self._pending[-1]
+        self._pending.append(self._pool.submit(self._read_block, block, self._position, target, piece, previous))
         self._position += size
 
     def _take_staging_block(self, size: int, *, pin: bool) -> Tensor:
@@ -304,26 +310,16 @@ class _BlockReader:
         self._staging_blocks.rotate()
         return self._staging_blocks[0][:size]
 
-    def _read_block(self, block: Tensor, offset: int, target: Tensor | None, previous: ThreadFuture[None] | None) -> None:
-        """Read `block` from byte `offset`, copy it to `target`, if any, and hash it after the block that `previous` reads."""
-        data, count = block.numpy().data, 0
-        while count < len(data):
-            read = _read_at(self._descriptor, data[count:], offset + count)
-            if not read:
-                raise EOFError
-            count += read
+    def _read_block(
+        self, block: Tensor, offset: int, target: Tensor | None, piece: hashlib._Hash | None, previous: ThreadFuture[None] | None
+    ) -> None:
+        """Read `block` from byte `offset`, copy it to `target`, if any, and hash it as part of `piece`, after the block of `previous`."""
+        data = block.numpy().data
+        if read_into(data, self._descriptor, offset) < len(data):
+            raise EOFError
         if target is not None:
             target.copy_(block)
-        if previous is not None:
-            previous.result()
-        if self._digest is not None:
-            self._digest.update(data)
-
-
-def _read_at(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Read bytes at `offset` of a file into `memory`, and return their number, as os.preadv does, which some systems lack."""
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [memory], offset)
-    data = os.pread(descriptor, len(memory), offset)
-    memory[: len(data)] = data
-    return len(data)
+        if piece is not None:
+            if previous is not None:
+                previous.result()
+            piece.update(data)

@@ -7,9 +7,9 @@ rejected.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from swarmtrain.errors import CheckpointError
-from swarmtrain.trainer.checkpoint.manifest import FileDigests
+from swarmtrain.trainer.checkpoint.file_digests import FileDigests, hash_memory
 from swarmtrain.trainer.checkpoint.storage.pinned_memory import allocate_pinned_memory
 
 _BLOCK_BYTES = 1 << 24
@@ -136,26 +136,25 @@ class TensorStorageWriter(StorageWriter):
         return index
 
     def write_staged_shards(self) -> FileDigests:
-        """Write the staged shards to the folder, and return size and SHA-256 of each file by name; empty if this rank has no shard.
+        """Write the staged shards to the folder, and return size and digest of each file by name; empty if this rank has no shard.
 
         Raises OSError with the path of the file that cannot be written.
         """
         return {name: self._write_shard_file(name, part) for name, part in self._staged_parts.items() if part}
 
     def _write_shard_file(self, name: str, data: memoryview) -> dict[str, Any]:
-        path, digest = self.folder / name, hashlib.sha256()
+        path = self.folder / name
         try:
-            with path.open("xb") as file:
+            with ThreadPoolExecutor(1) as pool, path.open("xb") as file:
+                hasher = pool.submit(hash_memory, data)
                 for start in range(0, len(data), _BLOCK_BYTES):
-                    block = data[start : start + _BLOCK_BYTES]
-                    file.write(block)
-                    digest.update(block)
+                    file.write(data[start : start + _BLOCK_BYTES])
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             error.filename = str(path)
             raise
-        return {"size": len(data), "sha256": digest.hexdigest()}
+        return hasher.result().build_entry(len(data))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
