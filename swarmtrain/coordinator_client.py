@@ -27,6 +27,7 @@ from swarmtrain import __version__
 from swarmtrain.errors import CoordinatorError, CoordinatorNameError, ProtocolMismatch
 from swarmtrain.protocol import (
     NOTIFICATIONS_FIELD,
+    OUTCOME_FIELD,
     PROTOCOL_VERSION,
     UNRESOLVED_COORDINATOR_TEXT,
     Event,
@@ -58,6 +59,7 @@ class CoordinatorClient:
         self._nonce, self._nonce_pid = "", 0
         self._nonce_lock = threading.Lock()
         self._notification_records: list[dict[str, Any]] = []
+        self._outcome: dict[str, Any] | None = None
 
     @property
     def has_pending_notifications(self) -> bool:
@@ -82,7 +84,7 @@ class CoordinatorClient:
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        self._send_request_with_notifications("join", node=node)
+        self._send_request_of_supervisor("join", node=node)
 
     def send_heartbeat(self, node: str) -> SupervisorResponse:
         """Send a heartbeat of `node` and return the response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -103,11 +105,11 @@ class CoordinatorClient:
         return self._send_supervisor_request("leave", node=node, exit_code=exit_code)
 
     def exchange_notifications(self) -> None:
-        """Send the copy of the notifications' ledger that came with earlier responses, and replace it by that of the response.
+        """Send the outcome and the copy of the notifications' ledger that came with earlier responses, and keep the copy in the response.
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        self._send_request_with_notifications("exchange_notifications")
+        self._send_request_of_supervisor("exchange_notifications")
 
     def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Report the state of surviving rank `rank` of the failed world `world`. Return the ranks that write a checkpoint.
@@ -214,15 +216,19 @@ class CoordinatorClient:
         sys.stderr.flush()
 
     def _send_supervisor_request(self, op: str, **fields: Any) -> SupervisorResponse:
-        response = self._send_request_with_notifications(op, **fields)
-        outcome = response.get("outcome")
+        response = self._send_request_of_supervisor(op, **fields)
+        outcome = response[OUTCOME_FIELD]
         return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["run_id"], response["wait"])
 
-    def _send_request_with_notifications(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a request of a supervisor with its copy of the notifications' ledger, and keep the copy in the response."""
-        copy = {NOTIFICATIONS_FIELD: self._notification_records} if self._notification_records else {}
-        response = self._send_request(op, **fields, **copy)
+    def _send_request_of_supervisor(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Send a request of a supervisor with what a coordinator that has been restarted does not know, and return the response.
+
+        That is the outcome, and the copy of the notifications' ledger. Both are kept from the last response that had them.
+        """
+        known = {NOTIFICATIONS_FIELD: self._notification_records, OUTCOME_FIELD: self._outcome}
+        response = self._send_request(op, **fields, **{name: value for name, value in known.items() if value})
         self._notification_records = response.get(NOTIFICATIONS_FIELD, [])
+        self._outcome = response.get(OUTCOME_FIELD) or self._outcome
         return response
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:

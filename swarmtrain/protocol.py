@@ -43,6 +43,9 @@ EXIT_PLANNED = 75
 NOTIFICATIONS_FIELD = "notifications"
 """Field of the requests of supervisors and of the responses to them: a copy of the ledger of the run's notifications, which outlives the
 coordinator that way. Absent if there are none."""
+OUTCOME_FIELD = "outcome"
+"""Field of the responses to supervisors: the outcome of the run, or null. A supervisor that knows it sends it in its requests, so that a
+coordinator that has been restarted adopts it."""
 
 # Labels that identify the objects of a stack. The first two are Docker's own, so that `docker stack` recognizes our stacks.
 LABEL_STACK = "com.docker.stack.namespace"

@@ -556,6 +556,22 @@ def test_the_coordinator_stays_until_every_node_has_received_the_outcome(harness
     assert harness.coordinator.is_finished
 
 
+def test_an_outcome_is_final_although_its_coordinator_is_lost(harness: CoordinatorHarness) -> None:
+    """The next one adopts it from a node, publishes it for those who follow its log, and ends when the nodes have ended."""
+    harness.post_failure("b-1/x:0", permanent=True)
+    outcome = harness.outcome
+    assert outcome is not None
+    successor = CoordinatorHarness()
+    successor.coordinator.adopt_outcome(outcome)
+    assert successor.coordinator.close_round("node0", "b-1").outcome == outcome
+    successor.coordinator.adopt_outcome(RunOutcome("done", "another", 0))
+    assert successor.list_events(EVENT_OUTCOME) == harness.list_events(EVENT_OUTCOME)
+    successor.advance_time(LINGER_SECONDS)
+    assert not successor.coordinator.is_finished
+    successor.coordinator.record_node_exit("node0", 0)
+    assert successor.coordinator.is_finished
+
+
 def test_the_coordinator_does_not_wait_for_a_silent_node(harness: CoordinatorHarness) -> None:
     harness.coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
     harness.advance_time(NODE_LOST_SECONDS - 1)

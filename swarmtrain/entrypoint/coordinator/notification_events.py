@@ -47,8 +47,8 @@ def find_notable_event(run: str, event: Event) -> NotableEvent | None:
     if kind is None or (kind is NotificationKind.straggler and event.data.get("rank") is None):
         return None
     text, key = str(event.data.get("message")), ""
-    if kind is NotificationKind.outcome:
-        text = describe_outcome(event.data)
+    if kind is NotificationKind.outcome:  # a coordinator that adopts it does not notify again
+        text, key = describe_outcome(event.data), "outcome"
     elif kind is NotificationKind.quarantine:
         text = f"{event.data['node']} is quarantined: {event.data['reason']}"
     elif kind is NotificationKind.straggler:

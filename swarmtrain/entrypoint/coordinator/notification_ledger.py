@@ -51,8 +51,6 @@ class NotificationLedger:
     clock: Callable[[], float]
     _entries: dict[str, LedgerEntry] = field(default_factory=dict)
     _give_up_at: float | None = None
-    _has_own_outcome: bool = False
-    """Whether the outcome is that of this coordinator, not one that an earlier coordinator had decided before it was lost."""
     _settled_at: float = 0.0
 
     @property
@@ -80,7 +78,7 @@ class NotificationLedger:
         pending = set(self.channels.get(notification.kind, ()))
         self._entries[notification.id] = LedgerEntry(notification.id, key, notification, pending, observed_at)
         if notification.kind == NotificationKind.outcome:
-            self._has_own_outcome, self._give_up_at = True, self.clock() + OUTCOME_DELIVERY_SECONDS
+            self._give_up_at = self.clock() + OUTCOME_DELIVERY_SECONDS
         self._drop_oldest()
 
     def merge_records(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -141,8 +139,6 @@ class NotificationLedger:
         given_up = [(channel, entry.notification_id) for entry in self._entries.values() for channel in sorted(entry.pending)]
         for entry in list(self._entries.values()):
             self._set_pending(entry, set())
-        if not self._has_own_outcome:  # the run continues after the outcome of the earlier coordinator
-            self._give_up_at = None
         return given_up
 
     def _set_pending(self, entry: LedgerEntry, pending: set[str]) -> None:

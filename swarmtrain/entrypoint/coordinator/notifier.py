@@ -79,16 +79,14 @@ class Notifier:
         with self._lock:
             self._ledger.add_notification(notification, time.monotonic())
 
-    def exchange_records(self, records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Merge the copy of the ledger that a node has sent, and return the new one.
+    def merge_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Merge the copy of the ledger that a node has sent. A malformed copy is ignored: the node's request counts nevertheless."""
+        with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):
+            self._ledger.merge_records(records)
 
-        A malformed copy is ignored: the request of the node counts nevertheless.
-        """
-        if not self._channels:
-            return []
+    def export_records(self) -> list[dict[str, Any]]:
+        """Return the copy of the ledger for a node."""
         with self._lock:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                self._ledger.merge_records(records)
             return self._ledger.export_records()
 
     def process_timeouts(self) -> None:

@@ -34,11 +34,13 @@ from swarmtrain.protocol import (
     EVENT_FAILURE,
     EVENT_NOTE,
     NOTIFICATIONS_FIELD,
+    OUTCOME_FIELD,
     PROTOCOL_VERSION,
     RENDEZVOUS_SERVICE,
     CoordinatorEnv,
     Event,
     Preemption,
+    RunOutcome,
     SupervisorResponse,
 )
 from swarmtrain.run_key import (
@@ -135,10 +137,11 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                     event = Event(request["kind"], request["data"])
                     self._rescue_arbiter.record_dead_rank(event)
                     return asdict(self._coordinator.handle_event(event))
-                case "join" | "beat" | "close" | "leave" as op:
-                    return asdict(self._handle_supervisor_request(op, request)) | self._exchange_notifications(request)
-                case "exchange_notifications":
-                    return self._exchange_notifications(request)
+                case "join" | "beat" | "close" | "leave" | "exchange_notifications" as op:
+                    self._learn_from_supervisor(request)
+                    response = {} if op == "exchange_notifications" else asdict(self._handle_supervisor_request(op, request))
+                    records = self._notifier.export_records() if self._notifier else []
+                    return response | ({NOTIFICATIONS_FIELD: records} if records else {})
                 case "read_rendezvous_state" | "replace_rendezvous_state" as op:
                     return self._rendezvous_states.handle_request(op, request)
                 case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
@@ -154,10 +157,15 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
             return self._coordinator.record_node_exit(node, int(request["exit_code"]))
         return self._coordinator.register_node(node) if op == "join" else self._coordinator.record_heartbeat(node)
 
-    def _exchange_notifications(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the field of a response to a supervisor with the copy of the notifications' ledger; nothing if there are none."""
-        records = self._notifier.exchange_records(request.get(NOTIFICATIONS_FIELD, ())) if self._notifier else []
-        return {NOTIFICATIONS_FIELD: records} if records else {}
+    def _learn_from_supervisor(self, request: dict[str, Any]) -> None:
+        """Learn what an earlier coordinator, which was lost, told this supervisor: its notifications, and then the outcome.
+
+        In this order: the outcome is not notified a second time.
+        """
+        if self._notifier:
+            self._notifier.merge_records(request.get(NOTIFICATIONS_FIELD, ()))
+        if outcome := request.get(OUTCOME_FIELD):
+            self._coordinator.adopt_outcome(RunOutcome(**outcome))
 
     def report_refused_request(self, address: str) -> None:
         """Log that a request from `address` was not signed with the run's key, at most once for each of the first addresses."""

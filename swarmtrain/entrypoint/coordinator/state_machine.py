@@ -8,6 +8,7 @@ A pure state machine: `publish_event` publishes its events, `clock` returns the 
   world is the reason. The same exception at the same step twice in a row is a bug and ends the run, whatever the budget.
 - A run is done when the trainer reports it, or, with a script that reports nothing, when all nodes of a world have exited with exit code 0.
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
+- An outcome is final: a coordinator that replaces one that was lost adopts the outcome that a node knows.
 
 membership.py tracks which nodes are present, rendezvous_barrier.py decides when a round begins, event_log.py limits the rate of log lines,
 world_tracker.py tracks worlds and their failures, restart_budget.py limits failures, and node_quarantine.py excludes flaky nodes.
@@ -166,6 +167,10 @@ class Coordinator:
         elif node in self._worlds.unfinished_nodes:
             self._fail_run_with_incomplete_world(f"{node} exited with exit code {exit_code}")
         return self.supervisor_response
+
+    def adopt_outcome(self, outcome: RunOutcome) -> None:
+        """Adopt the outcome that an earlier coordinator, which was lost, told a node; the nodes that know it train no further."""
+        self._set_outcome(outcome)
 
     def handle_event(self, event: Event) -> EventResponse:
         """Handle an event from a node or a rank, and return the response.
