@@ -44,6 +44,8 @@ class Plan:
     origin: str
     is_probe: bool = False
     """Whether the nodes run the doctor's probe instead of training."""
+    step_time_seconds: float = 0.0
+    """About how long a probe measures training steps, in seconds; 0: not at all."""
     coordinator_machine: Machine | None = None
     """Manager machine that must run the coordinator, because the nodes receive its address; None: any manager."""
     notes: tuple[str, ...] = ()

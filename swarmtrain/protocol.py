@@ -200,6 +200,8 @@ class ProbeEnv(_EnvironmentMessage):
     """Addresses of the nodes on a network that cannot resolve their names, JSON; otherwise empty."""
     probe_port: int
     """Port that probes listen on, TCP and UDP."""
+    step_time_seconds: float
+    """About how long to measure training steps of the config's model on this node, in seconds; 0: not at all."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,8 @@ EVENT_NODE_PROBE = "probe"
 EVENT_LINK = "link"
 # node, and the results of swarmtrain.entrypoint.probe.collective_probe: torch, devices, seconds of an all-reduce, or error
 EVENT_COLLECTIVE = "collective"
+# node, and the results of swarmtrain.entrypoint.probe.step_time_probe: parameters, times of a step, or error
+EVENT_STEP_TIME = "step_time"
 # as posted: node, and the fields of swarmtrain.entrypoint.resource_usage; as printed: nodes: {node: …}, all nodes every few seconds
 EVENT_USAGE = "usage"
 # node, message, hint, is_hardware: whether the GPU is faulty, so that its node is quarantined; see swarmtrain.entrypoint.gpu_health

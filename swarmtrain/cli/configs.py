@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +16,13 @@ from swarmtrain.cli.options import (
     RunNameOption,
 )
 
+if TYPE_CHECKING:
+    from swarmtrain.plan import Plan
+
 _ACCEPTANCE_SECONDS = 600.0
 """Time limit of doctor --train: stages that would start later are skipped."""
+_STEP_TIME_SECONDS = 5.0
+"""For about how long doctor --step-times measures training steps on each node."""
 
 
 class DeviceChoice(StrEnum):
@@ -103,8 +108,8 @@ def estimate_memory(
     from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.errors import EXIT_ERROR
     from swarmtrain.launchers.planner import count_planned_ranks
-    from swarmtrain.view import memory
     from swarmtrain.view.console import show_progress
+    from swarmtrain.view.estimates import memory
     from swarmtrain.view.output import print_result
 
     config = load_config_file(config_file, overrides)
@@ -152,6 +157,10 @@ def check_cluster(
     overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
     run_name: RunNameOption = None,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Start a probe on every node for a few seconds.")] = True,
+    step_times: Annotated[
+        bool,
+        typer.Option("--step-times", help="Also measure training steps on every node, so that plan can estimate the time per step."),
+    ] = False,
     train: Annotated[
         bool, typer.Option("--train", help="Instead, train small and large models on this machine's GPU: correctness, speed. 10 minutes.")
     ] = False,
@@ -164,6 +173,8 @@ def check_cluster(
     """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
     if train:
         raise typer.Exit(_check_training(config_file, device, stages, as_json=json))
+    if step_times and (config_file is None or not probe):
+        raise typer.BadParameter("needs CONFIG and the probe", param_hint="--step-times")
     if stages or device is not DeviceChoice.auto:
         raise typer.BadParameter("needs --train", param_hint="--stage" if stages else "--device")
     from swarmtrain.cli.config_loading import load_config_file
@@ -185,9 +196,23 @@ def check_cluster(
             except PlanError as error:
                 report = examine_cluster_without_plan(error, report_progress, has_managers=config.runner.capabilities.has_managers)
             else:
-                report = examine_plan(create_launcher(config.runner.runner_type), run_plan, report_progress, probe=probe)
+                seconds = _check_step_times(run_plan) if step_times else 0.0
+                launcher = create_launcher(config.runner.runner_type)
+                report = examine_plan(launcher, run_plan, report_progress, probe=probe, step_time_seconds=seconds)
     print_result(report, as_json=json)
     raise typer.Exit(EXIT_ERROR if report.fatal_count else 0)
+
+
+def _check_step_times(plan: "Plan") -> float:
+    """Return for about how many seconds to measure training steps of `plan`. Raises SwarmtrainError if they cannot be measured."""
+    from swarmtrain.errors import SwarmtrainError
+    from swarmtrain.step_estimates import explain_unmeasurable_steps
+
+    if not plan.config.runner.capabilities.has_managers:
+        raise SwarmtrainError("needs a swarm: only there does doctor start a probe on the nodes", place="--step-times")
+    if reason := explain_unmeasurable_steps(plan):
+        raise SwarmtrainError(reason, place="--step-times", hint="run doctor without it")
+    return _STEP_TIME_SECONDS
 
 
 def _check_training(config_file: Path | None, device: DeviceChoice, stages: list[str], *, as_json: bool) -> int:

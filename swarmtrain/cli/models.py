@@ -66,7 +66,7 @@ def export_model(
     """Export a checkpoint to Hugging Face format: a folder with config.json and safetensors."""
     from swarmtrain.cli import model_paths
     from swarmtrain.launchers.common import trainer_subprocess
-    from swarmtrain.view import memory
+    from swarmtrain.view.estimates import memory
 
     shard_bytes = memory.parse_size(shard_size, "--shard-size")
     model_paths.check_tokenizer_file(tokenizer)

@@ -9,13 +9,15 @@ node_checks        checks on the nodes
 gpu_checks         checks on the nodes' GPUs
 link_checks        checks on the network links between the nodes
 subnet_check       check of the overlay network's subnet
+measurements       what the probes have measured, for the estimates of later plans
 report             the results of all checks
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from swarmtrain.doctor import (  # importing a module registers its checks
     capacity_checks,
@@ -27,11 +29,13 @@ from swarmtrain.doctor import (  # importing a module registers its checks
     subnet_check,  # noqa: F401
 )
 from swarmtrain.doctor.check_registry import CheckRegistry, EvidenceT
+from swarmtrain.doctor.measurements import build_measurement
 from swarmtrain.doctor.probe import run_probe
 from swarmtrain.doctor.report import CheckResult, DoctorReport
 from swarmtrain.errors import EngineError, NodesRefused, PlanError, StackError
 from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.swarm.machines.measurements import record_measurement
 from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
 from swarmtrain.plan import Plan
 
@@ -54,8 +58,12 @@ def examine_cluster_without_plan(error: PlanError, report_progress: ProgressRepo
     return DoctorReport((*report.check_results, CheckResult("plan", _PLAN_EXPECTATION, (finding,))))
 
 
-def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, probe: bool = True) -> DoctorReport:
+def examine_plan(
+    launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, probe: bool = True, step_time_seconds: float = 0.0
+) -> DoctorReport:
     """Run all checks for `plan`, some of whose nodes may be missing, and return the report.
+
+    `step_time_seconds`: about how long the probe measures training steps, in seconds; 0: not at all.
 
     The available nodes of a swarm are probed, unless the cheaper checks have a fatal finding that concerns more than one host. The probe
     is a separate run, which is removed after a few seconds. Raises SwarmtrainError.
@@ -73,7 +81,8 @@ def examine_plan(launcher: Launcher, plan: Plan, report_progress: ProgressReport
     is_blocked = any(finding.fatal and not finding.host for finding in findings)
     if is_blocked or snapshot is None or not probe or not usable_plan.available_nodes:
         return _build_report(usable_plan, check_results)
-    return _examine_nodes(launcher, usable_plan, snapshot, check_results, report_progress)
+    run_probes = partial(run_probe, launcher, report_progress=report_progress, step_time_seconds=step_time_seconds)
+    return _examine_nodes(run_probes, usable_plan, snapshot, check_results, report_progress)
 
 
 def _check_hosts(plan: Plan, snapshot: cluster_checks.ClusterSnapshot | None) -> CheckResult:
@@ -88,19 +97,22 @@ def _check_hosts(plan: Plan, snapshot: cluster_checks.ClusterSnapshot | None) ->
 
 
 def _examine_nodes(
-    launcher: Launcher,
+    run_probes: Callable[..., probe_results.ProbeResults],
     plan: Plan,
     snapshot: cluster_checks.ClusterSnapshot,
     check_results: list[CheckResult],
     report_progress: ProgressReporter,
 ) -> DoctorReport:
-    """Probe the available nodes of `plan`, and return the report on all checks. Nodes that do not start are excluded, and reported."""
+    """Probe the available nodes of `plan` by `run_probes`, and return the report on all checks.
+
+    Nodes that do not start are excluded, and reported.
+    """
     reserve_gpus = not capacity_checks.needs_to_wait_for_gpus(snapshot)
     refusals: list[Finding] = []
     results = None
     while results is None and plan.available_nodes:
         try:
-            results = run_probe(launcher, plan, report_progress, reserve_gpus=reserve_gpus)
+            results = run_probes(plan, reserve_gpus=reserve_gpus)
         except NodesRefused as error:
             why = "the job's own container would not start there either"
             refusals += [Finding(f"node {host}", reason, hint, why=why, host=host) for host, (reason, hint) in error.reasons.items()]
@@ -119,19 +131,23 @@ def _examine_nodes(
         machine_addresses={cluster_checks.get_host_name(node): cluster_checks.get_machine_address(node) for node in snapshot.nodes},
         swarm_subnets=snapshot.swarm_subnets,
     )
-    _record_gpus(snapshot, results, report_progress)
+    _store_results(snapshot, results, report_progress)
     return _build_report(plan, [*check_results, *_run_checks(probe_results.CHECKS, results)], results)
 
 
-def _record_gpus(snapshot: cluster_checks.ClusterSnapshot, results: probe_results.ProbeResults, report_progress: ProgressReporter) -> None:
-    """Store the GPUs of the probed machines in the swarm, for later plans. If that fails, report it."""
+def _store_results(
+    snapshot: cluster_checks.ClusterSnapshot, results: probe_results.ProbeResults, report_progress: ProgressReporter
+) -> None:
+    """Store the GPUs and the measured times of the probed machines in the swarm, for later plans. If that fails, report it."""
     gpus_by_node_id = {
         node["ID"]: gpus for node, planned in snapshot.planned_nodes if (gpus := gpu_checks.list_probed_gpus(results, planned)) is not None
     }
     try:
         record_gpus(DockerEngine(), gpus_by_node_id)
+        if not results.failure_reason:
+            record_measurement(DockerEngine(), build_measurement(results))
     except EngineError as error:
-        report_progress(f"the GPUs that the probe has found are not stored for later plans: {error}")
+        report_progress(f"what the probe has found is not stored for later plans: {error}")
 
 
 def _build_report(plan: Plan, check_results: list[CheckResult], results: probe_results.ProbeResults | None = None) -> DoctorReport:

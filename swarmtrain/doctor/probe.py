@@ -17,17 +17,26 @@ from swarmtrain.plan import Plan, build_probe_run_name
 from swarmtrain.protocol import Event
 
 _TIMEOUT_SECONDS = 300.0
+_STEP_TIME_TIMEOUT_SECONDS = 300.0
 
 
-def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, reserve_gpus: bool = True) -> ProbeResults:
+def run_probe(
+    launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, reserve_gpus: bool = True, step_time_seconds: float = 0.0
+) -> ProbeResults:
     """Probe the available nodes of `plan` and return the results. The probe is always removed afterwards.
+
+    `step_time_seconds`: about how long to measure training steps on each node, in seconds; 0: not at all.
 
     If `reserve_gpus` is False because another run holds the GPUs, the probe sees the GPUs but reserves none, and does not wait. Raises
     NodesRefused if a machine refuses to start its node, and StackError if the probe cannot be started for another reason.
     """
     plan = replace(plan, nodes=plan.available_nodes, missing_nodes=())
     probe = replace(
-        plan, run=build_probe_run_name(plan.run), is_probe=True, config=plan.config if reserve_gpus else _drop_gpu_reservation(plan.config)
+        plan,
+        run=build_probe_run_name(plan.run),
+        is_probe=True,
+        step_time_seconds=step_time_seconds,
+        config=plan.config if reserve_gpus else _drop_gpu_reservation(plan.config),
     )
     # The outcome of a probe is nothing to notify about.
     probe = replace(
@@ -43,7 +52,7 @@ def run_probe(launcher: Launcher, plan: Plan, report_progress: ProgressReporter,
     report_progress(f"probing {len(plan.nodes)} nodes, as run {probe.run}")
     try:
         launcher.deploy_run(probe, report_progress)
-        return _collect_probe_results(launcher, plan, probe.run, report_progress)
+        return _collect_probe_results(launcher, plan, probe, report_progress)
     finally:
         with contextlib.suppress(RunNotFound):  # if the probe failed to start, it has already been removed
             launcher.tear_down_run(probe.run, lambda _: None)
@@ -61,12 +70,13 @@ def _drop_subnet(config: Config) -> Config:
     return config.model_copy(update={"runner": config.runner.model_copy(update={"swarm": swarm})})
 
 
-def _collect_probe_results(launcher: Launcher, plan: Plan, probe_run: str, report_progress: ProgressReporter) -> ProbeResults:
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
+def _collect_probe_results(launcher: Launcher, plan: Plan, probe: Plan, report_progress: ProgressReporter) -> ProbeResults:
+    deadline = time.monotonic() + _TIMEOUT_SECONDS + (_STEP_TIME_TIMEOUT_SECONDS if probe.step_time_seconds else 0.0)
+    last_kind = protocol.EVENT_STEP_TIME if probe.step_time_seconds else protocol.EVENT_COLLECTIVE
     events: list[Event] = []
     service_states: dict[str, str] = {}
     failure_reason = ""
-    for update in launcher.watch_run(probe_run):
+    for update in launcher.watch_run(probe.run):
         if isinstance(update, Event):
             events.append(update)
             if update.kind == protocol.EVENT_OUTCOME and update.data["status"] != "done":
@@ -75,10 +85,8 @@ def _collect_probe_results(launcher: Launcher, plan: Plan, probe_run: str, repor
                 report_progress(line)
         elif isinstance(update, TaskState):
             service_states[update.node] = f"{update.state}: {update.reason}" if update.reason else update.state
-        if (
-            _index_event_data_by_node(events, protocol.EVENT_COLLECTIVE).keys() >= {node.name for node in plan.nodes}
-            or time.monotonic() > deadline
-        ):
+        is_complete = _index_event_data_by_node(events, last_kind).keys() >= {node.name for node in plan.nodes}
+        if is_complete or time.monotonic() > deadline:
             break
     links = tuple(event.data for event in events if event.kind == protocol.EVENT_LINK)
     return ProbeResults(
@@ -88,6 +96,7 @@ def _collect_probe_results(launcher: Launcher, plan: Plan, probe_run: str, repor
         _index_event_data_by_node(events, protocol.EVENT_COLLECTIVE),
         failure_reason,
         service_states,
+        _index_event_data_by_node(events, protocol.EVENT_STEP_TIME),
     )
 
 
@@ -103,4 +112,6 @@ def _format_progress(event: Event) -> str:
             return f"{event.data['a']} and {event.data['b']} have measured their link"
         case protocol.EVENT_COLLECTIVE:
             return f"{event.data['node']} has completed the all-reduce"
+        case protocol.EVENT_STEP_TIME:
+            return f"{event.data['node']} has measured its training steps"
     return ""

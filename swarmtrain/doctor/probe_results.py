@@ -24,6 +24,8 @@ class ProbeResults:
     """Why the probe was aborted; empty if it was completed."""
     service_states: Mapping[str, str] = field(default_factory=dict)
     """The final state of each node's service, as reported by the launcher."""
+    step_times: Mapping[str, NodeFacts] = field(default_factory=dict)
+    """Results of swarmtrain.entrypoint.probe.step_time_probe; empty if they were not requested."""
     image: str = ""
     """The job's image with the digest from its registry at the start of the probe."""
     machine_addresses: Mapping[str, str] = field(default_factory=dict)
@@ -40,6 +42,12 @@ class ProbeResults:
         """Return a text with the node name `name` and the host name of the node's machine."""
         host = next((node.host for node in self.plan.nodes if node.name == name), "")
         return f"{name} on {host}"
+
+
+def find_all_reduce_timings(results: ProbeResults, backend: str) -> NodeFacts | None:
+    """Return the all-reduce timings over `backend` of the node that took longest; None if there are none."""
+    timings = [facts[backend] for facts in results.collective_results.values() if backend in facts]
+    return max(timings, key=lambda each: float(each["large_seconds"]), default=None)
 
 
 CHECKS: CheckRegistry[ProbeResults] = CheckRegistry()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swarmtrain.doctor.probe_results import ProbeResults, format_bandwidth
+from swarmtrain.doctor.probe_results import ProbeResults, find_all_reduce_timings, format_bandwidth
 from swarmtrain.launchers.base import Finding
 
 
@@ -84,11 +84,23 @@ def _format_measurements(results: ProbeResults) -> Iterator[str]:
     yield from _format_nodes(results)
     yield from _format_link_matrix(results)
     for backend in ("gloo", "nccl"):
-        timings = [facts[backend] for facts in results.collective_results.values() if backend in facts]
-        if timings:
-            slowest = max(timings, key=lambda one: float(one["seconds"]))
-            size, seconds = slowest["bytes"] / (1 << 20), slowest["seconds"]
-            yield f"\nall-reduce of {size:g} MiB on {len(timings)} nodes by {backend}: {seconds * 1e3:.1f} ms"
+        if timings := find_all_reduce_timings(results, backend):
+            sizes = {timings[f"{prefix}bytes"] / (1 << 20): timings[f"{prefix}seconds"] * 1e3 for prefix in ("", "large_")}
+            text = ", ".join(f"of {size:g} MiB {milliseconds:.1f} ms" for size, milliseconds in sizes.items())
+            yield f"\nall-reduce by {backend} on {len(results.collective_results)} nodes: {text}"
+    yield from _format_step_times(results)
+
+
+def _format_step_times(results: ProbeResults) -> Iterator[str]:
+    if results.step_times:
+        yield "\ntraining steps of one rank, while all ranks of its node train, without communication:"
+        rows = [("", "micro batch", "rest of a step")]
+        for name, times in sorted(results.step_times.items()):
+            if "error" in times:
+                rows.append((name, str(times["error"]), ""))
+            else:
+                rows.append((name, f"{times['micro_batch_seconds']:.3g} s", f"{times['step_seconds']:.3g} s"))
+        yield from _format_table(rows)
 
 
 def _format_nodes(results: ProbeResults) -> Iterator[str]:

@@ -25,8 +25,10 @@ from swarmtrain.launchers.run_discovery import find_recorded_run_of, find_run
 from swarmtrain.operations.confirmation import confirm_change
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import Event, RunOutcome
+from swarmtrain.step_estimates import StepEstimates, estimate_steps
 from swarmtrain.view.console import print_message, show_finding, show_progress
 from swarmtrain.view.deploy_diff import list_differences
+from swarmtrain.view.estimates.step_time import build_estimate_records, format_estimates
 from swarmtrain.view.formatting import format_count, remove_control_characters
 from swarmtrain.view.output import print_json, print_result
 from swarmtrain.view.run_state import diagnose_live_run, summarize_past_run
@@ -45,8 +47,11 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
 
     Raises StackError if the run's current state does not allow these changes.
     """
+    estimates = _estimate_steps(plan)
     if not as_json:
         print_result(plan, as_json=False)
+        for line in format_estimates(estimates) if estimates else ():
+            print_message(f"  {line}")
     is_up = plan.run in launcher.list_runs()
     identity = launcher.read_identity(plan.run) if is_up else None
     changes, blocker = _compute_deploy_changes(launcher, plan) if is_up else ([], None)
@@ -54,7 +59,14 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
     if as_json:
         owner = identity.owner if identity else None
         print_json(
-            {**plan.to_dict(), "up": is_up, "owner": owner, "differences": difference_lines, "changes": [str(change) for change in changes]}
+            {
+                **plan.to_dict(),
+                "step_estimates": build_estimate_records(estimates) if estimates else None,
+                "up": is_up,
+                "owner": owner,
+                "differences": difference_lines,
+                "changes": [str(change) for change in changes],
+            }
         )
     elif identity:
         owner = "" if identity.is_own else f", the run of {identity.owner_text}"
@@ -65,6 +77,16 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
             print_message(f"  - {change}")
     if blocker:
         raise blocker
+
+
+def _estimate_steps(plan: Plan) -> StepEstimates | None:
+    """Return the estimated times per step of `plan`; None unless it is for a swarm, in which doctor's measurements are kept."""
+    if not plan.config.runner.capabilities.has_managers:
+        return None
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+    from swarmtrain.launchers.swarm.machines.measurements import read_measurements
+
+    return estimate_steps(plan, read_measurements(DockerEngine()))
 
 
 def _compute_deploy_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:

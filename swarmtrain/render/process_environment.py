@@ -99,7 +99,7 @@ def _build_flight_recorder_env(plan: Plan, layout: NodeLayout) -> dict[str, str]
 
 def _build_probe_env(plan: Plan, layout: NodeLayout) -> ProbeEnv:
     addresses = {node.name: node.address or node.host for node in plan.nodes} if plan.config.runner.swarm.is_on_host_network else {}
-    return ProbeEnv(tuple(node.name for node in plan.nodes), addresses, layout.coordinator_port + 1)
+    return ProbeEnv(tuple(node.name for node in plan.nodes), addresses, layout.coordinator_port + 1, plan.step_time_seconds)
 
 
 def build_coordinator_env(plan: Plan, layout: NodeLayout, run_id: str = "") -> dict[str, str]:

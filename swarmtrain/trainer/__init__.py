@@ -7,6 +7,7 @@ objectives      training objectives: next-token prediction, preference tuning (D
 parallel        one device mesh; tensor, context and pipeline parallelism within a replica, data parallelism between replicas
 optim           AdamW, SGD, Muon, parameter groups, learning rate schedules, gradient clipping
 memory          estimates of each rank's memory, without a cluster
+speed           measure the speed of a config on this machine
 loop            train_model(): steps, validation, checkpoints, graceful exit
 checkpoint      checkpoints: written in the background, restored in any topology
 metrics         log lines, events, metric sinks

@@ -8,6 +8,7 @@ export, sample, embed, evaluate
 acceptance  started by `swarmtrain doctor --train`: reads its request as JSON from standard input
 memory      started by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
             the response to standard output as JSON, {"error": …} on failure
+step-time   the same, started by the probe of `swarmtrain doctor --step-times` on each node
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
     return response
 
 
+def measure_step_time(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of a training step: see swarmtrain.trainer.speed.step_time."""
+    from swarmtrain.trainer.speed import step_time
+
+    return step_time.measure_step_time(request)
+
+
 _COMMAND_MODULES = {
     "acceptance": "swarmtrain.trainer.acceptance.command",
     "export": "swarmtrain.trainer.export.command",
@@ -47,7 +55,7 @@ _COMMAND_MODULES = {
     "embed": "swarmtrain.trainer.inference.embeddings",
     "evaluate": "swarmtrain.trainer.inference.evaluation",
 }
-REQUEST_HANDLERS = {"memory": estimate_memory}
+REQUEST_HANDLERS = {"memory": estimate_memory, "step-time": measure_step_time}
 
 
 @handle_cli_errors
@@ -55,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command that `argv` names, and return its exit code."""
     command_name, arguments = (argv[0], argv[1:]) if argv else ("", argv)
     if command_name == "bench":
-        from swarmtrain.trainer import bench
+        from swarmtrain.trainer.speed import bench
 
         return bench.main(arguments)
     if command_name == "data":

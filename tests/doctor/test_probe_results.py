@@ -87,7 +87,7 @@ def build_link(a: str, b: str, **changes: Any) -> dict[str, Any]:
 
 
 def build_collective_result(**changes: Any) -> dict[str, Any]:
-    gloo = {"setup_seconds": 0.1, "seconds": 0.02, "bytes": 4.0 * (1 << 20)}
+    gloo = {"setup_seconds": 0.1, "seconds": 0.02, "bytes": 4.0 * (1 << 20), "large_seconds": 0.06, "large_bytes": 16.0 * (1 << 20)}
     return {"torch": "2.13.0", "cuda": None, "devices": 0, "gloo": gloo, **changes}
 
 
@@ -376,7 +376,7 @@ def test_the_report_shows_findings_first_to_last_and_the_links_as_a_matrix() -> 
     assert [row[0] for row in rows] == [*NODES, *NODES]
     assert rows[0][1:5] == ["gpu-0", "10.0.1.4", "eth0", "1450"]
     assert rows[4][-1] == "no"
-    assert "all-reduce of 4 MiB on 3 nodes by gloo: 20.0 ms" in text
+    assert "all-reduce by gloo on 3 nodes: of 4 MiB 20.0 ms, of 16 MiB 60.0 ms" in text
     assert text.endswith("checks: 1 fatal, 0 warnings")
     values = DoctorReport(answers, results).to_dict()
     assert values["ok"] is False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarmtrain.view.memory import MemoryEstimate
+from swarmtrain.view.estimates.memory import MemoryEstimate
 
 GIB = 2**30
 RANKS: list[dict[str, Any]] = [

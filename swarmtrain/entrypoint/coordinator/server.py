@@ -158,7 +158,7 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
         return self._coordinator.register_node(node) if op == "join" else self._coordinator.record_heartbeat(node)
 
     def _learn_from_supervisor(self, request: dict[str, Any]) -> None:
-        """Learn what an earlier coordinator, which was lost, told this supervisor: its notifications, and then the outcome.
+        """Learn what an earlier coordinator, which was lost, sent to this supervisor: its notifications, and then the outcome.
 
         In this order: the outcome is not notified a second time.
         """

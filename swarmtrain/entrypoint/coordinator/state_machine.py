@@ -169,7 +169,7 @@ class Coordinator:
         return self.supervisor_response
 
     def adopt_outcome(self, outcome: RunOutcome) -> None:
-        """Adopt the outcome that an earlier coordinator, which was lost, told a node; the nodes that know it train no further."""
+        """Adopt the outcome that an earlier coordinator, which was lost, sent to a node; the nodes that know it train no further."""
         self._set_outcome(outcome)
 
     def handle_event(self, event: Event) -> EventResponse:

@@ -1,8 +1,8 @@
 """Probe of the first collective: import torch, connect all nodes through the store, and run an all-reduce.
 
 One process per node. It prints a line when torch is imported, then reads one JSON line from standard input: variables to add to its
-environment, and link errors of this node. It then prints one JSON line: versions, devices, and for each backend the duration
-of an all-reduce in seconds, or an error. If any node has a link error, none runs the all-reduce: it would only hang.
+environment, and link errors of this node. It then prints one JSON line: versions, devices, and for each backend the durations
+of all-reduces in seconds, or an error. If any node has a link error, none runs the all-reduce: it would only hang.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _SOURCE_LOCATION_PATTERN = re.compile(r"^\[\S+\] ")  # prefix of torch's error messages that names a source line
 _ELEMENT_COUNT = 1 << 20
 _REPETITIONS = 5
+_MAX_ELEMENT_COUNT, _LARGE_SECONDS, _LARGE_REPETITIONS = 1 << 24, 0.5, 3
+"""A second, larger all-reduce shows the bandwidth without the latency: as large as takes about this long."""
 _GROUP_TIMEOUT = timedelta(seconds=40)
 
 
@@ -80,10 +82,10 @@ def _exchange_link_errors(store: Store, rank: int, world_size: int, link_errors:
 
 
 def _measure_backend(backend: str, store: Store, rank: int, world_size: int) -> dict[str, float]:
-    """Return setup_seconds, seconds and bytes of an all-reduce over `backend`.
+    """Return setup_seconds, seconds and bytes of an all-reduce over `backend`, and large_seconds and large_bytes of a larger one.
 
     `setup_seconds`: time to initialize the process group and run a first all-reduce. `seconds`: median time of further all-reduces.
-    `bytes`: size of the reduced tensor.
+    `bytes`: size of the reduced tensor. On a slow network, both all-reduces have the same size.
     """
     import torch.distributed as dist
 
@@ -104,13 +106,26 @@ def _time_all_reduce(backend: str, store: Store, rank: int, world_size: int) -> 
 
     started_at = time.monotonic()
     dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
-    tensor = torch.ones(_ELEMENT_COUNT, device="cuda" if backend == "nccl" else "cpu")
-    dist.all_reduce(tensor)
-    setup_seconds, times = time.monotonic() - started_at, []
-    for _ in range(_REPETITIONS):
-        started_at = time.monotonic()
-        dist.all_reduce(tensor)
-        if backend == "nccl":
-            torch.cuda.synchronize()
-        times.append(time.monotonic() - started_at)
-    return {"setup_seconds": setup_seconds, "seconds": statistics.median(times), "bytes": float(4 * _ELEMENT_COUNT)}
+    device = "cuda" if backend == "nccl" else "cpu"
+
+    def measure(element_count: int, repetitions: int) -> float:
+        tensor, times = torch.ones(element_count, device=device), []
+        for _ in range(repetitions):
+            started_at = time.monotonic()
+            dist.all_reduce(tensor)
+            if backend == "nccl":
+                torch.cuda.synchronize()
+            times.append(time.monotonic() - started_at)
+        slowest = torch.tensor([statistics.median(times)], device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must choose the same size next
+        return float(slowest.item())
+
+    measure(_ELEMENT_COUNT, 1)
+    setup_seconds = time.monotonic() - started_at
+    seconds, count = measure(_ELEMENT_COUNT, _REPETITIONS), _ELEMENT_COUNT
+    large_seconds = seconds
+    while count < _MAX_ELEMENT_COUNT and 2 * large_seconds < _LARGE_SECONDS:
+        count *= 2
+        large_seconds = measure(count, _LARGE_REPETITIONS)
+    sizes = {"bytes": 4.0 * _ELEMENT_COUNT, "large_bytes": 4.0 * count}
+    return {"setup_seconds": setup_seconds, "seconds": seconds, "large_seconds": large_seconds, **sizes}

@@ -1,7 +1,7 @@
 """The probe role: checks from inside the job's container what the node provides for the job, and how the node reaches its peers.
 
 Posts its results to the coordinator: a `probe` event for the node, a `link` event for each pair in which this node comes first, and a
-`collective` event for the first collective of all nodes. Then exits with 0. Standard library only.
+`collective` event for the first collective of all nodes; on request, a `step_time` event. Then exits with 0. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,9 +33,19 @@ from swarmtrain.entrypoint.network_interface import Route, choose_route
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.probe.container_network import read_connected_networks, read_machine_resolvers
 from swarmtrain.entrypoint.probe.link_probe import LinkProber, schedule_node_pairs
+from swarmtrain.entrypoint.probe.step_time_probe import measure_step_times
 from swarmtrain.errors import EXIT_OK, CoordinatorError
 from swarmtrain.process import start_process
-from swarmtrain.protocol import EVENT_COLLECTIVE, EVENT_LINK, EVENT_NODE_PROBE, EVENT_WORLD_FORMED, Event, NodeEnv, ProbeEnv
+from swarmtrain.protocol import (
+    EVENT_COLLECTIVE,
+    EVENT_LINK,
+    EVENT_NODE_PROBE,
+    EVENT_STEP_TIME,
+    EVENT_WORLD_FORMED,
+    Event,
+    NodeEnv,
+    ProbeEnv,
+)
 
 _COORDINATOR_TIMEOUT_SECONDS = 600.0
 _PEERS_TIMEOUT_SECONDS = 60.0
@@ -95,6 +105,8 @@ def main() -> int:
                 {"node": env.node, **collective.run_collective(route.build_interface_environment(os.environ), link_errors)},
             )
         )
+        if probe_env.step_time_seconds:
+            coordinator.post_event(Event(EVENT_STEP_TIME, {"node": env.node, **measure_step_times(env, probe_env.step_time_seconds)}))
     coordinator.report_node_exit(env.node, EXIT_OK)
     return EXIT_OK
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from swarmtrain.config import Config
-from swarmtrain.trainer.bench import open_or_generate_data
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.model.transformer import Transformer
@@ -20,6 +19,7 @@ from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime, start_runtime
+from swarmtrain.trainer.speed.bench import open_or_generate_data
 from swarmtrain.trainer.step import StepResult, train_step
 
 Sections = Mapping[str, Mapping[str, Any]]

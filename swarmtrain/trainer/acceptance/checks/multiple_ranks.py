@@ -149,7 +149,7 @@ def _measure_speed(ranks: int) -> Iterator[Row]:
 
 def measure(sections: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the tokens per second of all ranks together."""
-    from swarmtrain.trainer.bench import run_benchmark
+    from swarmtrain.trainer.speed.bench import run_benchmark
 
     with open_session(build_config(sections)) as session:
         results = run_benchmark(session.runtime, session.model, session.optimizer, session.data, steps=_SPEED_STEPS, warmup_steps=3)

@@ -14,8 +14,8 @@ from swarmtrain.trainer.acceptance.rows import Outcome, Row
 from swarmtrain.trainer.acceptance.session import Sections, build_config, free_device_memory, open_session
 from swarmtrain.trainer.acceptance.stages import StageContext
 from swarmtrain.trainer.acceptance.worker import run_items_in_workers, run_worker
-from swarmtrain.trainer.bench import run_benchmark
 from swarmtrain.trainer.metrics import flops
+from swarmtrain.trainer.speed.bench import run_benchmark
 
 _STEPS, _WARMUP_STEPS = 12, 5
 _MFU_GOAL, _RATIO_GOAL = 0.5, 0.98

@@ -1,0 +1,1 @@
+"""Estimates for a run that has not started: its memory, and its time per step."""

@@ -1,0 +1,154 @@
+"""Estimates of the time per step: formulas, and the choice among what doctor has measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from swarmtrain.cargo import Cargo
+from swarmtrain.config import Config
+from swarmtrain.inventory import build_offline_inventory
+from swarmtrain.plan import Plan, build_plan
+from swarmtrain.step_estimates import (
+    AllReduceTime,
+    ClusterMeasurement,
+    ModelStepTimes,
+    RankStepTime,
+    StepEstimates,
+    compute_step_digest,
+    estimate_steps,
+    parse_measurement,
+)
+from swarmtrain.view.estimates.step_time import build_estimate_records, format_estimates
+
+ARCHITECTURE = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 64}
+PARAMETERS = 1_000_000
+RATE = 10e6
+"""Bytes per second: with two nodes, an all-reduce of 4 MB takes 0.4 s."""
+
+
+def build_run(hosts: int = 2, slots: int = 1, **sections: Any) -> Plan:
+    entries = [f"host{number} slots={slots}" for number in range(hosts)]
+    values: dict[str, Any] = {
+        "runner": {"hosts": entries, "script": "training_code.py"},
+        "transformer_architecture": ARCHITECTURE,
+        "topology": {"global_batch_size": 16, "micro_batch_size": 2},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    config = Config.from_json(json.dumps(values))
+    inventory = build_offline_inventory(config.runner.host_entries)
+    return build_plan(config, inventory, Cargo(()), run="r")
+
+
+def measure(plan: Plan, *, at: float = 1000.0, on_gpus: bool = False, speeds: tuple[float, ...] = (0.1, 0.1, 0.1)) -> ClusterMeasurement:
+    hosts = tuple(node.host for node in plan.nodes)
+    times = {host: RankStepTime(seconds, 0.05) for host, seconds in zip(hosts, speeds, strict=False)}
+    steps = ModelStepTimes(compute_step_digest(plan.config), PARAMETERS, times)
+    all_reduce = AllReduceTime(len(hosts), 0.0, RATE, on_gpus) if len(hosts) > 1 else None
+    links = {(hosts[0], hosts[1]): 2 * RATE} if len(hosts) > 1 else {}
+    return ClusterMeasurement(at, hosts, all_reduce, links, steps)
+
+
+def estimate(plan: Plan, **options: Any) -> dict[str, float]:
+    return {row.name: row.seconds for row in estimate_steps(plan, [measure(plan, **options)]).rows}
+
+
+def test_the_formulas() -> None:
+    """Eight micro batches on two ranks: 4 × 0.1 s + 0.05 s, and all-reduces of 8 MB (0.8 s) and of 4 MB (0.4 s)."""
+    plan = build_run()
+    assert estimate(plan) == pytest.approx({"ddp": 0.45 + 0.8, "zero": 0.45 + 0.6, "fsdp": 0.45 + 4 * 0.8, "one node": 0.85})
+    assert estimate_steps(plan, [measure(plan)]).exact_sum_seconds == pytest.approx(0.4)
+    small = build_run(topology={"global_batch_size": 4})
+    assert estimate(small)["ddp"] == pytest.approx(0.15 + 0.4), "a sum of two gradients needs no float64"
+    half = build_run(transformer_architecture={"precision": "bfloat16"})
+    assert estimate(half) == pytest.approx({"ddp": 0.45 + 0.4, "zero": 0.45 + 0.3, "fsdp": 0.45 + 4 * 0.4, "one node": 0.85})
+    assert estimate_steps(half, [measure(half)]).exact_sum_seconds == 0.0
+
+
+def test_the_slowest_rank_decides_and_the_fastest_node_is_the_one_that_is_left() -> None:
+    estimates = estimate(build_run(), speeds=(0.1, 0.3))
+    assert estimates["ddp"] == pytest.approx(4 * 0.3 + 0.05 + 0.8)
+    assert estimates["one node"] == pytest.approx(0.85)
+
+
+def test_more_ranks_on_a_node_compute_less_and_send_more() -> None:
+    """A ring of four ranks sends 2 × 3/4 of the bytes over the link of each node, a ring of two ranks 2 × 1/2."""
+    assert estimate(build_run(slots=2)) == pytest.approx(
+        {"ddp": 0.25 + 1.5 * 0.8, "zero": 0.25 + 1.5 * 0.6, "fsdp": 0.25 + 2 * 1.5 * 0.8, "one node": 0.45}
+    )
+
+
+def test_gpus_hide_communication_behind_the_last_backward_pass() -> None:
+    assert estimate(build_run(), on_gpus=True)["ddp"] == pytest.approx(0.45 + 0.8 - 2 / 3 * 0.1)
+    assert estimate(build_run(transformer_architecture={"precision": "bfloat16"}), on_gpus=True, speeds=(1.0, 1.0))["ddp"] == pytest.approx(
+        4.05
+    )
+
+
+def test_one_node_needs_no_links() -> None:
+    assert estimate(build_run(hosts=1)) == pytest.approx({"ddp": 0.85, "zero": 0.85, "fsdp": 0.85})
+
+
+def test_the_configured_way_comes_first_and_a_clearly_faster_one_is_recommended() -> None:
+    for sections, name in (
+        ({}, "ddp"),
+        ({"optimizer": {"zero": True}}, "zero"),
+        ({"topology": {"data_parallel_type": "fsdp"}}, "fsdp"),
+        ({"topology": {"data_parallel_type": "hsdp", "data_parallel_shard_size": 1}}, "hsdp"),
+    ):
+        plan = build_run(**sections)
+        estimates = estimate_steps(plan, [measure(plan)])
+        assert estimates.rows[0].name == name
+        assert not estimates.rows[0].settings
+        assert all(row.settings for row in estimates.rows[1:])
+        assert estimates.recommended is not None
+        assert estimates.recommended.name == "one node"
+    fast = build_run()
+    assert estimate_steps(fast, [measure(fast, speeds=(9.0, 9.0))]).recommended is None, "zero would save 1 %"
+
+
+def test_the_newest_measurement_that_has_what_is_needed_is_used() -> None:
+    plan, other = build_run(), build_run(transformer_architecture={"num_layers": 3})
+    old, new = measure(plan, at=1.0), measure(other, at=2.0)
+    assert estimate_steps(plan, [old, new]).step_times_at == 1.0
+    assert estimate_steps(plan, [old, new]).links_at == 2.0, "the links do not depend on the model"
+    assert "step times of this model" in estimate_steps(plan, [new]).missing_reason
+    assert "step times" in estimate_steps(build_run(hosts=3), [old]).missing_reason
+    assert "step times" in estimate_steps(plan, []).missing_reason
+    lone = measure(build_run(hosts=1), at=3.0)
+    without_links = ClusterMeasurement(3.0, old.hosts, None, {}, old.step_times)
+    assert "links" in estimate_steps(plan, [lone, without_links]).missing_reason
+
+
+def test_what_is_not_measured_is_explained() -> None:
+    sharded = build_run(hosts=4, topology={"model_parallel_size": 2})
+    assert "replicas of several ranks" in estimate_steps(sharded, [measure(sharded)]).missing_reason
+
+
+def test_measurements_survive_storage_and_a_malformed_one_is_an_error() -> None:
+    measurement = measure(build_run())
+    assert parse_measurement(json.loads(json.dumps(measurement.to_dict()))) == measurement
+    for change in ({"hosts": None}, {"links": [[0, 9, 1.0]]}, {"all_reduce": {"rate": 1}}, {"step_times": {"digest": 1}}):
+        with pytest.raises((KeyError, TypeError, ValueError, IndexError)):
+            parse_measurement({**measurement.to_dict(), **change})
+
+
+def test_the_lines_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmtrain.view.estimates.step_time.time.time", lambda: 1120.0)
+    plan = build_run()
+    estimates = estimate_steps(plan, [measure(plan)])
+    assert list(format_estimates(estimates)) == [
+        "time per step, estimated from what doctor measured 2 min 00 s ago:",
+        "  ddp       1.25 s, of which 800 ms network (400 ms of it for exact sums); as configured",
+        "  zero      1.05 s, of which 600 ms network",
+        "  fsdp      3.65 s, of which 3.2 s network",
+        "  one node  850 ms",
+        "  one node would be fastest: -o runner.nodes=1",
+    ]
+    assert list(format_estimates(StepEstimates(missing_reason="because"))) == []
+    records = build_estimate_records(estimates)
+    assert records["recommended"] == "one node"
+    assert json.loads(json.dumps(records)) == records
