@@ -255,16 +255,7 @@ def test_surviving_ranks_save_with_compressed_gradients(small_run: Any, tmp_path
     assert trained.count_lost_steps({ranks[victim]}) == [0]
     saved = small_run.read_events("checkpoint")[0].data
     assert len(saved["surviving_ranks"]) == 1
-    argv = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "4",
-        "--master-port",
-        str(find_free_port()),
-        "training_code.py",
-    ]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "training_code.py"]
     environment = {"SWARMTRAIN_CONFIG": str(write_config(tmp_path, {"gradient_compression": mode, **settings})), "OMP_NUM_THREADS": "1"}
     process.run_command(argv, cwd=ROOT, env=environment)
     lines = (tmp_path / "audit" / "world-000001-rank-0000.jsonl").read_text().splitlines()
