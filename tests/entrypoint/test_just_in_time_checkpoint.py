@@ -246,7 +246,7 @@ def test_a_sharded_model_is_saved_by_parts_of_several_replicas(small_run: Any, u
 @pytest.mark.parametrize("mode", ["bf16", "powersgd"])
 def test_surviving_ranks_save_with_compressed_gradients(small_run: Any, tmp_path: Path, mode: str) -> None:
     """Losses depend on the number of ranks then, so they are compared with those of four undisturbed ranks."""
-    settings = {"powersgd_config": {"start_step": 4, "matrix_approximation_rank": 2}} if mode == "powersgd" else {}
+    settings = {"powersgd": {"start_step": 4, "matrix_approximation_rank": 2}} if mode == "powersgd" else {}
     trained = TrainingRun(small_run, gradient_compression=mode, **settings)
     trained.wait_for_steps(1)
     ranks, victim = trained.ranks(), small_run.find_ranks(1)[0]

@@ -25,7 +25,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.fields.gradient_compression import PowerSgdConfig
 from swarmtrain.trainer.parallel.gradient_compression import powersgd
 
-POWERSGD = {"gradient_compression": "powersgd", "powersgd_config": {"matrix_approximation_rank": 2, "start_step": 3}}
+POWERSGD = {"gradient_compression": "powersgd", "powersgd": {"matrix_approximation_rank": 2, "start_step": 3}}
 BF16 = {"gradient_compression": "bf16"}
 RESET = "the error feedback of gradient compression is reset"
 
@@ -53,7 +53,7 @@ def test_bf16_rounds_the_sums_of_each_replica_and_their_total(
 @pytest.mark.parametrize(("ranks", "precision"), [(3, "float32"), (2, "bfloat16")])
 def test_powersgd_sums_projections_and_keeps_what_they_miss(tmp_path: Path, config: dict[str, Any], ranks: int, precision: str) -> None:
     """With the same projection in each replica; vectors are summed exactly, and all are clipped by the norm of the approximation."""
-    settings = {**POWERSGD, "powersgd_config": {"matrix_approximation_rank": 2, "start_step": 0}, "global_batch_size": 8}
+    settings = {**POWERSGD, "powersgd": {"matrix_approximation_rank": 2, "start_step": 0}, "global_batch_size": 8}
     check_gradients(tmp_path, merge_config(config, topology=settings, transformer_architecture={"precision": precision}), ranks)
 
 
@@ -175,7 +175,7 @@ def test_bf16_sends_half_the_bytes_of_float32_sums_and_a_quarter_of_float64_sums
 
 
 def test_powersgd_sends_the_factors_of_matrices_and_the_vectors() -> None:
-    settings = {"gradient_compression": "powersgd", "powersgd_config": {"matrix_approximation_rank": 4, "start_step": 0}}
+    settings = {"gradient_compression": "powersgd", "powersgd": {"matrix_approximation_rank": 4, "start_step": 0}}
     sent = count_sent_bytes(settings, "float32", 2, 2)
     matrices = [(512, 64), *[(64, 64)] * 8, *[(256, 64), (64, 256)] * 2]
     factors, vectors = sum(4 * (rows + columns) for rows, columns in matrices), 5 * 64

@@ -203,8 +203,8 @@ def test_overrides_are_reported_like_the_rest() -> None:
             "topology.reduce_every_micro_batch: does not support pipeline parallelism, which reduces gradients once per step",
         ),
         (
-            {"powersgd_config": {}, "gradient_compression": "bf16", "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.powersgd_config: requires gradient_compression: powersgd, but it is bf16",
+            {"powersgd": {"start_step": 5}, "gradient_compression": "bf16", "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.powersgd: requires gradient_compression: powersgd, but it is bf16",
         ),
         (
             {"gradient_compression": "bf16", "data_parallel_type": "fsdp", "global_batch_size": 8, "micro_batch_size": 1},

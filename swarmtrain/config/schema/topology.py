@@ -75,11 +75,11 @@ class TopologyConfig(Section):
     )
     gradient_compression: GradientCompression = Field(
         GradientCompression.none,
-        description="How replicas sum gradients. none: exact sums. bf16: values rounded to bfloat16, a quarter of the bytes of float32 "
-        "training and half of those of bfloat16 training. powersgd: low-rank approximation, about a hundredth of the bytes. For slow "
-        "networks; losses then depend on the number of replicas. For ddp only.",
+        description="How replicas sum gradients. none: exact sums. bf16: values rounded to bfloat16, half the bytes of float32 sums, "
+        "a quarter of float64 sums. powersgd: low-rank factors of matrices, far fewer bytes. For slow networks; losses then depend on the "
+        "number of replicas. For ddp only.",
     )
-    powersgd_config: PowerSgdConfig | None = Field(None, description="Settings of gradient_compression: powersgd. null: the defaults.")
+    powersgd: PowerSgdConfig = Field(PowerSgdConfig(), description="Settings of gradient_compression: powersgd.")
     global_batch_size: int | None = Field(
         None, ge=1, description="Samples per optimizer step, at every world size. null: derived from the other two batch keys."
     )
@@ -303,8 +303,8 @@ def _check_gradient_compression(topology: TopologyConfig) -> None:
     fully_shard and the pipeline sum gradients themselves, where PowerSGD has no whole matrices or no buckets.
     """
     mode, name = topology.gradient_compression, "gradient_compression"
-    if topology.powersgd_config is not None and mode is not GradientCompression.powersgd:
-        raise build_field_error("powersgd_config", f"requires gradient_compression: powersgd, but it is {mode}", "set it, or remove this")
+    if topology.powersgd != PowerSgdConfig() and mode is not GradientCompression.powersgd:
+        raise build_field_error("powersgd", f"requires gradient_compression: powersgd, but it is {mode}", "set it, or remove this")
     if mode is GradientCompression.none:
         return
     if topology.data_parallel_type is not DataParallelType.ddp:

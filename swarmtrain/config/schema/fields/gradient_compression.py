@@ -1,4 +1,4 @@
-"""`topology.gradient_compression` and `topology.powersgd_config`: how replicas compress the gradients that they send."""
+"""`topology.gradient_compression` and `topology.powersgd`: how replicas sum their gradients."""
 
 from __future__ import annotations
 

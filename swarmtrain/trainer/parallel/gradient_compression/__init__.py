@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swarmtrain.config import Config
-from swarmtrain.config.schema.fields.gradient_compression import GradientCompression, PowerSgdConfig
+from swarmtrain.config.schema.fields.gradient_compression import GradientCompression
 from swarmtrain.trainer.parallel.gradient_compression.bfloat16 import Bfloat16Compression
 from swarmtrain.trainer.parallel.gradient_compression.powersgd import PowerSgdCompression
 
@@ -52,6 +52,4 @@ def build_gradient_compressor(config: Config, weights: Mapping[str, Tensor], gro
         case GradientCompression.bf16:
             return Bfloat16Compression(group)
         case GradientCompression.powersgd:
-            return PowerSgdCompression(
-                weights, group, config.topology.powersgd_config or PowerSgdConfig.model_validate({}), seed=config.trainer.seed
-            )
+            return PowerSgdCompression(weights, group, config.topology.powersgd, seed=config.trainer.seed)
