@@ -57,18 +57,31 @@ def test_powersgd_sums_projections_and_keeps_what_they_miss(tmp_path: Path, conf
     check_gradients(tmp_path, merge_config(config, topology=settings, transformer_architecture={"precision": precision}), ranks)
 
 
-@pytest.mark.parametrize("topology", [BF16, POWERSGD], ids=["bf16", "powersgd"])
-def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, config: dict[str, Any], topology: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [
+        (BF16, 3),
+        (POWERSGD, 3),
+        *(
+            pytest.param({**mode, **split}, 4, marks=pytest.mark.test_all_only("other topologies"))
+            for mode in (BF16, POWERSGD)
+            for split in ({"model_parallel_size": 2}, {"pipe_parallel_size": 2})
+        ),
+    ],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, config: dict[str, Any], topology: dict[str, Any], ranks: int) -> None:
     """With as many ranks; with powersgd also the error feedback, which the files of the last checkpoint contain."""
     base = merge_config(config, topology=topology, trainer={"eval_interval": 4})
-    once = run_training(tmp_path / "once", base, 3)
-    run_training(tmp_path / "twice", merge_config(base, trainer={"train_iterations": 6}), 3)
-    twice = run_training(tmp_path / "twice", base, 3)
+    once = run_training(tmp_path / "once", base, ranks)
+    run_training(tmp_path / "twice", merge_config(base, trainer={"train_iterations": 6}), ranks)
+    twice = run_training(tmp_path / "twice", base, ranks)
     assert twice == once
     assert read_validation_losses(tmp_path / "twice").items() >= read_validation_losses(tmp_path / "once").items()
     manifest = read_manifest(tmp_path / "twice", 12)
     assert manifest["files"] == read_manifest(tmp_path / "once", 12)["files"]
-    assert ("rank_state/2-of-3/error/embedding.weight" in manifest["tensors"]) == (topology is POWERSGD)
+    errors = {name.split("/")[1] for name in manifest["tensors"] if name.startswith("rank_state/") and "/error/" in name}
+    uses_powersgd = topology["gradient_compression"] == "powersgd"
+    assert errors == ({f"{rank}-of-{ranks}" for rank in range(ranks)} if uses_powersgd else set())
     assert manifest["state"]["reproducibility"].startswith("losses are equal after a restart")
     assert RESET not in (tmp_path / "twice" / "rank-0.log").read_text()
 
@@ -85,11 +98,13 @@ def test_powersgd_loses_as_exact_sums_do(tmp_path: Path, config: dict[str, Any])
     assert abs(last_approximate - last) < 0.02 * last
 
 
-def test_bf16_follows_exact_sums(tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("split", [{}, {"pipe_parallel_size": 2}], ids=["replicas", "pipelines"])
+def test_bf16_follows_exact_sums(tmp_path: Path, config: dict[str, Any], split: dict[str, int]) -> None:
     exact = run_training(tmp_path / "exact", config, 2)
-    rounded = run_training(tmp_path / "rounded", merge_config(config, topology=BF16), 2)
-    assert exact[1] == rounded[1]
-    assert 0 < compute_deviation(exact, rounded) < 0.01
+    ranks = 4 if split else 2
+    rounded = run_training(tmp_path / "rounded", merge_config(config, topology={**BF16, **split}), ranks)
+    assert exact[1] == pytest.approx(rounded[1], rel=1e-6)
+    assert 1e-6 < compute_deviation(exact, rounded) < 0.01
 
 
 def test_another_world_size_resets_the_error_feedback_and_logs_it(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -211,10 +211,6 @@ def test_overrides_are_reported_like_the_rest() -> None:
             "topology.gradient_compression: bf16 requires ddp, but data_parallel_type is fsdp | set data_parallel_type to ddp, or",
         ),
         (
-            {"gradient_compression": "powersgd", "pipe_parallel_size": 2, "global_batch_size": 8, "micro_batch_size": 1},
-            "topology.gradient_compression: powersgd does not support pipeline parallelism | remove pipe_parallel_size, or",
-        ),
-        (
             {"world_size": 6, "pipe_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},
             "topology.world_size: 6 is not a multiple of model_parallel_size x pipe_parallel_size = 4",
         ),

@@ -298,10 +298,7 @@ def _check_sharding_options(topology: TopologyConfig) -> None:
 
 
 def _check_gradient_compression(topology: TopologyConfig) -> None:
-    """Raise a validation error if gradients cannot be compressed.
-
-    fully_shard and the pipeline sum gradients themselves, where PowerSGD has no whole matrices or no buckets.
-    """
+    """Raise a validation error if gradients cannot be compressed: fully_shard sums them itself, where no rank has a whole matrix."""
     mode, name = topology.gradient_compression, "gradient_compression"
     if topology.powersgd != PowerSgdConfig() and mode is not GradientCompression.powersgd:
         raise build_field_error("powersgd", f"requires gradient_compression: powersgd, but it is {mode}", "set it, or remove this")
@@ -310,8 +307,6 @@ def _check_gradient_compression(topology: TopologyConfig) -> None:
     if topology.data_parallel_type is not DataParallelType.ddp:
         reason = f"{mode} requires ddp, but data_parallel_type is {topology.data_parallel_type}"
         raise build_field_error(name, reason, "set data_parallel_type to ddp, or gradient_compression to none")
-    if topology.pipeline_parallel_size > 1:
-        raise build_field_error(name, f"{mode} does not support pipeline parallelism", "remove pipe_parallel_size, or set it to none")
 
 
 def _derive_batch_sizes(

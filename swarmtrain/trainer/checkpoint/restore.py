@@ -168,8 +168,9 @@ class _CheckpointLoader:
         saved = {name for name in available if name.startswith(RANK_STATE_PREFIX)}
         if rank_names == saved and rank_names <= set(names) and all(available[name] == expected[name] for name in rank_names):
             return list(names)
+        self.training_state.model.start_step(manifest.step)
         compressor = self.training_state.model.gradient_compressor
-        if saved or (compressor is not None and compressor.is_active_in(manifest.step)):
+        if saved or (rank_names and compressor is not None and compressor.is_active):
             saved_ranks, ranks = manifest.topology["world_size"], self.runtime.world_size
             if not saved:
                 reason = "the checkpoint has none: surviving ranks have written it, or each node has its own disk"

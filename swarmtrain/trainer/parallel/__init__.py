@@ -51,12 +51,12 @@ class ParallelModel:
     @property
     def gradient_compressor(self) -> GradientCompressor | None:
         """Compression of gradients over replicas; None if their sums are exact."""
-        return self.wrapped_model.compressor if isinstance(self.wrapped_model, DdpModel) else None
+        return self.wrapped_model.compressor if isinstance(self.wrapped_model, DdpModel | PipelineModel) else None
 
     def start_step(self, number: int) -> None:
         """Prepare the model for the passes of step `number`."""
-        if isinstance(self.wrapped_model, DdpModel):
-            self.wrapped_model.start_step(number)
+        if self.gradient_compressor:
+            self.gradient_compressor.start_step(number)
 
     def sum_partial_gradients(self) -> None:
         """Sum the gradients over tensor-parallel ranks of which each has a part, in place. Collective: all ranks must call it."""

@@ -94,7 +94,6 @@ class DdpModel:
         self._group = mesh.data_parallel_group
         self.compressor = build_gradient_compressor(config, dict(model.named_parameters()), self._group)
         """Compression of gradients over replicas; None for exact sums."""
-        self._compresses = False
         self._compressed_buckets: list[tuple[Tensor, Tensor, dict[Tensor, Tensor]]] = []
         self._ddp = DistributedDataParallel(
             model,
@@ -124,10 +123,6 @@ class DdpModel:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in the order of the model's parameters."""
         return self._weights.parameters
-
-    def start_step(self, number: int) -> None:
-        """Prepare for step `number`: whether its gradients are compressed."""
-        self._compresses = self.compressor is not None and self.compressor.is_active_in(number)
 
     def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the summed loss of a micro batch, as a tensor for the backward pass (see Transformer.forward)."""
@@ -170,7 +165,7 @@ class DdpModel:
             sums_by_weight[weight] = sums[start : start + gradient.numel()]
             if self._sums and (previous_sum := self._sums.take_sum(weight)) is not None:
                 sums_by_weight[weight] += previous_sum.flatten()
-        if self.compressor and self._compresses:
+        if self.compressor and self.compressor.is_active:
             self.compressor.start_sum(sums_by_weight)
             self._compressed_buckets.append((buffer, sums, sums_by_weight))
             completed: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -187,7 +182,7 @@ class DdpModel:
 
     def _finish_compressed_sums(self) -> None:
         """Wait until compressed gradients are summed over replicas, and make the sums the gradients of the parameters."""
-        if self.compressor and self._compresses:
+        if self.compressor and self.compressor.is_active:
             self.compressor.finish_sums()
         for buffer, sums, sums_by_weight in self._compressed_buckets:
             self._set_gradients(buffer, sums, sums_by_weight)

@@ -23,8 +23,11 @@ from swarmtrain.trainer.parallel.gradient_compression.powersgd import PowerSgdCo
 class GradientCompressor(Protocol):
     """Interface of a compression. All replicas call its methods in the same order, with gradients of the same weights."""
 
-    def is_active_in(self, step: int) -> bool:
-        """Return whether gradients are compressed in step `step`. If not, sums are exact."""
+    is_active: bool
+    """Whether gradients are compressed in the current step. If not, sums are exact."""
+
+    def start_step(self, number: int) -> None:
+        """Set `is_active` for step `number`."""
         ...
 
     def start_sum(self, gradients: Mapping[Tensor, Tensor]) -> None:

@@ -23,12 +23,13 @@ class Bfloat16Compression:
     """Sums gradients over the ranks of a group in bfloat16. It has no state between steps."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.is_active = False
         self._group = group
         self._pending: list[_PendingSum] = []
 
-    def is_active_in(self, step: int) -> bool:
-        """Return True."""
-        return True
+    def start_step(self, number: int) -> None:
+        """Compress gradients, as in each step."""
+        self.is_active = True
 
     def start_sum(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Round `gradients`, and begin to send to each rank the part that it adds."""

@@ -28,6 +28,7 @@ class PowerSgdCompression:
 
     def __init__(self, weights: Mapping[str, Tensor], group: dist.ProcessGroup, config: PowerSgdConfig, *, seed: int) -> None:
         """Create the initial state for `weights`, by name. `seed`: seed of the initial factors, which are equal on all ranks."""
+        self.is_active = False
         self._group, self._start_step, self._seed = group, config.start_step, seed
         self._gradients: dict[Tensor, Tensor] = {}
         self._errors: dict[str, Tensor] = {}
@@ -42,9 +43,9 @@ class PowerSgdCompression:
                 self._factors[name] = torch.empty((columns, rank), dtype=dtype, device=weight.device)
         self.reset_state()
 
-    def is_active_in(self, step: int) -> bool:
-        """Return whether `step` is above start_step."""
-        return step > self._start_step
+    def start_step(self, number: int) -> None:
+        """Compress gradients if `number` is above start_step."""
+        self.is_active = number > self._start_step
 
     def start_sum(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Keep `gradients` until all are known: so few bytes are sent that they need not be sent during the backward pass."""
