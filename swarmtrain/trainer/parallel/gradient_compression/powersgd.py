@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swarmtrain.config.schema.fields.gradient_compression import PowerSgdConfig
+from swarmtrain.trainer.random_seeds import derive_seed
 
 _MIN_COMPRESSION = 2
-"""Number of bytes by which those of the factors are exceeded, as a factor, in a matrix that is worth compressing. As in torch's hook."""
+"""A matrix is compressed if it has more than this many times the values of its factors. As in torch's hook."""
 
 
 class PowerSgdCompression:
     """Sums gradients over the ranks of a group by low-rank factors. Its state are the errors and the factors Q of all matrices."""
 
     def __init__(self, weights: Mapping[str, Tensor], group: dist.ProcessGroup, config: PowerSgdConfig, *, seed: int) -> None:
-        """Create the initial state for `weights`, by name. `seed`: seed of the initial factors, which are equal on all ranks."""
+        """Create the initial state for `weights`, by name. `seed`: seed of the initial factors."""
         self.is_active = False
         self._group, self._start_step, self._seed = group, config.start_step, seed
         self._gradients: dict[Tensor, Tensor] = {}
@@ -93,9 +94,8 @@ class PowerSgdCompression:
         return {f"{kind}/{name}": tensor for kind, tensors in named for name, tensor in tensors.items()}
 
     def reset_state(self) -> None:
-        """Set all errors to 0, and the factors to random values."""
-        generator = torch.Generator().manual_seed(self._seed)
+        """Set all errors to 0, and the factors to random values, the same on all ranks."""
         for name, error in self._errors.items():
             error.zero_()
-            factor = self._factors[name]
+            generator, factor = torch.Generator().manual_seed(derive_seed(self._seed, name)), self._factors[name]
             factor.copy_(torch.randn(factor.shape, generator=generator, dtype=factor.dtype))
