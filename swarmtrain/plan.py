@@ -316,7 +316,13 @@ def _format_batches(config: Config, world_size: int) -> list[str]:
         f"  {format_count(len(micro_batches), 'replica')} of {_format_replica_topology(topology)}",
         f"  {global_batch} of {topology.samples_per_micro_batch}, {batch_share}",
         *_format_pipeline_layout(config, micro_batches),
+        *_format_gradient_compression(topology),
     ]
+
+
+def _format_gradient_compression(topology: TopologyConfig) -> list[str]:
+    mode = topology.gradient_compression
+    return [f"  gradient compression {mode}: {mode.reproducibility}"] if mode.reproducibility else []
 
 
 def _format_replica_topology(topology: TopologyConfig) -> str:

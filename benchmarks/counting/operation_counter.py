@@ -31,8 +31,8 @@ _OVERWRITES = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero
 """Operations that overwrite their first argument without reading it."""
 _HOST_READS = {"aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 """Operations whose result has a value or a shape that the host needs, besides reads of scalars."""
-_RING_ROUNDS = {"allgather": 1, "all_gather": 1, "reduce_scatter": 1, "allreduce": 2, "all_reduce": 2}
-"""Number of times that a collective passes the unsharded tensor around a ring of ranks."""
+_RING_ROUNDS = {"allgather": 1, "all_gather": 1, "reduce_scatter": 1, "alltoall": 1, "allreduce": 2, "all_reduce": 2}
+"""Number of times that a collective passes the unsharded tensor around a ring of ranks, or sends it in parts to all other ranks."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from swarmtrain.config.pipeline_layout import partition_layers
 from swarmtrain.config.schema.data import DataConfig
+from swarmtrain.config.schema.fields.gradient_compression import GradientCompression
 from swarmtrain.config.schema.fields.notify_channel import ChannelName, NotifyChannelConfig
 from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.schema.logger import LoggerConfig
@@ -26,7 +27,7 @@ from swarmtrain.config.schema.section import Section, build_field_error, check_i
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.config.schema.trainer import TrainerConfig
 from swarmtrain.config.schema.training_groups import TrainingGroupConfig
-from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
 
 __all__ = ["Config"]
 _FLOAT8_ALIGNMENT = 16
@@ -79,6 +80,7 @@ class Config(Section):
             )
         partition_layers(self.topology, architecture)
         _check_float8_layer_sizes(architecture, self.topology)
+        _check_gradient_compression(self)
         if architecture.umup.enable:
             _check_umup_optimizer(self.optimizer, self.training_groups)
         return self
@@ -149,6 +151,19 @@ class Config(Section):
     def digest(self) -> str:
         """First 10 hexadecimal digits of the SHA-256 of the config's JSON text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+
+
+def _check_gradient_compression(config: Config) -> None:
+    """Check that the optimizer and the precision allow gradients to be compressed."""
+    mode, key = config.topology.gradient_compression, "topology.gradient_compression"
+    if mode is not GradientCompression.none and config.optimizer.zero:
+        raise build_field_error(key, f"{mode} does not support optimizer.zero, which shards the sums of gradients", "remove one of the two")
+    is_float16 = config.transformer_architecture.precision is Precision.float16
+    scales_loss = is_float16 if config.optimizer.loss_scaler.enable is None else config.optimizer.loss_scaler.enable
+    if mode is GradientCompression.powersgd and scales_loss:
+        reason = "powersgd does not support loss scaling: when the scale changes, the error feedback has the wrong one"
+        hint = "set gradient_compression to bf16, or transformer_architecture.precision to bfloat16 without optimizer.loss_scaler.enable"
+        raise build_field_error(key, reason, hint)
 
 
 def _check_preference_tuning(config: Config) -> None:

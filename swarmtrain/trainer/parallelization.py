@@ -234,7 +234,7 @@ def _wrap_model(
     return (
         SingleReplicaModel(model, sum_dtype=sum_dtype)
         if mesh.data_parallel_group.size() == 1
-        else DdpModel(model, mesh, runtime.device, rows_per_sample=config.data.rows_per_sample, sum_dtype=sum_dtype)
+        else DdpModel(model, config, mesh, runtime.device, sum_dtype=sum_dtype)
     )
 
 

@@ -93,6 +93,7 @@ def train_step(
     for _, ids in next_micro_batches:
         data.prefetch_samples(ids)  # read from the disk while this step is computed
     loss_token_count = max(1, batch.loss_denominator)  # the denominator is 0 if the loss mask excludes all tokens
+    model.start_step(step)
     local_sums = run_forward_backward(
         runtime,
         model,
@@ -122,6 +123,8 @@ def train_step(
     non_finite_reason = "" if update.skipped else _describe_non_finite_values(loss_mean, update)
     if non_finite_reason:
         update = optimizer.skip_step()
+        if model.gradient_compressor:
+            model.gradient_compressor.reset_state()  # its error feedback may be NaN now
     timer.start_phase(OPTIMIZER)
     optimizer.step(step)
     timer.start_phase(OTHER)

@@ -243,6 +243,31 @@ def test_a_sharded_model_is_saved_by_parts_of_several_replicas(small_run: Any, u
     assert trained.read_losses() == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["bf16", "powersgd"])
+def test_surviving_ranks_save_with_compressed_gradients(small_run: Any, tmp_path: Path, mode: str) -> None:
+    """Losses depend on the number of ranks then, so they are compared with those of four undisturbed ranks."""
+    settings = {"powersgd": {"start_step": 4, "matrix_approximation_rank": 2}} if mode == "powersgd" else {}
+    trained = TrainingRun(small_run, gradient_compression=mode, **settings)
+    trained.wait_for_steps(1)
+    ranks, victim = trained.ranks(), small_run.find_ranks(1)[0]
+    kill_processes(victim)
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert trained.count_lost_steps({ranks[victim]}) == [0]
+    saved = small_run.read_events("checkpoint")[0].data
+    assert len(saved["surviving_ranks"]) == 1
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "training_code.py"]
+    environment = {"SWARMTRAIN_CONFIG": str(write_config(tmp_path, {"gradient_compression": mode, **settings})), "OMP_NUM_THREADS": "1"}
+    process.run_command(argv, cwd=ROOT, env=environment)
+    lines = (tmp_path / "audit" / "world-000001-rank-0000.jsonl").read_text().splitlines()
+    undisturbed, losses = {line["step"]: line["loss"] for line in map(json.loads, lines)}, trained.read_losses()
+    last_equal_step = STEPS if mode == "bf16" else saved["step"] + 1  # the loss of a step is that before its update
+    assert {step: losses[step] for step in range(1, last_equal_step + 1)} == {
+        step: undisturbed[step] for step in range(1, last_equal_step + 1)
+    }
+    has_reset = "the error feedback of gradient compression is reset: the checkpoint has none" in small_run.read_output()
+    assert has_reset == (mode == "powersgd")
+
+
 def test_surviving_ranks_save_while_collectives_wait_for_dead_peers(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
     """Collectives as over NCCL, which raise nothing: a rank is killed, and then two that are in different steps, or in none."""
     trained = TrainingRun(small_run, script=TRAIN_WITH_DEVICE_COLLECTIVES)

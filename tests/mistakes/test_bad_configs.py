@@ -228,6 +228,16 @@ def test_pipeline(error_case: ErrorCase) -> None:
         error_case("swarmtrain plan config.yml")
 
 
+def test_gradient_compression(error_case: ErrorCase) -> None:
+    """Gradients that cannot be compressed
+
+    Only replicas of `ddp` sum gradients in a way that can be [compressed](../explanation/parallelism.md#gradient-compression).
+    """
+    for topology in ("{gradient_compression: bf16, data_parallel_type: fsdp, ", "{powersgd: {start_step: 100}, "):
+        error_case.write_config(f"topology: {topology}global_batch_size: 8, micro_batch_size: 1}}")
+        error_case("swarmtrain plan config.yml")
+
+
 def test_ranks_do_not_fit(error_case: ErrorCase) -> None:
     """Slots do not form complete replicas
 

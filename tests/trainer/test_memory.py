@@ -30,6 +30,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "fsdp, bfloat16": {"transformer_architecture": {"precision": "bfloat16"}, "topology": {"data_parallel_type": "fsdp"}},
     "tensor": {"topology": {"model_parallel_size": 2, "sequence_parallel": True}},
     "pipeline": {"topology": {"pipe_parallel_size": 2}},
+    "powersgd": {"topology": {"gradient_compression": "powersgd", "powersgd": {"start_step": 0}}},
 }
 
 
@@ -41,6 +42,7 @@ WORLDS: dict[str, dict[str, Any]] = {
         pytest.param("tensor", marks=pytest.mark.test_all_only("a second topology")),
         pytest.param("ddp", marks=pytest.mark.test_all_only("a third topology")),
         pytest.param("pipeline", marks=pytest.mark.test_all_only("a fourth topology")),
+        pytest.param("powersgd", marks=pytest.mark.test_all_only("error feedback")),
     ],
 )
 def test_a_simulation_estimates_the_peak(name: str, config: Mapping[str, Any], tmp_path: Path) -> None:

@@ -52,6 +52,23 @@ def test_an_item_of_a_list_is_named_by_its_index() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ("optimizer: {zero: true}", "powersgd does not support optimizer.zero, which shards the sums of gradients | remove one of the two"),
+        (
+            "transformer_architecture: {precision: float16}",
+            "powersgd does not support loss scaling: when the scale changes, the error feedback has the wrong one | set "
+            "gradient_compression to bf16, or transformer_architecture.precision to bfloat16 without optimizer.loss_scaler.enable",
+        ),
+    ],
+)
+def test_sums_of_gradients_that_powersgd_cannot_approximate(sections: str, reason: str) -> None:
+    topology = "topology: {gradient_compression: powersgd, global_batch_size: 8, micro_batch_size: 8}"
+    (problem,) = list_problems(f"{topology}\n{sections}")
+    assert problem == f"config topology.gradient_compression (line 1): {reason}"
+
+
 def test_a_run_that_saves_nothing_cannot_roll_back() -> None:
     (problem,) = list_problems("trainer: {non_finite: roll_back}")
     assert problem == (
@@ -184,6 +201,14 @@ def test_overrides_are_reported_like_the_rest() -> None:
                 "micro_batch_size": 1,
             },
             "topology.reduce_every_micro_batch: does not support pipeline parallelism, which reduces gradients once per step",
+        ),
+        (
+            {"powersgd": {"start_step": 5}, "gradient_compression": "bf16", "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.powersgd: requires gradient_compression: powersgd, but it is bf16",
+        ),
+        (
+            {"gradient_compression": "bf16", "data_parallel_type": "fsdp", "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.gradient_compression: bf16 requires ddp, but data_parallel_type is fsdp | set data_parallel_type to ddp, or",
         ),
         (
             {"world_size": 6, "pipe_parallel_size": 4, "global_batch_size": 8, "micro_batch_size": 1},

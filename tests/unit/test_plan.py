@@ -53,6 +53,12 @@ def test_without_hosts_the_first_ready_nodes_are_used() -> None:
     )
 
 
+@pytest.mark.parametrize("mode", ["none", "bf16", "powersgd"])
+def test_a_plan_states_which_runs_have_equal_losses_if_gradients_are_compressed(mode: str) -> None:
+    lines = [line for line in str(plan_demo(THREE_MACHINES, f"topology.gradient_compression={mode}")).splitlines() if "losses" in line]
+    assert [line.partition("losses")[0] for line in lines] == ([] if mode == "none" else [f"  gradient compression {mode}: "])
+
+
 def test_hosts_are_taken_in_their_order_with_their_slots() -> None:
     made = plan_demo(THREE_MACHINES, "runner.hosts=[c slots=3, a, b]", "runner.nodes=2")
     assert [(node.name, node.host, node.slots, node.constraint) for node in made.nodes] == [

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
+from swarmtrain.config.schema.fields.gradient_compression import GradientCompression, PowerSgdConfig
 from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple
 
 
@@ -72,6 +73,13 @@ class TopologyConfig(Section):
         description="Reduce-scatter gradients after each micro batch instead of once per step: less memory, more "
         "traffic. For fsdp and hsdp only. null: true, except with pipeline parallelism.",
     )
+    gradient_compression: GradientCompression = Field(
+        GradientCompression.none,
+        description="How replicas sum gradients. none: exact sums. bf16: values rounded to bfloat16, half the bytes of float32 sums, "
+        "a quarter of float64 sums. powersgd: low-rank factors of matrices, far fewer bytes. For slow networks; losses then depend on the "
+        "number of replicas. For ddp only.",
+    )
+    powersgd: PowerSgdConfig = Field(PowerSgdConfig(), description="Settings of gradient_compression: powersgd.")
     global_batch_size: int | None = Field(
         None, ge=1, description="Samples per optimizer step, at every world size. null: derived from the other two batch keys."
     )
@@ -108,6 +116,7 @@ class TopologyConfig(Section):
         _check_shard_size(self)
         _check_pipeline_settings(self)
         _check_sharding_options(self)
+        _check_gradient_compression(self)
         return self
 
     @property
@@ -286,6 +295,18 @@ def _check_sharding_options(topology: TopologyConfig) -> None:
     if topology.reduce_every_micro_batch and topology.pipeline_parallel_size > 1:
         reason = "does not support pipeline parallelism, which reduces gradients once per step"
         raise build_field_error("reduce_every_micro_batch", reason, "remove it, or pipe_parallel_size")
+
+
+def _check_gradient_compression(topology: TopologyConfig) -> None:
+    """Raise a validation error if gradients cannot be compressed: fully_shard sums them itself, where no rank has a whole matrix."""
+    mode, name = topology.gradient_compression, "gradient_compression"
+    if topology.powersgd != PowerSgdConfig() and mode is not GradientCompression.powersgd:
+        raise build_field_error("powersgd", f"requires gradient_compression: powersgd, but it is {mode}", "set it, or remove this")
+    if mode is GradientCompression.none:
+        return
+    if topology.data_parallel_type is not DataParallelType.ddp:
+        reason = f"{mode} requires ddp, but data_parallel_type is {topology.data_parallel_type}"
+        raise build_field_error(name, reason, "set data_parallel_type to ddp, or gradient_compression to none")
 
 
 def _derive_batch_sizes(

@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
+from swarmtrain.config import Config
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CheckpointError
@@ -36,7 +37,7 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import just_in_time
 from swarmtrain.trainer.checkpoint.background_task import BackgroundTask
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests
-from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.manifest import REPRODUCIBILITY_KEY, Manifest
 from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPolicy
 from swarmtrain.trainer.checkpoint.storage import commit, storage_backend
 from swarmtrain.trainer.checkpoint.storage.completion_markers import write_completion_marker
@@ -234,8 +235,11 @@ class CheckpointManager:
         start_time, in_background = time.monotonic(), self._runtime.config.trainer.save_in_background
         folder = storage.create_staging_folder(progress.step, self.generation)
         writer = storage.build_storage_writer(folder, self._staging_buffer)
+        tensors = self._state.collect_tensors()
+        if storage.nodes is None:  # on a node's own disk, no other node could replace a lost file with these tensors
+            tensors |= self._state.collect_rank_tensors()
         try:
-            dcp.save(self._state.collect_tensors(), storage_writer=writer)
+            dcp.save(tensors, storage_writer=writer)
         except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
             raise CheckpointError(describe_first_failure(error), place=f"config trainer.save_dir {save_dir}") from None
         storage.assign_shards(writer)
@@ -338,7 +342,7 @@ class CheckpointManager:
             versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
             validation_loss=progress.validation_loss,
             run_id=self.run_id,
-            state=self._state.collect_non_tensor_state(),
+            state={**self._state.collect_non_tensor_state(), **_describe_reproducibility(config)},
         )
         path = commit.commit_checkpoint(save_dir, staging_folder, manifest)
         self._known_checkpoints.pop(path, None)
@@ -347,3 +351,9 @@ class CheckpointManager:
         except OSError as error:
             LOG.warning("%s: an old checkpoint cannot be removed: %s", save_dir, describe_os_error(error))
         return path
+
+
+def _describe_reproducibility(config: Config) -> dict[str, str]:
+    """Return which runs have equal losses, if the config allows sums of gradients that are not exact."""
+    text = config.topology.gradient_compression.reproducibility
+    return {REPRODUCIBILITY_KEY: text} if text else {}

@@ -22,6 +22,8 @@ _READ_FORMATS = (2, FORMAT_VERSION)
 """Version 2 has the SHA-256 of whole files: see file_digests."""
 BASE_KEY = "base"
 """Key in the manifest's `state` for the fingerprint of the base model: see Manifest.base_fingerprint."""
+REPRODUCIBILITY_KEY = "reproducibility"
+"""Key in the manifest's `state` for which runs have equal losses; absent if the sums of gradients are exact."""
 _OPTIONAL_FIELDS = {"run_id"}
 """Fields that checkpoints of earlier versions with the same format lack."""
 
@@ -53,7 +55,8 @@ class Manifest:
     run_id: str = ""
     """Id of the run (swarmtrain.run_identity); empty if it is unknown. A run that resumes this checkpoint keeps the id."""
     state: dict[str, Any] = field(default_factory=dict)
-    """State without tensors: that of a custom script (see trainer/custom/state_tree.py), or the fingerprint of the base model."""
+    """State without tensors: that of a custom script (see trainer/custom/state_tree.py), or the fingerprint of the base model; and, if
+    gradients are compressed, which runs have equal losses."""
     format: int = FORMAT_VERSION
 
     @property

@@ -13,6 +13,7 @@ from swarmtrain.trainer.checkpoint import CheckpointManager, Progress
 from swarmtrain.trainer.checkpoint.compatibility import (
     LOAD_EVERYTHING,
     LoadRules,
+    TensorShapes,
     assign_source_checkpoints,
     describe_loaded_tensors,
     diff_configs,
@@ -22,7 +23,7 @@ from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import discovery
 from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
 from swarmtrain.trainer.checkpoint.storage.tensor_reader import DamagedFiles, FileVerification, load_tensors
-from swarmtrain.trainer.checkpoint.training_state import TrainingState
+from swarmtrain.trainer.checkpoint.training_state import RANK_STATE_PREFIX, TrainingState
 from swarmtrain.trainer.runtime import Runtime
 
 
@@ -138,7 +139,8 @@ class _CheckpointLoader:
         `verifications`: the files of each checkpoint that are also verified. Raises DamagedFiles if any is damaged; tensors may have
         changed then. Raises IncompatibleCheckpoint if the tensors are not those of this model.
         """
-        tensors, place = self.training_state.collect_all_tensors(), " and ".join(str(path) for path, _ in source_checkpoints)
+        tensors = {**self.training_state.collect_all_tensors(), **self.training_state.collect_rank_tensors()}
+        place = " and ".join(str(path) for path, _ in source_checkpoints)
         source_of = assign_source_checkpoints([manifest.tensors for _, manifest in source_checkpoints])
         available = {name: tuple(source_checkpoints[number][1].tensors[name]["size"]) for name, number in source_of.items()}
         # torch's planner handles the sharding of each tensor. Tensors of other pipeline stages are not on this rank: gather their shapes.
@@ -147,12 +149,37 @@ class _CheckpointLoader:
         names = select_tensors_to_load(
             available, expected, place, rules, self._describe_config_changes(source_checkpoints[0][1], "transformer_architecture")
         )
+        names = self._select_rank_tensors(names, available, expected, source_checkpoints[0][1], place)
         if rules.should_log or len(source_checkpoints) > 1:
             self.report_warning(f"{place}: {describe_loaded_tensors(available, expected, names)}")
         for number, ((path, manifest), verification) in enumerate(zip(source_checkpoints, verifications, strict=True)):
             loadable = {name: tensors[name] for name in names if name in tensors and source_of[name] == number}
             load_tensors(loadable, path, manifest, verification)
         self.training_state.write_missing_values(names)
+
+    def _select_rank_tensors(
+        self, names: Sequence[str], available: TensorShapes, expected: TensorShapes, manifest: Manifest, place: str
+    ) -> list[str]:
+        """Return `names`, without the tensors of single ranks unless the checkpoint has those of all ranks, in the current shapes.
+
+        If they are not loaded, reports that the error feedback of gradient compression is reset.
+        """
+        rank_names = {name for name in expected if name.startswith(RANK_STATE_PREFIX)}
+        saved = {name for name in available if name.startswith(RANK_STATE_PREFIX)}
+        if rank_names == saved and rank_names <= set(names) and all(available[name] == expected[name] for name in rank_names):
+            return list(names)
+        self.training_state.model.start_step(manifest.step)
+        compressor = self.training_state.model.gradient_compressor
+        if saved or (rank_names and compressor is not None and compressor.is_active):
+            saved_ranks, ranks = manifest.topology["world_size"], self.runtime.world_size
+            if not saved:
+                reason = "the checkpoint has none: surviving ranks have written it, or each node has its own disk"
+            elif saved_ranks != ranks:
+                reason = f"the checkpoint is of {saved_ranks} ranks, and this world has {ranks}"
+            else:
+                reason = "the config excludes it, or topology has changed"
+            self.report_warning(f"{place}: the error feedback of gradient compression is reset: {reason}")
+        return [name for name in names if name not in rank_names]
 
     def _describe_config_changes(self, manifest: Manifest, section: str) -> str:
         """Return a text that lists the values in `section` that differ between the checkpoint's config and the current config.

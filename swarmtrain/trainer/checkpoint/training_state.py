@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from swarmtrain.trainer.checkpoint.manifest import BASE_KEY
@@ -27,9 +28,20 @@ class CheckpointState(Protocol):
         """Return all tensors by name. They share memory with the training state. Sharded tensors are DTensors."""
         ...
 
+    def collect_rank_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name that only this rank has.
+
+        A checkpoint lacks them if not all ranks write it, or if each node writes it to its own disk.
+        """
+        ...
+
     def collect_non_tensor_state(self) -> dict[str, Any]:
         """Return all state that is not a tensor, as JSON values."""
         ...
+
+
+RANK_STATE_PREFIX = "rank_state/"
+"""Prefix of the names that collect_rank_tensors() returns."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +77,23 @@ class TrainingState:
             tensors[f"optimizer/{key}"] = shard_layout.wrap_as_dtensor(key.partition("/")[2], tensor)
         return tensors
 
+    def collect_rank_tensors(self) -> dict[str, Tensor]:
+        """Return the error feedback of gradient compression, by names that contain the rank and the world size."""
+        compressor = self.model.gradient_compressor
+        prefix = f"{RANK_STATE_PREFIX}{dist.get_rank()}-of-{dist.get_world_size()}"
+        return {f"{prefix}/{name}": tensor for name, tensor in compressor.collect_state_tensors().items()} if compressor else {}
+
     def collect_non_tensor_state(self) -> dict[str, Any]:
         return {BASE_KEY: self.model.base_fingerprint} if self.trainable_only else {}
 
     def write_missing_values(self, loaded_names: Collection[str] = ()) -> None:
         """If the model has no values yet, write the initial values of all tensors except `loaded_names`, which a checkpoint has provided.
 
-        Raises CheckpointError if the values are from files that cannot be read.
+        The state of gradient compression gets its initial values unless it is loaded. Raises CheckpointError if the values are from files
+        that cannot be read.
         """
+        if self.model.gradient_compressor and not self.collect_rank_tensors().keys() <= set(loaded_names):
+            self.model.gradient_compressor.reset_state()
         if self.model.initial_values.has_missing_values:
             self.optimizer.reset_state({name.removeprefix("optimizer/") for name in loaded_names})
             self.model.initial_values.write_missing_values({name.removeprefix("model/") for name in loaded_names})

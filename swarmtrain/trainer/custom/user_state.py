@@ -63,6 +63,10 @@ class UserState:
         self._state = {"objects": trees, "data_layout": dict(self.data_layout), "script": _describe_script()}
         return tensors
 
+    def collect_rank_tensors(self) -> dict[str, Tensor]:
+        """Return an empty dict: the objects' state is that of rank 0."""
+        return {}
+
     def collect_non_tensor_state(self) -> dict[str, Any]:
         """Return all state that is not a tensor, as it was at the last call of collect_tensors()."""
         return self._state

@@ -29,6 +29,7 @@ class AllocationKind(StrEnum):
     parameters = "parameters"
     gradients = "gradients"
     optimizer_state = "optimizer state"
+    error_feedback = "error feedback"
     fp64_sums = "fp64 gradients"
     activations = "activations"
     logits = "logits"

@@ -31,8 +31,9 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
         model = build_simulated_model(runtime)
         optimizer = _TrackedOptimizer(model, config, tracker)
         startup_end = tracker.get_allocation_history_position()
+        step = config.topology.powersgd.start_step + 1  # PowerSGD compresses no gradients before
         with tracker.attribute_allocations_to_phase(None):
-            train_step(runtime, model, optimizer, SyntheticSamples(config), first_sample_position=0, step=1, stop_flag=StopFlag())
+            train_step(runtime, model, optimizer, SyntheticSamples(config), first_sample_position=0, step=step, stop_flag=StopFlag())
         return tracker.find_memory_peak(0, startup_end), tracker.find_memory_peak(startup_end)
 
 
@@ -46,6 +47,8 @@ class _TrackedOptimizer(Optimizer):
             [*model.local_model.buffers(), *model.local_model.parameters(), *model.parameters.values()], AllocationKind.parameters
         )
         tracker.assign_allocation_kind(self.collect_state_tensors().values(), AllocationKind.optimizer_state)
+        if model.gradient_compressor:
+            tracker.assign_allocation_kind(model.gradient_compressor.collect_state_tensors().values(), AllocationKind.error_feedback)
         tracker.track_gradients(model.local_model.parameters())
 
     def prepare_step(self, number: int, *extra_scalars: Tensor, check_results: Callable[[], None] | None = None) -> OptimizerUpdate:

@@ -12,6 +12,7 @@ from torch import nn
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel.ddp import DdpModel, SingleReplicaModel
 from swarmtrain.trainer.parallel.fsdp import FsdpModel
+from swarmtrain.trainer.parallel.gradient_compression import GradientCompressor
 from swarmtrain.trainer.parallel.initial_values import InitialValues
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.pipeline_parallel import PipelineModel
@@ -46,6 +47,16 @@ class ParallelModel:
     """Values of the parameters that no checkpoint provides."""
     base_fingerprint: str | None
     """Fingerprint of the model in trainer.init_from; None if trainer.init_from is not set."""
+
+    @property
+    def gradient_compressor(self) -> GradientCompressor | None:
+        """Compression of gradients over replicas; None if their sums are exact."""
+        return self.wrapped_model.compressor if isinstance(self.wrapped_model, DdpModel | PipelineModel) else None
+
+    def start_step(self, number: int) -> None:
+        """Prepare the model for the passes of step `number`."""
+        if self.gradient_compressor:
+            self.gradient_compressor.start_step(number)
 
     def sum_partial_gradients(self) -> None:
         """Sum the gradients over tensor-parallel ranks of which each has a part, in place. Collective: all ranks must call it."""

@@ -8,13 +8,15 @@ result depends neither on the order of additions nor on the number of replicas: 
 run on one. In float32, a difference in the last bit would grow to one in the second digit of the loss within a few hundred steps. Float64
 sums double the network traffic.
 
+For slow networks, gradient_compression sums gradients over replicas with fewer bytes, and less exactly.
+
 In bfloat16 and float16 the losses cannot be exactly equal anyway, so the gradients, which are in the lower precision, are summed in
 float32. A sum of two numbers is rounded only once, so a float32 step of at most two micro batches needs no float64 sums.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -23,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from swarmtrain.config import Config
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.parallel.gradient_compression import build_gradient_compressor
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.working_weights import GradientSums, WorkingWeights, call_after_each_gradient
 
@@ -80,17 +84,17 @@ class DdpModel:
     micro_batches_per_step = 1
     """Minimum number of micro batches that each rank runs in a step. Ranks with fewer run empty ones: all must join the all-reduce."""
 
-    def __init__(
-        self, model: Transformer, mesh: Mesh, device: torch.device, *, rows_per_sample: int, sum_dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, model: Transformer, config: Config, mesh: Mesh, device: torch.device, *, sum_dtype: torch.dtype | None) -> None:
         """Wrap `model` in DistributedDataParallel.
 
-        `rows_per_sample`: number of rows per sample. `sum_dtype`: sum the gradients of micro batches and replicas in this type; None: in
-        that of the gradients.
+        `sum_dtype`: sum the gradients of micro batches and replicas in this type; None: in that of the gradients.
         """
         self._weights = WorkingWeights(model)
         self._sums = GradientSums(self._weights, sum_dtype) if sum_dtype else None
         self._group = mesh.data_parallel_group
+        self.compressor = build_gradient_compressor(config, dict(model.named_parameters()), self._group)
+        """Compression of gradients over replicas; None for exact sums."""
+        self._compressed_buckets: list[tuple[Tensor, Tensor, dict[Tensor, Tensor]]] = []
         self._ddp = DistributedDataParallel(
             model,
             process_group=self._group,
@@ -109,7 +113,7 @@ class DdpModel:
         # additions: the first step of a resumed run would differ in the last bits from the same step of an uninterrupted run. So one empty
         # pass runs before the first step.
         length = mesh.tensor_size * (2 * mesh.context_mesh.size() if mesh.context_mesh else 1)
-        empty_batch = torch.zeros((rows_per_sample, length), dtype=torch.int64, device=device)
+        empty_batch = torch.zeros((config.data.rows_per_sample, length), dtype=torch.int64, device=device)
         with torch.autograd.set_detect_anomaly(False):  # parameters may have no values yet
             torch.autograd.backward(self(empty_batch, torch.full_like(empty_batch, IGNORE_INDEX)).sum())
         for tensor in (*self._weights.weights, *self.parameters):
@@ -134,6 +138,7 @@ class DdpModel:
         self._is_last_pass = is_last
         if is_last:
             yield
+            self._finish_compressed_sums()
             for weight in self._weights.weights if self._weights.are_copies else ():
                 weight.grad = None
             return
@@ -160,19 +165,37 @@ class DdpModel:
             sums_by_weight[weight] = sums[start : start + gradient.numel()]
             if self._sums and (previous_sum := self._sums.take_sum(weight)) is not None:
                 sums_by_weight[weight] += previous_sum.flatten()
+        if self.compressor and self.compressor.is_active:
+            self.compressor.start_sum(sums_by_weight)
+            self._compressed_buckets.append((buffer, sums, sums_by_weight))
+            completed: torch.futures.Future[Tensor] = torch.futures.Future()
+            completed.set_result(buffer)
+            return completed
         work = dist.all_reduce(sums, group=self._group, async_op=True)
 
         def set_reduced_gradients(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
             reduced.value()  # re-raises an error of the all-reduce, which would be lost otherwise
-            if not self._weights.are_copies:
-                return buffer.copy_(sums)
-            for weight, total in sums_by_weight.items():
-                parameter = self._weights.get_parameter(weight)
-                parameter.grad = total.view_as(parameter)
-            return buffer
+            return self._set_gradients(buffer, sums, sums_by_weight)
 
         future: torch.futures.Future[Tensor] = work.get_future().then(set_reduced_gradients)
         return future
+
+    def _finish_compressed_sums(self) -> None:
+        """Wait until compressed gradients are summed over replicas, and make the sums the gradients of the parameters."""
+        if self.compressor and self.compressor.is_active:
+            self.compressor.finish_sums()
+        for buffer, sums, sums_by_weight in self._compressed_buckets:
+            self._set_gradients(buffer, sums, sums_by_weight)
+        self._compressed_buckets.clear()
+
+    def _set_gradients(self, buffer: Tensor, sums: Tensor, sums_by_weight: Mapping[Tensor, Tensor]) -> Tensor:
+        """Make the sums of a bucket the gradients of its parameters, and return its `buffer`, which has the gradients of the weights."""
+        if not self._weights.are_copies:
+            return buffer.copy_(sums)
+        for weight, total in sums_by_weight.items():
+            parameter = self._weights.get_parameter(weight)
+            parameter.grad = total.view_as(parameter)
+        return buffer
 
 
 def _reduce_bucket_hook(ddp_model: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

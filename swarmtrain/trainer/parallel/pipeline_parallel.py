@@ -30,6 +30,7 @@ from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallel import activation_checkpointing
 from swarmtrain.trainer.parallel.fsdp import FsdpParameters, Materializer
+from swarmtrain.trainer.parallel.gradient_compression import GradientCompressor, build_gradient_compressor
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.parallel.working_weights import GradientSums, WorkingWeights, get_sum_dtype, get_working_dtype
 
@@ -75,7 +76,7 @@ class PipelineModel:
         local_stages = list(enumerate(partition_layers(topology, architecture)))[mesh.pipe_rank :: mesh.pipe_size]
         self._parameter_store: FsdpParameters | _ReplicatedParameters
         if materialize_shards is None:
-            self._parameter_store = _ReplicatedParameters(model, mesh, tied_parameter_index)
+            self._parameter_store = _ReplicatedParameters(model, config, mesh, tied_parameter_index)
         stage_models = [_build_stage_model(model, layers) for _, layers in local_stages]
         if materialize_shards is not None:
             self._parameter_store = FsdpParameters(model, stage_models, config, mesh, materialize_shards, keep_gathered=True)
@@ -103,6 +104,11 @@ class PipelineModel:
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters or shards, in the order of the model's parameters."""
         return self._parameter_store.parameters
+
+    @property
+    def compressor(self) -> GradientCompressor | None:
+        """Compression of gradients over replicas; None for exact sums."""
+        return self._parameter_store.compressor if isinstance(self._parameter_store, _ReplicatedParameters) else None
 
     def run_forward_backward(
         self,
@@ -218,7 +224,7 @@ class _HookedStage(PipelineStage):
 class _ReplicatedParameters:
     """Parameters that every replica holds completely. Sums their gradients over micro batches and replicas."""
 
-    def __init__(self, model: Transformer, mesh: Mesh, tied_parameter_index: int | None) -> None:
+    def __init__(self, model: Transformer, config: Config, mesh: Mesh, tied_parameter_index: int | None) -> None:
         """Prepare to sum the gradients of `model` over the replicas in `mesh`.
 
         `tied_parameter_index`: index of the parameter that has a tied copy at the other end of the pipeline; None if no parameter has one.
@@ -226,6 +232,8 @@ class _ReplicatedParameters:
         self._mesh, self._weights = mesh, WorkingWeights(model)
         sum_dtype = get_sum_dtype(model.architecture.precision)
         self._sums = GradientSums(self._weights, sum_dtype) if sum_dtype else None
+        group = mesh.data_parallel_group
+        self.compressor = build_gradient_compressor(config, dict(model.named_parameters()), group) if group.size() > 1 else None
         self._tied_weight = None if tied_parameter_index is None else self._weights.weights[tied_parameter_index]
 
     @property
@@ -250,7 +258,10 @@ class _ReplicatedParameters:
             if total is not None:
                 totals[weight] = total
         group = self._mesh.data_parallel_group
-        if group.size() > 1:
+        if self.compressor and self.compressor.is_active:
+            self.compressor.start_sum(totals)
+            self.compressor.finish_sums()
+        elif group.size() > 1:
             for work in [dist.all_reduce(total, group=group, async_op=True) for total in totals.values()]:
                 work.wait()
         if self._tied_weight in totals:
