@@ -155,9 +155,9 @@ def train_model(
 
 
 def _compare_ranks(model: ParallelModel, step: int, instruments: StepInstruments, reporter: RunReporter) -> ParallelModel:
-    """Report stragglers if a comparison of all ranks is due after `step`. Return the model with the next steps' assignment of micro batches.
+    """Report stragglers if a comparison of all ranks is due after `step`.
 
-    Collective: all ranks must call it.
+    Return the model with the assignment of micro batches for the next steps. Collective: all ranks must call it.
     """
     timings, counts = instruments.gather_rank_timings(model.mesh), model.mesh.micro_batches_per_replica
     reporter.report_rank_timings(timings)

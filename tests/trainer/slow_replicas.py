@@ -1,4 +1,4 @@
-"""training_code.py in which the forward pass of each micro batch on rank N takes the seconds in the file `seconds-N`, as on a slow machine."""
+"""training_code.py in which the forward pass of a micro batch on rank N takes as many seconds as the file `seconds-N` says."""
 
 from __future__ import annotations
 
