@@ -131,6 +131,18 @@ def test_a_replica_that_was_slow_recovers_its_micro_batches() -> None:
     assert reassign_by_speed([0.1, 0.1, 0.1], slow, THRESHOLD) == (4, 4, 4)
 
 
+@pytest.mark.parametrize(
+    ("total", "counts", "efficiency"), [(6, (3, 2, 1), 0.8), (9, (4, 4, 1), 0.9), (12, (5, 5, 2), 0.96), (15, (6, 6, 3), 1)]
+)
+def test_the_table_for_one_of_three_machines_at_half_the_speed(total: int, counts: tuple[int, ...], efficiency: float) -> None:
+    """The table of docs/how-to/unequal-machines.md."""
+    seconds = 1.0, 1.0, 2.0
+    assert assign_by_speed(seconds, total) == counts
+    possible = total / sum(1 / each for each in seconds)
+    assert possible / compute_step_seconds(seconds, counts) == pytest.approx(efficiency)
+    assert possible / compute_step_seconds(seconds, [total // 3] * 3) == pytest.approx(0.6)
+
+
 def build_timing(replica: int, forward: float, micro_batch: float | None, data: float = 0.0) -> RankTiming:
     return RankTiming(
         f"node{replica}",
