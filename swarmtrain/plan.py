@@ -310,11 +310,12 @@ def _format_batches(config: Config, world_size: int) -> list[str]:
     topology = config.topology
     micro_batches = topology.assign_micro_batches(world_size)
     batch_share = f"{micro_batches[0]} each" if len(set(micro_batches)) == 1 else f"{micro_batches[0]} or {micro_batches[-1]} each"
+    by_speed = " at first, then by speed" if topology.reassigns_micro_batches(len(micro_batches)) else ""
     count = sum(micro_batches)
     global_batch = f"global batch {topology.samples_per_step} = {count} micro batch{'' if count == 1 else 'es'}"
     return [
         f"  {format_count(len(micro_batches), 'replica')} of {_format_replica_topology(topology)}",
-        f"  {global_batch} of {topology.samples_per_micro_batch}, {batch_share}",
+        f"  {global_batch} of {topology.samples_per_micro_batch}, {batch_share}{by_speed}",
         *_format_pipeline_layout(config, micro_batches),
         *_format_gradient_compression(topology),
     ]

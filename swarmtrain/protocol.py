@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_type_hints
 
@@ -282,7 +282,8 @@ EVENT_WORLD_FORMED = "world"
 # node, world, and from each rank its number: the script has returned; printed once it has returned on all ranks of that node
 EVENT_SCRIPT_RETURNED = "script_returned"
 # step, steps, loss, tokens_per_second, eta_seconds, learning_rate; if known gradient_norm, max_replica_loss, accuracy, tflops, mfu, phases:
-# seconds of a step by phase (swarmtrain.trainer.health.step_timer), memory: bytes (swarmtrain.trainer.metrics.memory_usage)
+# seconds of a step by phase (swarmtrain.trainer.health.step_timer), memory: bytes (swarmtrain.trainer.metrics.memory_usage),
+# micro_batches: {node: [number for each replica]} if micro batches are assigned by speed
 EVENT_PROGRESS = "progress"
 # node, and the fields of swarmtrain.trainer.run_report: versions, devices, tokens_per_step …; values are strings, numbers, or mappings
 EVENT_RUN_REPORT = "report"
@@ -391,6 +392,11 @@ class RunOutcome:
     @property
     def is_success(self) -> bool:
         return self.status == "done"
+
+
+def format_micro_batch_counts(counts_by_node: Mapping[str, Sequence[int]]) -> str:
+    """Return the number of micro batches per step of each replica, by node, as text."""
+    return ", ".join(f"{node} {' + '.join(map(str, counts))}" for node, counts in counts_by_node.items())
 
 
 def describe_outcome(outcome: Mapping[str, Any]) -> str:

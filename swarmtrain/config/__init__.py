@@ -24,7 +24,7 @@ from swarmtrain.config.schema.profiler import ProfilerConfig
 from swarmtrain.config.schema.runner import QUEUE_KEYS, RunnerConfig
 from swarmtrain.config.schema.runner_types import DEPLOYED_CONTEXT
 from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple, format_duplicates
-from swarmtrain.config.schema.topology import TopologyConfig
+from swarmtrain.config.schema.topology import MicroBatchAssignment, TopologyConfig
 from swarmtrain.config.schema.trainer import TrainerConfig
 from swarmtrain.config.schema.training_groups import TrainingGroupConfig
 from swarmtrain.config.schema.transformer_architecture import Precision, TransformerArchitectureConfig
@@ -78,6 +78,9 @@ class Config(Section):
                 "transformer_architecture.mlp_factor",
                 f"gives an MLP width of {architecture.mlp_width}, which is not a multiple of topology.model_parallel_size {tensor}",
             )
+        if self.optimizer.zero and self.topology.micro_batch_assignment is MicroBatchAssignment.by_speed:
+            reason = "by_speed does not support optimizer.zero, with which all replicas take part in each micro batch"
+            raise build_field_error("topology.micro_batch_assignment", reason, "set it to equal, or optimizer.zero to false")
         partition_layers(self.topology, architecture)
         _check_float8_layer_sizes(architecture, self.topology)
         _check_gradient_compression(self)

@@ -13,6 +13,7 @@ from torch import Tensor
 from swarmtrain.trainer import out_of_memory
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.health.gc_control import GcController
+from swarmtrain.trainer.health.micro_batch_assignment import MicroBatchReassigner
 from swarmtrain.trainer.health.rank_timing import RankTimer, RankTiming
 from swarmtrain.trainer.health.step_timer import StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
@@ -22,6 +23,7 @@ from swarmtrain.trainer.metrics.tensor_stats_recorder import TensorStatsRecorder
 from swarmtrain.trainer.metrics.timeline import TimelineRecorder
 from swarmtrain.trainer.optim import Optimizer, gradient_checks
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.runtime import Runtime
 
 
@@ -39,6 +41,7 @@ class StepInstruments:
 
     def __init__(self, runtime: Runtime, model: ParallelModel, optimizer: Optimizer, collective_timeout: CollectiveTimeout) -> None:
         self._runtime, self._model, self._optimizer, self._collective_timeout = runtime, model, optimizer, collective_timeout
+        self.reassigner = MicroBatchReassigner(runtime.config.topology)
         self._watchdog, self._gc_controller, self._profiler = Watchdog(runtime), GcController(), TorchProfiler(runtime)
 
     def __enter__(self) -> Self:
@@ -61,6 +64,8 @@ class StepInstruments:
         """
         self._tensor_stats = TensorStatsRecorder(self._runtime, self._model, step)
         self._rank_timer, self._timer = RankTimer(self._runtime, self._model, data), StepTimer(self._runtime.device)
+        if self._runtime.config.topology.reassigns_micro_batches(self._model.mesh.data_size):
+            self._timer.listeners.append(self._rank_timer.record_passes)
         self._timeline = TimelineRecorder(self._runtime, self._model.mesh, self._timer)
         return self._timer
 
@@ -71,12 +76,12 @@ class StepInstruments:
         """
         self._tensor_stats.record_gradients()
 
-    def gather_rank_timings(self) -> list[RankTiming] | None:
+    def gather_rank_timings(self, mesh: Mesh) -> list[RankTiming] | None:
         """Return the timings of all ranks, in rank order, if a comparison is due after this step, else None.
 
-        Collective: all ranks must call it.
+        `mesh`: the mesh, with the assignment of micro batches in this step. Collective: all ranks must call it.
         """
-        return self._rank_timer.gather_timings()
+        return self._rank_timer.gather_timings(mesh)
 
     @contextmanager
     def instrument_step(self, step: int) -> Iterator[None]:

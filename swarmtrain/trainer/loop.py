@@ -140,7 +140,7 @@ def train_model(
                 progress = progress.advance_to_step(number, position + runtime.config.topology.samples_per_step)
                 with timer.time_phase(LOGGING):
                     reporter.report_step(result, instruments.phase_seconds)
-                reporter.report_rank_timings(instruments.gather_rank_timings())
+                model = _compare_ranks(model, number, instruments, reporter)
                 checkpoint_scheduler.report_saved_checkpoints()
                 if _is_step_due(number, config.check_replicas_interval):
                     replica_check.check_replicas_match(runtime, model, optimizer, number)
@@ -152,6 +152,20 @@ def train_model(
             {"initial_validation_loss": progress.initial_validation_loss, "final_validation_loss": validation_loss, **extra_metrics},
         )
         return TrainingResult(progress.step, progress.initial_validation_loss, validation_loss)
+
+
+def _compare_ranks(model: ParallelModel, step: int, instruments: StepInstruments, reporter: RunReporter) -> ParallelModel:
+    """Report stragglers if a comparison of all ranks is due after `step`.
+
+    Return the model with the assignment of micro batches for the next steps. Collective: all ranks must call it.
+    """
+    timings, counts = instruments.gather_rank_timings(model.mesh), model.mesh.micro_batches_per_replica
+    reporter.report_rank_timings(timings)
+    new_counts = instruments.reassigner.reassign(timings, counts, step)
+    if new_counts == counts:
+        return model
+    reporter.report_assignment(step, new_counts)
+    return model.assign_micro_batches(new_counts)
 
 
 def _check_vocabulary_and_report_start(

@@ -83,6 +83,7 @@ class RunStatus:
         labeled_lines += [
             ("validation", self._format_validation_loss()),
             ("checkpoint", self._format_checkpoint()),
+            ("assignment", self._format_assignment()),
             ("slowest", self._format_straggler()),
             ("failures", f"{self.failures} so far" * (self.failures > 0)),
             *(("GPU", f"{fault}, {format_age(self.time, fault.time)}") for fault in self.gpu_faults[-_MAX_GPU_FAULTS:]),
@@ -122,6 +123,10 @@ class RunStatus:
         return (
             f"step {checkpoint.get('step')} in {checkpoint.get('path')}, {format_age(self.time, checkpoint['time'])}" if checkpoint else ""
         )
+
+    def _format_assignment(self) -> str:
+        counts = self.progress.get("micro_batches")
+        return f"{protocol.format_micro_batch_counts(counts)} micro batches per step, by speed" if counts else ""
 
     def _format_straggler(self) -> str:
         straggler = self.straggler

@@ -57,6 +57,11 @@ import device_collectives
 device_collectives.install()
 {TRAIN}
 """
+TRAIN_WITH_CHANGING_ASSIGNMENT = f"""
+from swarmtrain.trainer.health.micro_batch_assignment import MicroBatchReassigner
+MicroBatchReassigner.reassign = lambda reassigner, timings, counts, step: ((2, 1, 1, 0) * 2)[step % 4 :][:4]
+{TRAIN}
+"""
 STEPS = 80
 CONFIG: dict[str, Any] = {
     "topology": {"global_batch_size": 8, "micro_batch_size": 2},
@@ -280,6 +285,23 @@ def test_surviving_ranks_save_while_collectives_wait_for_dead_peers(small_run: A
     assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
     assert trained.count_lost_steps({ranks[first]}, {later_ranks[other] for other in others}) == [0, 0]
     assert [len(event.data["surviving_ranks"]) for event in small_run.read_events("checkpoint")[:2]] == [1, 1]
+    assert trained.read_losses() == undisturbed_losses
+
+
+def test_surviving_ranks_save_while_the_assignment_of_micro_batches_changes(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
+    """Each step has other numbers of micro batches on the four replicas than the step before it; two ranks are killed in turn."""
+    trained = TrainingRun(small_run, script=TRAIN_WITH_CHANGING_ASSIGNMENT)
+    trained.wait_for_steps(1)
+    ranks, first = trained.ranks(), small_run.find_ranks(1)[0]
+    kill_processes(first)
+    trained.wait_for_steps(2)
+    later_ranks, second = trained.ranks(), small_run.find_ranks(0)[1]
+    kill_processes(second)
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    assert trained.count_lost_steps({ranks[first]}, {later_ranks[second]}) == [0, 0]
+    assert [len(event.data["surviving_ranks"]) for event in small_run.read_events("checkpoint")[:2]] == [1, 1]
+    counts = {tuple(sorted(len(line["samples"]) for line in lines)) for lines in trained.read_audit()[1].values() if len(lines) == 4}
+    assert (0, 2, 2, 4) in counts
     assert trained.read_losses() == undisturbed_losses
 
 

@@ -119,6 +119,7 @@ def test_own_machines(swarm: Machines) -> None:
         "docs/how-to/watch.md",
         "docs/how-to/why.md",
         "docs/how-to/resume-and-scale.md",
+        "docs/how-to/unequal-machines.md",
         "docs/how-to/air-gapped.md",
     ],
 )

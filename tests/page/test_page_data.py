@@ -219,6 +219,13 @@ def test_numbers_for_prometheus() -> None:
     assert {name.partition("{")[0] for name in samples} == set(names)
 
 
+def test_micro_batches_that_are_assigned_by_speed() -> None:
+    progress = Event(protocol.EVENT_PROGRESS, {"step": 1, "micro_batches": {"node0": [4, 4], "node1": [2]}}, 1.0)
+    text = prometheus.render_metrics(build_page_data_from_events("demo", [progress], (), (), 2.0), 2.0)
+    assert 'swarmtrain_node_micro_batches{run="demo",node="node0"} 8\n' in text
+    assert 'swarmtrain_node_micro_batches{run="demo",node="node1"} 2\n' in text
+
+
 def test_labels_are_escaped() -> None:
     data = build_page_data_from_events('a"b\\c\nd', (), (), (), 0.0)
     assert 'run="a\\"b\\\\c\\nd"' in prometheus.render_metrics(data, 0.0)

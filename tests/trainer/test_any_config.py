@@ -42,6 +42,7 @@ INDEPENDENT_KEYS: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] =
             "reduce_every_micro_batch": [False, True],
             "cpu_offload": [False, True],
             "activation_checkpointing_type": ["disabled", "selective", "every_layer", "every_pipe_stage"],
+            "micro_batch_assignment": ["equal", "by_speed"],
         },
     ),
     "transformer_architecture": (

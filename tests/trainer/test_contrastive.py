@@ -15,7 +15,16 @@ from pydantic import ValidationError
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from torch.nn import functional
-from worlds import merge_config, read_gradient_norms, read_losses, read_manifest, read_metric, read_validation_losses, run_training
+from worlds import (
+    LocalWorld,
+    merge_config,
+    read_gradient_norms,
+    read_losses,
+    read_manifest,
+    read_metric,
+    read_validation_losses,
+    run_training,
+)
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.objectives import ContrastiveConfig
@@ -161,6 +170,16 @@ def test_the_micro_batch_changes_nothing(base_config: dict[str, Any], single_ran
     assert run_training(tmp_path, merge_config(base_config, topology={"micro_batch_size": 12})) == pytest.approx(
         read_losses(single_rank_run), rel=1e-5
     )
+
+
+def test_unequal_and_changing_numbers_of_micro_batches_change_nothing(
+    base_config: dict[str, Any], single_rank_run: Path, tmp_path: Path
+) -> None:
+    """The numbers change every three steps; a replica compares its texts with those of the others, wherever they were computed."""
+    world = LocalWorld(tmp_path, base_config, 2, {"ASSIGNMENTS": "[[5, 1], [2, 4], [4, 2]]"}, script="forced_assignment")
+    assert world.wait() == [0, 0], world.read_log()
+    assert read_losses(tmp_path) == pytest.approx(read_losses(single_rank_run), rel=1e-5)
+    assert read_validation_losses(tmp_path) == pytest.approx(read_validation_losses(single_rank_run), rel=1e-5)
 
 
 def test_a_replica_without_samples_takes_part(base_config: dict[str, Any], tmp_path: Path) -> None:

@@ -241,12 +241,36 @@ def test_overrides_are_reported_like_the_rest() -> None:
             },
             "topology.data_parallel_size: 3 is not a multiple of data_parallel_shard_size 2",
         ),
+        (
+            {"micro_batch_assignment": "by_speed", "data_parallel_type": "fsdp", "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.micro_batch_assignment: by_speed requires ddp: with fsdp, all ranks of a shard group take part in each micro batch",
+        ),
+        (
+            {"micro_batch_assignment": "by_speed", "pipe_parallel_size": 2, "global_batch_size": 8, "micro_batch_size": 1},
+            "topology.micro_batch_assignment: by_speed does not support pipeline parallelism",
+        ),
+        (
+            {"micro_batch_assignment": "by_speed", "data_parallel_size": 4, "global_batch_size": 14, "micro_batch_size": 2},
+            "topology.micro_batch_assignment: by_speed requires 2 micro batches per replica, but 4 replicas have 7 | reduce "
+            "micro_batch_size, or set global_batch_size to 16 or more",
+        ),
+        (
+            {"micro_batch_assignment": "by_speed", "global_batch_size": 6, "micro_batch_size": 2},
+            "topology.micro_batch_assignment: by_speed requires 2 micro batches per replica, but 2 replicas have 3",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(topology: dict[str, Any], problem: str) -> None:
     found = list_problems(json.dumps({"topology": topology}))
     assert len(found) == 1
     assert found[0].replace(" (line 1)", "").startswith(f"config {problem}")
+
+
+def test_sharded_optimizer_state_excludes_an_assignment_by_speed() -> None:
+    topology = {"micro_batch_assignment": "by_speed", "global_batch_size": 8, "micro_batch_size": 1}
+    (problem,) = list_problems(json.dumps({"topology": topology, "optimizer": {"zero": True}}))
+    assert "topology.micro_batch_assignment" in problem
+    assert "by_speed does not support optimizer.zero" in problem
 
 
 @pytest.mark.parametrize(

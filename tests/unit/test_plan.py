@@ -85,6 +85,14 @@ def test_uneven_shares_are_printed() -> None:
     assert "12 micro batches of 2, 3 or 2 each" in str(plan_demo(THREE_MACHINES, "runner.hosts=[a slots=5]"))
 
 
+def test_an_assignment_by_speed_is_printed_where_replicas_have_several_micro_batches() -> None:
+    by_speed = "topology.micro_batch_assignment=by_speed"
+    assert "12 micro batches of 2, 3 or 2 each at first, then by speed" in str(
+        plan_demo(THREE_MACHINES, "runner.hosts=[a slots=5]", by_speed)
+    )
+    assert "2 or 1 each\n" in str(plan_demo(THREE_MACHINES, "runner.hosts=[a slots=7]", by_speed))
+
+
 def test_a_pipeline_prints_its_stages_and_its_idle_time() -> None:
     said = str(
         plan_demo(

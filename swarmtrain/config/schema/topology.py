@@ -13,6 +13,13 @@ from pydantic import Field, model_validator
 from swarmtrain.config.schema.fields.gradient_compression import GradientCompression, PowerSgdConfig
 from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple
 
+_MIN_MICRO_BATCHES_BY_SPEED = 2
+"""Minimum number of micro batches per replica, on average, for which they can be assigned by speed.
+
+A replica that has two or more keeps sums of gradients, and needs the same memory for any number of them. A replica that had only one might
+not have the memory for a second.
+"""
+
 
 class PipePartitionMethod(StrEnum):
     """Ways to partition the layers into pipeline stages."""
@@ -36,6 +43,13 @@ class ActivationCheckpointing(StrEnum):
     selective = "selective"
     every_layer = "every_layer"
     every_pipe_stage = "every_pipe_stage"
+
+
+class MicroBatchAssignment(StrEnum):
+    """How many of a global batch's micro batches each replica processes."""
+
+    equal = "equal"
+    by_speed = "by_speed"
 
 
 class TopologyConfig(Section):
@@ -89,6 +103,20 @@ class TopologyConfig(Section):
     gradient_accumulation_steps: int | None = Field(
         None, ge=1, description="Micro batches per replica and step. null: derived from the other two batch keys."
     )
+    micro_batch_assignment: MicroBatchAssignment = Field(
+        MicroBatchAssignment.equal,
+        description="Micro batches of each replica. equal: equally many, or one more. by_speed: fewer on replicas that are measured to "
+        "be slower. For ddp without pipeline parallelism only.",
+    )
+    micro_batch_reassignment_interval: int = Field(
+        20, ge=1, description="Minimum number of steps between two reassignments of micro batches by speed."
+    )
+    micro_batch_reassignment_threshold: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Fraction by which a reassignment must shorten the computation of a step. At 0.1, noise of ±5 % causes none.",
+    )
 
     pipe_partition_method: PipePartitionMethod = Field(
         PipePartitionMethod.uniform,
@@ -117,6 +145,7 @@ class TopologyConfig(Section):
         _check_pipeline_settings(self)
         _check_sharding_options(self)
         _check_gradient_compression(self)
+        _check_assignment_by_speed(self)
         return self
 
     @property
@@ -196,6 +225,11 @@ class TopologyConfig(Section):
         replicas = self.compute_data_parallel_size(world_size)
         base_count, remainder = divmod(self.micro_batches_per_step, replicas)
         return tuple(base_count + (index < remainder) for index in range(replicas))
+
+    def reassigns_micro_batches(self, replicas: int) -> bool:
+        """Return whether micro batches are reassigned by speed in a world of `replicas` replicas: each must have several to begin with."""
+        is_by_speed = self.micro_batch_assignment is MicroBatchAssignment.by_speed
+        return is_by_speed and replicas > 1 and self.micro_batches_per_step >= _MIN_MICRO_BATCHES_BY_SPEED * replicas
 
 
 def _derive_parallel_sizes(
@@ -307,6 +341,27 @@ def _check_gradient_compression(topology: TopologyConfig) -> None:
     if topology.data_parallel_type is not DataParallelType.ddp:
         reason = f"{mode} requires ddp, but data_parallel_type is {topology.data_parallel_type}"
         raise build_field_error(name, reason, "set data_parallel_type to ddp, or gradient_compression to none")
+
+
+def _check_assignment_by_speed(topology: TopologyConfig) -> None:
+    """Raise a validation error if micro batches cannot be assigned by speed.
+
+    That requires micro batches without communication between replicas, and replicas that have several.
+    """
+    if topology.micro_batch_assignment is not MicroBatchAssignment.by_speed:
+        return
+    name, hint = "micro_batch_assignment", "set it to equal"
+    if topology.data_parallel_type is not DataParallelType.ddp:
+        reason = f"by_speed requires ddp: with {topology.data_parallel_type}, all ranks of a shard group take part in each micro batch"
+        raise build_field_error(name, reason, hint)
+    if topology.pipeline_parallel_size > 1:
+        raise build_field_error(name, "by_speed does not support pipeline parallelism, whose schedule is fixed at the start", hint)
+    replicas, count = topology.data_parallel_size or 2, topology.micro_batches_per_step
+    if replicas > 1 and not topology.reassigns_micro_batches(replicas):
+        reason = f"by_speed requires {_MIN_MICRO_BATCHES_BY_SPEED} micro batches per replica, but {replicas} replicas have {count}"
+        required = _MIN_MICRO_BATCHES_BY_SPEED * replicas * topology.samples_per_micro_batch
+        hint = f"reduce micro_batch_size, or set global_batch_size to {required} or more"
+        raise build_field_error(name, reason, hint)
 
 
 def _derive_batch_sizes(

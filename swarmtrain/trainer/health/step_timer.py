@@ -51,8 +51,8 @@ class StepTimer:
         self._free_events: list[torch.cuda.Event] = []
         self._steps: deque[_StepMarks] = deque([_StepMarks()])
         self._phase_seconds: dict[str, float] = {}
-        self.listener: StepListener | None = None
-        """Function that is called for each step whose timestamps are all known."""
+        self.listeners: list[StepListener] = []
+        """Functions that are called for each step whose timestamps are all known."""
         self.start_phase(OTHER)
 
     def start_phase(self, phase: str, *micro_batch_and_stage: int) -> None:
@@ -89,8 +89,8 @@ class StepTimer:
         seconds: dict[str, float] = defaultdict(float)
         for (phase, _), begin, end in zip(step.phases, step.marks, step.marks[1:], strict=False):
             seconds[phase] += compute_elapsed_seconds(begin, end)
-        if self.listener:
-            self.listener(step.phases, step.marks)
+        for listener in self.listeners:
+            listener(step.phases, step.marks)
         # The last mark is also the start of the next step, so it is not free yet.
         self._free_events += [mark for mark in step.marks[:-1] if isinstance(mark, torch.cuda.Event)]
         return dict(seconds)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from swarmtrain import protocol
-from swarmtrain.protocol import Event
+from swarmtrain.protocol import Event, format_micro_batch_counts
 from swarmtrain.trainer import run_report
 from swarmtrain.trainer.checkpoint import SavedCheckpoint
 from swarmtrain.trainer.health.rank_timing import RankTiming
@@ -54,6 +54,10 @@ class RunReporter:
         self._peak_flops: float | None = None
         """Peak FLOPS of one device; None if unknown."""
         self._replica_count = 1
+        self._replica_nodes: list[str] = []
+        """For each replica, the node of its first rank."""
+        self._micro_batch_counts: dict[str, list[int]] = {}
+        """Number of micro batches of each replica, by node; empty unless they are assigned by speed."""
         self._memory_usage: dict[str, int] = {}
 
     def __enter__(self) -> RunReporter:
@@ -92,6 +96,8 @@ class RunReporter:
             self._peak_flops = flops.find_peak_flops(
                 torch.cuda.get_device_name(self._runtime.device), config.transformer_architecture.precision
             )
+        if config.topology.reassigns_micro_batches(mesh.data_size):
+            self._micro_batch_counts = self._group_by_node(mesh.micro_batches_per_replica)
         self._sinks.open(self._runtime, step)
         self._throughput = Throughput()
 
@@ -101,6 +107,8 @@ class RunReporter:
             return
         for line in run_report.format_report_summary(report):
             LOG.info("%s", line)
+        first_nodes = {rank["data_rank"]: rank["node"] for rank in reversed(report["ranks"])}
+        self._replica_nodes = [first_nodes[replica] for replica in range(model.mesh.data_size)]
         if folder := get_metrics_folder(self._runtime):
             run_report.write_run_report(report, folder)
         for node, node_fields in run_report.summarize_nodes(report):
@@ -144,6 +152,7 @@ class RunReporter:
                 **extra_metrics,
                 "phases": phase_seconds,
                 "memory": self._memory_usage,
+                **({"micro_batches": self._micro_batch_counts} if self._micro_batch_counts else {}),
             }
             self._event_sender.queue_progress_event(Event(protocol.EVENT_PROGRESS, {**fields, "eta_seconds": round(eta, 1)}))
         if should_log or result.is_skipped:
@@ -198,6 +207,20 @@ class RunReporter:
             LOG.warning("%s", change.message)
             fields = asdict(change.straggler) if change.straggler else {"rank": None}
             self._post_event(protocol.EVENT_STRAGGLER, **fields, message=change.message)
+
+    def report_assignment(self, step: int, counts: Sequence[int]) -> None:
+        """Report that the steps after `step` have another assignment of micro batches. `counts`: their number for each replica."""
+        if self._runtime.is_rank_zero:
+            self._micro_batch_counts = self._group_by_node(counts)
+            text = format_micro_batch_counts(self._micro_batch_counts)
+            LOG.info("step %*d/%d  micro batches by speed: %s", len(str(self._total_steps)), step, self._total_steps, text)
+
+    def _group_by_node(self, counts: Sequence[int]) -> dict[str, list[int]]:
+        """Return `counts`, one for each replica, by the nodes of the replicas. Empty on other ranks than rank 0."""
+        counts_by_node: dict[str, list[int]] = {}
+        for node, count in zip(self._replica_nodes, counts, strict=False):
+            counts_by_node.setdefault(node, []).append(count)
+        return counts_by_node
 
     def write_missing_step_metrics(self, step: int, last_step_result: StepResult | None) -> None:
         """Append the metrics line of `step`, which this rank has saved in a just-in-time checkpoint, if the line is missing.

@@ -68,7 +68,7 @@ class TimelineRecorder:
         self._steps_received = 0
         self._spans: list[tuple[int, str, tuple[int, ...], float, float]] = []
         if self._step_count:
-            timer.listener = self._receive_step_phases
+            timer.listeners.append(self._receive_step_phases)
             self._anchor = self._record_clock_anchor()
 
     def record_step_end(self, number: int) -> None:
@@ -88,7 +88,8 @@ class TimelineRecorder:
         if self._runtime.device.type == "cuda":
             torch.cuda.synchronize()
         self._timer.read_finished_steps()
-        self._timer.listener, self._step_count = None, 0
+        self._timer.listeners.remove(self._receive_step_phases)
+        self._step_count = 0
         offset, clock_error = _measure_clock_offset(self._runtime)
         spans = tuple(
             PhaseSpan(self._step_numbers[step_index], phase, indices, start_seconds + offset, seconds)

@@ -5,7 +5,7 @@ A replica is distributed by tensor, pipeline and context parallelism; replicas a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -57,6 +57,10 @@ class ParallelModel:
         """Prepare the model for the passes of step `number`."""
         if self.gradient_compressor:
             self.gradient_compressor.start_step(number)
+
+    def assign_micro_batches(self, counts: tuple[int, ...]) -> ParallelModel:
+        """Return this model with `counts` micro batches per replica; it shares all parameters with this object."""
+        return replace(self, mesh=replace(self.mesh, micro_batches_per_replica=counts))
 
     def sum_partial_gradients(self) -> None:
         """Sum the gradients over tensor-parallel ranks of which each has a part, in place. Collective: all ranks must call it."""

@@ -81,6 +81,8 @@ def _iterate_metric_samples(page_data: PageData, now: float) -> Iterator[MetricS
         yield "step_phase_seconds", "gauge", "Seconds of a step by phase.", {"phase": phase}, seconds
     for name, value in (progress.get("metrics") or {}).items():
         yield "metric", "gauge", "Custom metrics that the script reports.", {"name": name}, value
+    for node, counts in (progress.get("micro_batches") or {}).items():
+        yield "node_micro_batches", "gauge", "Micro batches of a step that are assigned to the node by speed.", {"node": node}, sum(counts)
     if (last_progress_time := progress.get("time") or page_data["started"]) is not None:
         yield (
             "since_last_step_seconds",
