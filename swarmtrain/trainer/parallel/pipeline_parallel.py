@@ -252,7 +252,7 @@ class _ReplicatedParameters:
 
     def finalize_gradients(self) -> None:
         """Sum the gradients over all replicas, and store the results as the parameters' gradients."""
-        totals: dict[nn.Parameter, Tensor] = {}
+        totals: dict[Tensor, Tensor] = {}
         for weight in self._weights.weights:
             total = self._sums.take_sum(weight) if self._sums else weight.grad
             if total is not None:
@@ -266,8 +266,8 @@ class _ReplicatedParameters:
                 work.wait()
         if self._tied_weight in totals:
             totals[self._tied_weight] = _sum_with_tied_copy(totals[self._tied_weight], self._mesh)
-        for weight, total in totals.items():
-            parameter = self._weights.get_parameter(weight)
+        for summed_weight, total in totals.items():
+            parameter = self._weights.get_parameter(summed_weight)
             parameter.grad = total.to(parameter.dtype)
 
 

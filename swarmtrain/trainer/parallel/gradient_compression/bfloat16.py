@@ -78,4 +78,4 @@ class _PendingSum(NamedTuple):
 def _split_like(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the one-dimensional `values`, one after another, each with as many elements as one of `tensors`."""
     sizes = [tensor.numel() for tensor in tensors]
-    return list(values[: sum(sizes)].split(sizes))
+    return list(torch.split(values[: sum(sizes)], sizes))

@@ -65,7 +65,7 @@ class PowerSgdCompression:
             self._sum_by_factors(compressed)
         if small_sums is not None and work is not None:
             work.wait()
-            for gradient, total in zip(small, small_sums.split([each.numel() for each in small]), strict=True):
+            for gradient, total in zip(small, torch.split(small_sums, [each.numel() for each in small]), strict=True):
                 gradient.copy_(total.view_as(gradient))
 
     def _sum_by_factors(self, gradients: Mapping[str, Tensor]) -> None:
@@ -85,7 +85,7 @@ class PowerSgdCompression:
     def _sum_over_replicas(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
         dist.all_reduce(flat, group=self._group)
-        parts = flat.split([tensor.numel() for tensor in tensors.values()])
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
         return {name: part.view_as(tensor) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
 
     def collect_state_tensors(self) -> dict[str, Tensor]:
