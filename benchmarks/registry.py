@@ -21,6 +21,7 @@ from benchmarks import (
     recovery,
     resume,
     run_startup,
+    slow_network,
     training,
 )
 from benchmarks.measurement import BenchmarkRow
@@ -57,6 +58,7 @@ BENCHMARKS = (
     Benchmark("ps-100", "the table of 25 runs of four services", idle_services.measure_run_table),
     Benchmark("queue", "a decision of the queue's scheduler, and its CPU time with 100 runs", queue_scheduler.measure_scheduler),
     Benchmark("preemption", "an urgent run on a full cluster, to its first step, against Slurm", preemption.measure_preemption),
+    Benchmark("slow", "tokens per second on two nodes with slow links, against plain DDP", slow_network.measure_slow_network),
     Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("heartbeat", "a signed heartbeat, against an unsigned one", heartbeats.measure_signed_heartbeats),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),

@@ -47,7 +47,10 @@ class _Method:
 
 
 _DDP = _Method("ddp", [], 6, (None, None))
-_METHODS: tuple[_Method, ...] = ()
+_METHODS = (
+    _Method("bf16", ["topology.gradient_compression=bf16"], 6, (None, None)),
+    _Method("powersgd", ["topology.gradient_compression=powersgd", "topology.powersgd.start_step=0"], 20, (2.0, 6.0)),
+)
 
 
 def measure_slow_network() -> Iterator[BenchmarkRow]:

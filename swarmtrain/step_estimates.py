@@ -18,15 +18,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from swarmtrain.config import Config
+from swarmtrain.config.schema.fields.gradient_compression import GradientCompression
 from swarmtrain.config.schema.topology import DataParallelType
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.plan import Plan
 
-_ZERO = "zero"
+_ZERO, _BF16, _POWERSGD = "zero", str(GradientCompression.bf16), str(GradientCompression.powersgd)
+_DDP = {"topology.data_parallel_type": "ddp", "optimizer.zero": "false", "topology.gradient_compression": "none"}
 _SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "ddp": {"topology.data_parallel_type": "ddp"},
-    _ZERO: {"topology.data_parallel_type": "ddp", "optimizer.zero": "true"},
-    "fsdp": {"topology.data_parallel_type": "fsdp"},
+    "ddp": _DDP,
+    _ZERO: {**_DDP, "optimizer.zero": "true"},
+    "fsdp": {**_DDP, "topology.data_parallel_type": "fsdp"},
+    _BF16: {**_DDP, "topology.gradient_compression": _BF16},
+    _POWERSGD: {**_DDP, "topology.gradient_compression": _POWERSGD},
 }
 """The config values that select each way of training."""
 _UNKNOWN = "are not known: swarmtrain doctor CONFIG --step-times measures them"
@@ -60,6 +64,8 @@ class ModelStepTimes:
 
     digest: str
     trainable_parameters: int
+    low_rank_values: int
+    """Number of values that PowerSGD sends of the gradients."""
     nodes: Mapping[str, RankStepTime]
 
 
@@ -100,6 +106,11 @@ class StepEstimate:
     network_seconds: float
     settings: Mapping[str, str]
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the sums of gradients over replicas are those of the config without compression."""
+        return self.name not in (_BF16, _POWERSGD)
+
 
 @dataclass(frozen=True)
 class StepEstimates:
@@ -130,7 +141,8 @@ def compute_step_digest(config: Config) -> str:
     parts += [
         config.topology.samples_per_micro_batch,
         values["topology"]["activation_checkpointing_type"],
-        values["trainer"].get("compile"),
+        values["trainer"]["compile"],
+        config.topology.powersgd.matrix_approximation_rank,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -169,27 +181,36 @@ class _StepModel:
     def __init__(self, plan: Plan, times: ModelStepTimes, all_reduce: AllReduceTime | None) -> None:
         self._topology, self._precision = plan.config.topology, plan.config.transformer_architecture.precision
         self._nodes = [(times.nodes[node.host], node.slots) for node in plan.available_nodes]
-        self._parameters, self._all_reduce = times.trainable_parameters, all_reduce
+        self._config, self._all_reduce = plan.config, all_reduce
+        self._parameters, self._low_rank_values = times.trainable_parameters, times.low_rank_values
         self._ranks = sum(slots for _, slots in self._nodes)
         self._micro_batches = max(self._topology.assign_micro_batches(self._ranks), default=0)
+        compression = self._topology.gradient_compression
         self._own = _ZERO if plan.config.optimizer.zero else str(self._topology.data_parallel_type)
+        self._own = self._own if compression is GradientCompression.none else str(compression)
 
     @property
     def exact_sum_seconds(self) -> float:
         """Seconds of the network that sums in float64 take in addition to those in float32."""
         is_exact = self._precision is Precision.float32 and self._gradient_bytes == 8
-        return self._time_all_reduce(8) - self._time_all_reduce(4) if is_exact else 0.0
+        return self._time_all_reduce(8 * self._parameters) - self._time_all_reduce(4 * self._parameters) if is_exact else 0.0
 
     def estimate_all(self) -> Iterator[StepEstimate]:
         """Yield the estimate of the config's own way of training, then of each other one."""
         names = [self._own, *(name for name in _SETTINGS if name != self._own)]
         for name in names:
             network = self._time_network(name)
-            yield StepEstimate(name, self._time_step(network), network, {} if name == self._own else _SETTINGS[name])
+            yield StepEstimate(name, self._time_step(network), network, {} if name == self._own else self._list_changes(_SETTINGS[name]))
         if len(self._nodes) > 1:
             yield StepEstimate(
                 "one node", min(self._time_one_node(times, slots) for times, slots in self._nodes), 0.0, {"runner.nodes": "1"}
             )
+
+    def _list_changes(self, settings: Mapping[str, str]) -> Mapping[str, str]:
+        """Return those of `settings` that the config does not have."""
+        values = json.loads(self._config.to_json())
+        current = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in settings}
+        return {key: value for key, value in settings.items() if str(current[key]).lower() != value}
 
     @property
     def _gradient_bytes(self) -> int:
@@ -204,17 +225,22 @@ class _StepModel:
 
     def _time_network(self, name: str) -> float:
         """Return the seconds that the network takes in a step. A reduce-scatter or an all-gather is half of an all-reduce."""
-        gradients, weights = self._time_all_reduce(self._gradient_bytes), self._time_all_reduce(self._weight_bytes)
+        if name == _BF16:
+            return self._time_all_reduce(2 * self._parameters)
+        if name == _POWERSGD:
+            return self._time_all_reduce(4 * self._low_rank_values)
+        gradients = self._time_all_reduce(self._gradient_bytes * self._parameters)
+        weights = self._time_all_reduce(self._weight_bytes * self._parameters)
         if name == DataParallelType.fsdp:  # each micro batch gathers the weights for both passes
             return self._micro_batches * (weights + gradients / 2)
         return (gradients + weights) / 2 if name == _ZERO else gradients
 
-    def _time_all_reduce(self, bytes_per_parameter: float) -> float:
-        """Return the seconds of an all-reduce, over all ranks, of this number of bytes for each trained parameter."""
+    def _time_all_reduce(self, size: float) -> float:
+        """Return the seconds of an all-reduce of `size` bytes over all ranks."""
         if self._all_reduce is None:
             return 0.0
         sent = (1 - 1 / self._ranks) / (1 - 1 / self._all_reduce.node_count)
-        return self._all_reduce.latency + self._parameters * bytes_per_parameter * sent / self._all_reduce.rate
+        return self._all_reduce.latency + size * sent / self._all_reduce.rate
 
     def _time_step(self, network: float) -> float:
         slowest = max((times for times, _ in self._nodes), key=lambda times: times.micro_batch_seconds)
@@ -239,4 +265,4 @@ def parse_measurement(values: Mapping[str, Any]) -> ClusterMeasurement:
 
 def _parse_step_times(values: Mapping[str, Any]) -> ModelStepTimes:
     nodes = {str(host): RankStepTime(**times) for host, times in values["nodes"].items()}
-    return ModelStepTimes(str(values["digest"]), int(values["trainable_parameters"]), nodes)
+    return ModelStepTimes(str(values["digest"]), int(values["trainable_parameters"]), int(values["low_rank_values"]), nodes)

@@ -41,5 +41,5 @@ def _find_step_times(results: ProbeResults, hosts: dict[str, str]) -> ModelStepT
     if times.keys() < hosts.keys() or any("error" in each for each in times.values()) or not times:
         return None
     nodes = {hosts[name]: RankStepTime(each["micro_batch_seconds"], each["step_seconds"]) for name, each in times.items()}
-    parameters = next(iter(times.values()))["trainable_parameters"]
-    return ModelStepTimes(compute_step_digest(results.plan.config), parameters, nodes)
+    first = next(iter(times.values()))
+    return ModelStepTimes(compute_step_digest(results.plan.config), first["trainable_parameters"], first["low_rank_values"], nodes)

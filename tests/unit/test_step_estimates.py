@@ -25,6 +25,7 @@ from swarmtrain.view.estimates.step_time import build_estimate_records, format_e
 
 ARCHITECTURE = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 64}
 PARAMETERS = 1_000_000
+LOW_RANK_VALUES = 50_000
 RATE = 10e6
 """Bytes per second: with two nodes, an all-reduce of 4 MB takes 0.4 s."""
 
@@ -46,7 +47,7 @@ def build_run(hosts: int = 2, slots: int = 1, **sections: Any) -> Plan:
 def measure(plan: Plan, *, at: float = 1000.0, on_gpus: bool = False, speeds: tuple[float, ...] = (0.1, 0.1, 0.1)) -> ClusterMeasurement:
     hosts = tuple(node.host for node in plan.nodes)
     times = {host: RankStepTime(seconds, 0.05) for host, seconds in zip(hosts, speeds, strict=False)}
-    steps = ModelStepTimes(compute_step_digest(plan.config), PARAMETERS, times)
+    steps = ModelStepTimes(compute_step_digest(plan.config), PARAMETERS, LOW_RANK_VALUES, times)
     all_reduce = AllReduceTime(len(hosts), 0.0, RATE, on_gpus) if len(hosts) > 1 else None
     links = {(hosts[0], hosts[1]): 2 * RATE} if len(hosts) > 1 else {}
     return ClusterMeasurement(at, hosts, all_reduce, links, steps)
@@ -57,14 +58,15 @@ def estimate(plan: Plan, **options: Any) -> dict[str, float]:
 
 
 def test_the_formulas() -> None:
-    """Eight micro batches on two ranks: 4 × 0.1 s + 0.05 s, and all-reduces of 8 MB (0.8 s) and of 4 MB (0.4 s)."""
+    """Eight micro batches on two ranks: 4 × 0.1 s + 0.05 s, and all-reduces of 8 MB (0.8 s), 4 MB, 2 MB, and 0.2 MB (PowerSGD)."""
     plan = build_run()
-    assert estimate(plan) == pytest.approx({"ddp": 0.45 + 0.8, "zero": 0.45 + 0.6, "fsdp": 0.45 + 4 * 0.8, "one node": 0.85})
+    compressed = {"bf16": 0.45 + 0.2, "powersgd": 0.45 + 0.02}
+    assert estimate(plan) == pytest.approx({"ddp": 0.45 + 0.8, "zero": 0.45 + 0.6, "fsdp": 0.45 + 4 * 0.8, "one node": 0.85, **compressed})
     assert estimate_steps(plan, [measure(plan)]).exact_sum_seconds == pytest.approx(0.4)
     small = build_run(topology={"global_batch_size": 4})
     assert estimate(small)["ddp"] == pytest.approx(0.15 + 0.4), "a sum of two gradients needs no float64"
     half = build_run(transformer_architecture={"precision": "bfloat16"})
-    assert estimate(half) == pytest.approx({"ddp": 0.45 + 0.4, "zero": 0.45 + 0.3, "fsdp": 0.45 + 4 * 0.4, "one node": 0.85})
+    assert estimate(half) == pytest.approx({"ddp": 0.45 + 0.4, "zero": 0.45 + 0.3, "fsdp": 0.45 + 4 * 0.4, "one node": 0.85, **compressed})
     assert estimate_steps(half, [measure(half)]).exact_sum_seconds == 0.0
 
 
@@ -76,9 +78,8 @@ def test_the_slowest_rank_decides_and_the_fastest_node_is_the_one_that_is_left()
 
 def test_more_ranks_on_a_node_compute_less_and_send_more() -> None:
     """A ring of four ranks sends 2 × 3/4 of the bytes over the link of each node, a ring of two ranks 2 × 1/2."""
-    assert estimate(build_run(slots=2)) == pytest.approx(
-        {"ddp": 0.25 + 1.5 * 0.8, "zero": 0.25 + 1.5 * 0.6, "fsdp": 0.25 + 2 * 1.5 * 0.8, "one node": 0.45}
-    )
+    exact = {"ddp": 0.25 + 1.5 * 0.8, "zero": 0.25 + 1.5 * 0.6, "fsdp": 0.25 + 2 * 1.5 * 0.8, "one node": 0.45}
+    assert estimate(build_run(slots=2)) == pytest.approx({**exact, "bf16": 0.25 + 1.5 * 0.2, "powersgd": 0.25 + 1.5 * 0.02})
 
 
 def test_gpus_hide_communication_behind_the_last_backward_pass() -> None:
@@ -89,7 +90,7 @@ def test_gpus_hide_communication_behind_the_last_backward_pass() -> None:
 
 
 def test_one_node_needs_no_links() -> None:
-    assert estimate(build_run(hosts=1)) == pytest.approx({"ddp": 0.85, "zero": 0.85, "fsdp": 0.85})
+    assert estimate(build_run(hosts=1)) == pytest.approx(dict.fromkeys(["ddp", "zero", "fsdp", "bf16", "powersgd"], 0.85))
 
 
 def test_the_configured_way_comes_first_and_a_clearly_faster_one_is_recommended() -> None:
@@ -98,6 +99,7 @@ def test_the_configured_way_comes_first_and_a_clearly_faster_one_is_recommended(
         ({"optimizer": {"zero": True}}, "zero"),
         ({"topology": {"data_parallel_type": "fsdp"}}, "fsdp"),
         ({"topology": {"data_parallel_type": "hsdp", "data_parallel_shard_size": 1}}, "hsdp"),
+        ({"topology": {"gradient_compression": "bf16"}}, "bf16"),
     ):
         plan = build_run(**sections)
         estimates = estimate_steps(plan, [measure(plan)])
@@ -105,7 +107,8 @@ def test_the_configured_way_comes_first_and_a_clearly_faster_one_is_recommended(
         assert not estimates.rows[0].settings
         assert all(row.settings for row in estimates.rows[1:])
         assert estimates.recommended is not None
-        assert estimates.recommended.name == "one node"
+        assert estimates.recommended.name == "powersgd"
+        assert dict(estimates.recommended.settings)["topology.gradient_compression"] == "powersgd"
     fast = build_run()
     assert estimate_steps(fast, [measure(fast, speeds=(9.0, 9.0))]).recommended is None, "zero would save 1 %"
 
@@ -145,10 +148,12 @@ def test_the_lines_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         "  ddp       1.25 s, of which 800 ms network (400 ms of it for exact sums); as configured",
         "  zero      1.05 s, of which 600 ms network",
         "  fsdp      3.65 s, of which 3.2 s network",
+        "  bf16      650 ms, of which 200 ms network; not exact",
+        "  powersgd  470 ms, of which 20 ms network; not exact",
         "  one node  850 ms",
-        "  one node would be fastest: -o runner.nodes=1",
+        "  powersgd would be fastest: -o topology.gradient_compression=powersgd",
     ]
     assert list(format_estimates(StepEstimates(missing_reason="because"))) == []
     records = build_estimate_records(estimates)
-    assert records["recommended"] == "one node"
+    assert records["recommended"] == "powersgd"
     assert json.loads(json.dumps(records)) == records

@@ -51,6 +51,7 @@ def _describe_row(row: StepEstimate, estimates: StepEstimates) -> str:
         text += f", of which {_format_seconds(row.network_seconds)} network"
     if row.name == "ddp" and estimates.exact_sum_seconds:
         text += f" ({_format_seconds(estimates.exact_sum_seconds)} of it for exact sums)"
+    text += "" if row.is_exact else "; not exact"
     return text if row.settings else f"{text}; as configured"
 
 

@@ -36,9 +36,8 @@ class PowerSgdCompression:
         self._factors: dict[str, Tensor] = {}
         self._names = {weight: name for name, weight in weights.items() if weight.requires_grad}
         for weight, name in self._names.items():
-            rows, columns = len(weight), weight.numel() // max(1, len(weight))
-            rank = min(rows, columns, config.matrix_approximation_rank)
-            if (rows + columns) * rank * _MIN_COMPRESSION < rows * columns:
+            rows, columns = _get_matrix_size(weight)
+            if rank := _choose_rank(rows, columns, config):
                 dtype = torch.promote_types(weight.dtype, torch.float32)
                 self._errors[name] = torch.empty((rows, columns), dtype=dtype, device=weight.device)
                 self._factors[name] = torch.empty((columns, rank), dtype=dtype, device=weight.device)
@@ -99,3 +98,20 @@ class PowerSgdCompression:
             error.zero_()
             generator, factor = torch.Generator().manual_seed(derive_seed(self._seed, name)), self._factors[name]
             factor.copy_(torch.randn(factor.shape, generator=generator, dtype=factor.dtype))
+
+
+def count_sent_values(weight: Tensor, config: PowerSgdConfig) -> int:
+    """Return the number of values that a replica sends of a gradient of `weight`."""
+    rows, columns = _get_matrix_size(weight)
+    rank = _choose_rank(rows, columns, config)
+    return (rows + columns) * rank if rank else weight.numel()
+
+
+def _get_matrix_size(weight: Tensor) -> tuple[int, int]:
+    return len(weight), weight.numel() // max(1, len(weight))
+
+
+def _choose_rank(rows: int, columns: int, config: PowerSgdConfig) -> int:
+    """Return the rank of the approximation of a matrix; 0 if it is summed exactly, because the factors are not much smaller."""
+    rank = min(rows, columns, config.matrix_approximation_rank)
+    return rank if (rows + columns) * rank * _MIN_COMPRESSION < rows * columns else 0
