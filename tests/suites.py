@@ -40,6 +40,8 @@ class Suite:
     paths: list[str]
     description: str
     test_all_only: str = ""
+    writes_gigabytes: bool = False
+    """Whether its tests write to the disk even if those of the other suites write to memory: they need more than 10 GB."""
 
 
 def list_test_files(folder: str, *, exclude: Sequence[str]) -> list[str]:
@@ -82,6 +84,7 @@ SUITES = {
         list_test_files("howto", exclude=_TRAINING_PAGES),
         "the commands of the tutorial and of how-to pages, typed one after the other",
         "the gate tests the features that each page uses",
+        writes_gigabytes=True,
     ),
     "examples": Suite(
         [f"howto/{name}.py" for name in _TRAINING_PAGES],
@@ -230,7 +233,8 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     # The labs of two suites have separate registries, since both push images with the same names.
     # A shared temporary folder would not work: pytest makes it private when it starts, while another suite makes it accessible. The name is
     # short, since paths of sockets are.
-    folder = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())) / f"t{list(SUITES).index(name)}"
+    root = None if suite.writes_gigabytes else os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    folder = Path(root or tempfile.gettempdir()) / f"{'t' if root else f'tests-{os.getpid()}-'}{list(SUITES).index(name)}"
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(get_labs_folder() / name), "PYTEST_DEBUG_TEMPROOT": str(folder)}
     if name == "newer":
@@ -243,6 +247,8 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
         lines.append(line)
         if stream_output:
             print(line, end="", flush=True)
+    code = process.wait()
+    shutil.rmtree(folder, ignore_errors=True)  # memory, for the suites that still run
     if not stream_output:
         print(f"\n--- {name}\n{''.join(lines)}", end="", flush=True)
     last = next((line for line in reversed(lines) if _COUNT_PATTERN.search(line)), "")
@@ -250,7 +256,7 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     for number, word in _COUNT_PATTERN.findall(last):
         key = "failed" if word.startswith("error") else word
         counts[key] = counts.get(key, 0) + int(number)
-    return SuiteResult(name, process.wait(), counts, time.monotonic() - started, list_failures(lines))
+    return SuiteResult(name, code, counts, time.monotonic() - started, list_failures(lines))
 
 
 def list_failures(lines: list[str]) -> list[str]:
