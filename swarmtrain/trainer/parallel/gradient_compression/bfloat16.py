@@ -5,7 +5,7 @@ rounded gradients of all replicas are added in float32, in the order of the rank
 twice, whatever the number of replicas. An all-reduce of bfloat16 values, as in torch's bf16_compress_hook, rounds after each addition, and
 sends as many bytes. (DDP refuses that hook on gloo.)
 
-Each rank adds a part of the values of all ranks, and all ranks gather these parts. The first collective is started while the backward pass
+Each rank adds a part of the values of all ranks, and sends the sums to all ranks. The first collective is started while the backward pass
 runs, the second one at its end, so that all ranks start their collectives in the same order.
 """
 
@@ -44,15 +44,16 @@ class Bfloat16Compression:
 
     def finish_sums(self) -> None:
         """Add the values that this rank has received, and replace all gradients with the sums of all ranks."""
-        gathering = []
+        distributing = []
         for pending in self._pending:
             pending.work.wait()
             parts = pending.received.view(self._group.size(), -1)
             total = parts[0].float()
             for part in parts[1:]:
                 total += part
-            gathering.append(dist.all_gather_into_tensor(pending.rounded, total.bfloat16(), group=self._group, async_op=True))
-        for pending, work in zip(self._pending, gathering, strict=True):
+            parts.copy_(total)  # rounded, once for each rank
+            distributing.append(dist.all_to_all_single(pending.rounded, pending.received, group=self._group, async_op=True))
+        for pending, work in zip(self._pending, distributing, strict=True):
             work.wait()
             for gradient, values in zip(pending.gradients, _split_like(pending.rounded, pending.gradients), strict=True):
                 gradient.copy_(values.view_as(gradient))
@@ -71,7 +72,7 @@ class _PendingSum(NamedTuple):
     rounded: Tensor
     """The gradients of this rank, padded to a multiple of the number of ranks; later the sums of all ranks."""
     received: Tensor
-    """One part of the gradients of each rank, in the order of the ranks."""
+    """One part of the gradients of each rank, in the order of the ranks; later its sum, once for each rank."""
     work: dist.Work
 
 
