@@ -18,7 +18,7 @@ from swarmtrain.config.schema.data import DataConfig
 from swarmtrain.config.schema.fields.notify_channel import ChannelName, NotifyChannelConfig
 from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.schema.logger import LoggerConfig
-from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
+from swarmtrain.config.schema.optimizer import DilocoConfig, OptimizerConfig, OptimizerMethod
 from swarmtrain.config.schema.profiler import ProfilerConfig
 from swarmtrain.config.schema.runner import QUEUE_KEYS, RunnerConfig
 from swarmtrain.config.schema.runner_types import DEPLOYED_CONTEXT
@@ -39,6 +39,7 @@ class Config(Section):
     logger: LoggerConfig = Field(LoggerConfig(), description="Log output and metrics sinks.")
     topology: TopologyConfig = Field(TopologyConfig(global_batch_size=8, micro_batch_size=8), description="Parallelism and batch sizes.")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer, gradient clipping and loss scaling.")
+    diloco: DilocoConfig = Field(DilocoConfig(), description="Rounds and outer optimizer of a run with topology.learners (DiLoCo).")
     learning_rate_scheduler: LearningRateSchedulerConfig = Field(
         LearningRateSchedulerConfig(), description="Learning rate schedule of the default group, inherited by training_groups."
     )
@@ -81,6 +82,22 @@ class Config(Section):
         _check_float8_layer_sizes(architecture, self.topology)
         if architecture.umup.enable:
             _check_umup_optimizer(self.optimizer, self.training_groups)
+        return self
+
+    @model_validator(mode="after")
+    def _check_learners(self) -> Config:
+        if self.topology.learners is None:
+            if self.diloco != DilocoConfig():
+                raise build_field_error("diloco", "has no effect: topology.learners is null", "set topology.learners, or remove diloco")
+            return self
+        unsupported = {
+            "optimizer.zero": self.optimizer.zero,
+            "trainer.contrastive_config": self.trainer.contrastive_config is not None,
+            "trainer.tensor_statistics_recorder_config": self.trainer.tensor_statistics_recorder_config is not None,
+        }
+        for name, is_set in unsupported.items():
+            if is_set:
+                raise build_field_error(name, "is not supported with topology.learners", f"remove {name}, or topology.learners")
         return self
 
     @model_validator(mode="after")

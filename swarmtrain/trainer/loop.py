@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from swarmtrain.errors import TrainingError
@@ -15,9 +16,12 @@ from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.checkpoint_scheduler import CheckpointScheduler
 from swarmtrain.trainer.data import vocabulary_check
 from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer
+from swarmtrain.trainer.diloco.step import train_step as train_learners_step
+from swarmtrain.trainer.diloco.training_state import DilocoTrainingState
 from swarmtrain.trainer.health import replica_check
 from swarmtrain.trainer.health.peer_monitor import PeerMonitor
-from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION
+from swarmtrain.trainer.health.step_timer import CHECKPOINT, COMMUNICATION, LOGGING, VALIDATION
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.inference.periodic_sampling import TrainingSampler
 from swarmtrain.trainer.instrumentation import StepInstruments
@@ -62,14 +66,17 @@ def train_model(
     """
     config, last_step = runtime.config.trainer, runtime.config.trainer.train_iterations
     collective_timeout, trial = CollectiveTimeout(model.mesh.process_groups), DeterminedTrial(runtime)
+    learners = DilocoOptimizer(runtime, model, optimizer) if runtime.config.topology.learners else None
+    saved_optimizer = learners or optimizer
     with (
         RunReporter(runtime, trial) as reporter,
         StopFlag(trial.should_preempt) as stop,
-        StepInstruments(runtime, model, optimizer, collective_timeout) as instruments,
+        StepInstruments(runtime, model, saved_optimizer, collective_timeout) as instruments,
         PeerMonitor(model.mesh.process_groups, runtime.device) as peer_monitor,
     ):
         _check_same_data_on_all_ranks(runtime, data, validation_data)
-        training_state = TrainingState(model, optimizer, trainable_only=not config.save_frozen_parameters)
+        build_state = partial(DilocoTrainingState, model, learners) if learners else partial(TrainingState, model, optimizer)
+        training_state = build_state(trainable_only=not config.save_frozen_parameters)
         checkpoint_manager = CheckpointManager(runtime, training_state, data.fingerprint, reporter.report_warning)
         progress, resumed_from = restore_training_state(
             runtime, checkpoint_manager, training_state, data.fingerprint, reporter.report_warning
@@ -85,13 +92,16 @@ def train_model(
         )
         non_finite_policy, sampling = NonFinitePolicy(runtime), TrainingSampler(runtime, model)
         timer = instruments.start_step_timer(data, progress.step)
+        run_step = (
+            partial(train_learners_step, runtime, model, learners, data) if learners else partial(train_step, runtime, model, optimizer, data)
+        )
         audit_log = AuditLog(runtime.config.logger.audit_dir, checkpoint_manager.generation, runtime.rank)
         result: StepResult | None = None
         validation_loss = None
         with just_in_time.save_checkpoint_on_peer_failure(
             runtime,
             model,
-            optimizer,
+            saved_optimizer,
             checkpoint_manager,
             get_progress=lambda: progress,
             on_saved=lambda step: reporter.write_missing_step_metrics(step, result),
@@ -99,6 +109,9 @@ def train_model(
             if is_stop_requested(stop):
                 checkpoint_scheduler.save_and_exit(progress)
             while True:
+                if learners:
+                    with timer.time_phase(COMMUNICATION):
+                        learners.finish_round(progress.step, peer_monitor.raise_if_peer_failed)
                 is_done = progress.step >= last_step
                 if validation_data and (
                     is_done or progress.initial_validation_loss is None or _is_step_due(progress.step, config.eval_interval)
@@ -122,11 +135,7 @@ def train_model(
                     runtime.is_rank_zero and checkpoint_scheduler.is_due_by_clock,
                 )
                 with instruments.instrument_step(number):
-                    result = train_step(
-                        runtime,
-                        model,
-                        optimizer,
-                        data,
+                    result = run_step(
                         first_sample_position=position,
                         step=number,
                         stop_flag=stop,
@@ -143,7 +152,7 @@ def train_model(
                 reporter.report_rank_timings(instruments.gather_rank_timings())
                 checkpoint_scheduler.report_saved_checkpoints()
                 if _is_step_due(number, config.check_replicas_interval):
-                    replica_check.check_replicas_match(runtime, model, optimizer, number)
+                    replica_check.check_replicas_match(runtime, model, saved_optimizer, number)
                 if result.stop_requested and number < last_step:
                     checkpoint_scheduler.save_and_exit(progress)
             checkpoint_scheduler.save_and_wait(progress)

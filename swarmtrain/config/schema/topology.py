@@ -56,6 +56,12 @@ class TopologyConfig(Section):
     data_parallel_size: int | None = Field(
         None, ge=1, description="Data-parallel degree: replicas of the model. null: as many as the world has ranks for."
     )
+    learners: int | None = Field(
+        None,
+        ge=1,
+        description="DiLoCo: number of learners, which train independently and combine their parameters every diloco.inner_steps steps. "
+        "Ranks are divided over learners, or learners over ranks; the result depends on the number of learners only. null: no DiLoCo.",
+    )
     data_parallel_type: DataParallelType = Field(
         DataParallelType.ddp,
         description="ddp: each replica keeps the full state. fsdp: all replicas shard it. hsdp: groups of "
@@ -73,7 +79,10 @@ class TopologyConfig(Section):
         "traffic. For fsdp and hsdp only. null: true, except with pipeline parallelism.",
     )
     global_batch_size: int | None = Field(
-        None, ge=1, description="Samples per optimizer step, at every world size. null: derived from the other two batch keys."
+        None,
+        ge=1,
+        description="Samples per optimizer step, at every world size, and of all learners together. null: derived from the other two "
+        "batch keys.",
     )
     micro_batch_size: int | None = Field(
         None, ge=1, description="Samples per forward pass on one rank. null: derived from the other two batch keys."
@@ -108,6 +117,7 @@ class TopologyConfig(Section):
         _check_shard_size(self)
         _check_pipeline_settings(self)
         _check_sharding_options(self)
+        _check_learners(self)
         return self
 
     @property
@@ -145,6 +155,11 @@ class TopologyConfig(Section):
         """Number of micro batches in one optimizer step, over all replicas."""
         return self.samples_per_step // self.samples_per_micro_batch
 
+    @property
+    def micro_batches_per_learner(self) -> int:
+        """Number of micro batches of each learner in one optimizer step; of all replicas if there are no learners."""
+        return self.micro_batches_per_step // (self.learners or 1)
+
     def compute_data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size, which is the number of replicas, of a world of `world_size` ranks.
 
@@ -158,6 +173,8 @@ class TopologyConfig(Section):
         replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
         if replicas * context % shard:
             raise ValueError(f"{replicas * context} replicas{name} are not a multiple of data_parallel_shard_size {shard}")
+        if self.learners and replicas > self.learners and replicas % self.learners:
+            raise ValueError(f"{replicas} replicas are more than learners {self.learners}, but not a multiple of them")
         return replicas
 
     def compute_shard_group_size(self, replicas: int, *, zero: bool) -> int:
@@ -184,9 +201,30 @@ class TopologyConfig(Section):
         The numbers differ by at most one. If there are more replicas than micro batches, some replicas are assigned none. Raises
         ValueError in the same cases as `compute_data_parallel_size`.
         """
-        replicas = self.compute_data_parallel_size(world_size)
-        base_count, remainder = divmod(self.micro_batches_per_step, replicas)
-        return tuple(base_count + (index < remainder) for index in range(replicas))
+        groups = self.assign_learners(world_size)
+        per_learner = self.divide_micro_batches(self.compute_data_parallel_size(world_size) // len(groups), learners=1)
+        return tuple(sorted((len(learners) * count for learners in groups for count in per_learner), reverse=True))
+
+    def divide_micro_batches(self, replicas: int, *, learners: int | None = None) -> tuple[int, ...]:
+        """Return how many micro batches of a step each of `replicas` replicas has: of `learners` learners, or of all (None)."""
+        return _divide_evenly(self.micro_batches_per_learner * (learners or self.learners or 1), replicas)
+
+    def assign_learners(self, world_size: int) -> tuple[range, ...]:
+        """Return the learners of each learner group: the replicas of a group train the same learners.
+
+        With at most as many replicas as learners, each replica is a group, with one or more learners. With more replicas, each learner
+        has a group of several replicas. Without learners, all replicas are one group, with one learner. Raises ValueError in the same cases
+        as `compute_data_parallel_size`.
+        """
+        learners = self.learners or 1
+        counts = _divide_evenly(learners, min(learners, self.compute_data_parallel_size(world_size)))
+        return tuple(range(sum(counts[:group]), sum(counts[: group + 1])) for group in range(len(counts)))
+
+
+def _divide_evenly(count: int, parts: int) -> tuple[int, ...]:
+    """Return how many of `count` items each of `parts` parts has: the numbers are in descending order, and differ by at most one."""
+    base_count, remainder = divmod(count, parts)
+    return tuple(base_count + (index < remainder) for index in range(parts))
 
 
 def _derive_parallel_sizes(
@@ -286,6 +324,25 @@ def _check_sharding_options(topology: TopologyConfig) -> None:
     if topology.reduce_every_micro_batch and topology.pipeline_parallel_size > 1:
         reason = "does not support pipeline parallelism, which reduces gradients once per step"
         raise build_field_error("reduce_every_micro_batch", reason, "remove it, or pipe_parallel_size")
+
+
+def _check_learners(topology: TopologyConfig) -> None:
+    """Raise a validation error if the batch or the parallel dimensions do not fit the learners."""
+    if topology.learners is None:
+        return
+    if topology.micro_batches_per_step % topology.learners:
+        size = topology.learners * topology.samples_per_micro_batch
+        check_is_multiple("global_batch_size", topology.samples_per_step, "learners x micro_batch_size =", size)
+    unsupported = {
+        "data_parallel_type": topology.data_parallel_type is not DataParallelType.ddp,
+        "pipe_parallel_size": topology.pipeline_parallel_size > 1,
+        "context_parallel_size": topology.context_parallel_size > 1,
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            value = getattr(topology, name)
+            reason = f"{value} is not supported with learners: within a learner, ranks can be data and tensor parallel"
+            raise build_field_error(name, reason, f"remove {name}, or learners")
 
 
 def _derive_batch_sizes(

@@ -59,7 +59,8 @@ class RankTimer:
 
     def __init__(self, runtime: Runtime, model: ParallelModel, data: TokenDataset) -> None:
         self._runtime, self._data = runtime, data
-        self._stage, self._micro_batch_count = model.mesh.pipe_rank, model.mesh.micro_batches_per_replica[model.mesh.data_rank]
+        self._stage, mesh = model.mesh.pipe_rank, model.mesh
+        self._micro_batch_count = mesh.micro_batches_per_replica[mesh.data_rank] * len(mesh.local_learners)
         blocks = [block for block in model.local_model.blocks if next(block.parameters(), None) is not None]
         self._block_count, self._timed_blocks = len(blocks), blocks[:: ceil(len(blocks) / _MAX_TIMED_BLOCKS) or 1]
         self._pending_blocks: set[nn.Module] = set()
