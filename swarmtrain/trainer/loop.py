@@ -21,7 +21,7 @@ from swarmtrain.trainer.diloco.step import train_step as train_learners_step
 from swarmtrain.trainer.diloco.training_state import DilocoTrainingState
 from swarmtrain.trainer.health import replica_check
 from swarmtrain.trainer.health.peer_monitor import PeerMonitor
-from swarmtrain.trainer.health.step_timer import CHECKPOINT, COMMUNICATION, LOGGING, VALIDATION
+from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION, StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.inference.periodic_sampling import TrainingSampler
 from swarmtrain.trainer.instrumentation import StepInstruments
@@ -29,7 +29,7 @@ from swarmtrain.trainer.metrics import RunReporter
 from swarmtrain.trainer.metrics.audit_log import AuditLog
 from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
 from swarmtrain.trainer.non_finite_policy import NonFinitePolicy
-from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.optim import Optimizer, StatefulOptimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import StepResult, evaluate_model, is_stop_requested, train_step
@@ -66,20 +66,17 @@ def train_model(
     """
     config, last_step = runtime.config.trainer, runtime.config.trainer.train_iterations
     collective_timeout, trial = CollectiveTimeout(model.mesh.process_groups), DeterminedTrial(runtime)
-    learners = DilocoOptimizer(runtime, model, optimizer) if runtime.config.topology.learners else None
-    saved_optimizer = learners or optimizer
+    training = select_training(runtime, model, optimizer, data)
     with (
         RunReporter(runtime, trial) as reporter,
         StopFlag(trial.should_preempt) as stop,
-        StepInstruments(runtime, model, saved_optimizer, collective_timeout) as instruments,
+        StepInstruments(runtime, model, training.optimizer, collective_timeout) as instruments,
         PeerMonitor(model.mesh.process_groups, runtime.device) as peer_monitor,
     ):
         _check_same_data_on_all_ranks(runtime, data, validation_data)
-        build_state = partial(DilocoTrainingState, model, learners) if learners else partial(TrainingState, model, optimizer)
-        training_state = build_state(trainable_only=not config.save_frozen_parameters)
-        checkpoint_manager = CheckpointManager(runtime, training_state, data.fingerprint, reporter.report_warning)
+        checkpoint_manager = CheckpointManager(runtime, training.state, data.fingerprint, reporter.report_warning)
         progress, resumed_from = restore_training_state(
-            runtime, checkpoint_manager, training_state, data.fingerprint, reporter.report_warning
+            runtime, checkpoint_manager, training.state, data.fingerprint, reporter.report_warning
         )
         _check_vocabulary_and_report_start(
             runtime,
@@ -91,17 +88,13 @@ def train_model(
             checkpoint_manager, SaveInterval(config, len(data), runtime.config.topology.samples_per_step), collective_timeout, reporter
         )
         non_finite_policy, sampling = NonFinitePolicy(runtime), TrainingSampler(runtime, model)
-        timer = instruments.start_step_timer(data, progress.step)
-        run_step = (
-            partial(train_learners_step, runtime, model, learners, data) if learners else partial(train_step, runtime, model, optimizer, data)
-        )
+        timer, validation_loss = instruments.start_step_timer(data, progress.step), None
         audit_log = AuditLog(runtime.config.logger.audit_dir, checkpoint_manager.generation, runtime.rank)
         result: StepResult | None = None
-        validation_loss = None
         with just_in_time.save_checkpoint_on_peer_failure(
             runtime,
             model,
-            saved_optimizer,
+            training.optimizer,
             checkpoint_manager,
             get_progress=lambda: progress,
             on_saved=lambda step: reporter.write_missing_step_metrics(step, result),
@@ -109,9 +102,7 @@ def train_model(
             if is_stop_requested(stop):
                 checkpoint_scheduler.save_and_exit(progress)
             while True:
-                if learners:
-                    with timer.time_phase(COMMUNICATION):
-                        learners.finish_round(progress.step, peer_monitor.raise_if_peer_failed)
+                training.finish_round(progress.step, timer, peer_monitor.raise_if_peer_failed)
                 is_done = progress.step >= last_step
                 if validation_data and (
                     is_done or progress.initial_validation_loss is None or _is_step_due(progress.step, config.eval_interval)
@@ -135,7 +126,7 @@ def train_model(
                     runtime.is_rank_zero and checkpoint_scheduler.is_due_by_clock,
                 )
                 with instruments.instrument_step(number):
-                    result = run_step(
+                    result = training.run_step(
                         first_sample_position=position,
                         step=number,
                         stop_flag=stop,
@@ -152,7 +143,7 @@ def train_model(
                 reporter.report_rank_timings(instruments.gather_rank_timings())
                 checkpoint_scheduler.report_saved_checkpoints()
                 if _is_step_due(number, config.check_replicas_interval):
-                    replica_check.check_replicas_match(runtime, model, saved_optimizer, number)
+                    replica_check.check_replicas_match(runtime, model, training.optimizer, number)
                 if result.stop_requested and number < last_step:
                     checkpoint_scheduler.save_and_exit(progress)
             checkpoint_scheduler.save_and_wait(progress)
@@ -161,6 +152,29 @@ def train_model(
             {"initial_validation_loss": progress.initial_validation_loss, "final_validation_loss": validation_loss, **extra_metrics},
         )
         return TrainingResult(progress.step, progress.initial_validation_loss, validation_loss)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the steps of a run train its model: as a whole, or by learners (DiLoCo)."""
+
+    optimizer: StatefulOptimizer
+    state: TrainingState
+    run_step: Callable[..., StepResult]
+    """Function that runs a step: `train_step` without its first four arguments."""
+    finish_round: Callable[[int, StepTimer, Callable[[], None]], None]
+    """Function that is called between steps, with the number of the last step: see DilocoOptimizer.finish_round."""
+
+
+def select_training(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset) -> Training:
+    """Return how the config trains `model`. `optimizer`: its optimizer, or the inner optimizer of the first local learner."""
+    trainable_only = not runtime.config.trainer.save_frozen_parameters
+    if runtime.config.topology.learners is None:
+        run_step = partial(train_step, runtime, model, optimizer, data)
+        return Training(optimizer, TrainingState(model, optimizer, trainable_only), run_step, lambda *_: None)
+    learners = DilocoOptimizer(runtime, model, optimizer)
+    run_learners_step = partial(train_learners_step, runtime, model, learners, data)
+    return Training(learners, DilocoTrainingState(model, learners, trainable_only), run_learners_step, learners.finish_round)
 
 
 def _check_vocabulary_and_report_start(

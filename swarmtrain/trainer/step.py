@@ -156,9 +156,7 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
             runtime,
             model,
             data,
-            batch.select_micro_batches(
-                mesh.evaluation_micro_batches_per_replica, mesh.replica_rank, topology.samples_per_micro_batch
-            ),
+            batch.select_micro_batches(mesh.evaluation_micro_batches_per_replica, mesh.replica_rank, topology.samples_per_micro_batch),
         )
         model.local_model.train()
         (loss_sum, batch_correct), (stop_requested,) = reduce_values_over_ranks(

@@ -59,6 +59,10 @@ def restore_training_state(
     return Progress(), None
 
 
+def _format_count(count: int | None) -> str:
+    return "null" if count is None else str(count)
+
+
 @dataclass(frozen=True)
 class _CheckpointLoader:
     runtime: Runtime
@@ -115,8 +119,15 @@ class _CheckpointLoader:
     def build_load_rules_for_resume(self, checkpoint_path: Path, manifest: Manifest) -> LoadRules:
         """Return the load rules for a checkpoint of this run.
 
-        Raises IncompatibleCheckpoint if trainer.init_from is not the base model of the checkpoint.
+        Raises IncompatibleCheckpoint if topology.learners has changed, or if trainer.init_from is not the base model of the checkpoint.
         """
+        saved, current = manifest.config["topology"].get("learners"), self.runtime.config.topology.learners
+        if saved != current:
+            raise IncompatibleCheckpoint(
+                f"was trained with topology.learners {_format_count(saved)}, but the config has {_format_count(current)}",
+                place=str(checkpoint_path),
+                hint="restore topology.learners, or start a new run from it with trainer.load_dir and load_optimizer_states: false",
+            )
         if manifest.base_fingerprint is None:
             return LOAD_EVERYTHING
         if manifest.base_fingerprint != self.training_state.model.base_fingerprint:

@@ -37,7 +37,9 @@ class PseudoGradientExchange:
         """Return the mean pseudo-gradient of all learners by parameter name. Changes no state. Collective: all ranks must call it."""
         means: dict[str, Tensor] = {}
         for names in _divide_into_buckets(global_parameters):
-            sizes = [compute_encoded_size(global_parameters[name].numel(), global_parameters[name].dtype, self._quantization) for name in names]
+            sizes = [
+                compute_encoded_size(global_parameters[name].numel(), global_parameters[name].dtype, self._quantization) for name in names
+            ]
             starts = list(accumulate(sizes, initial=0))
             encoded = self._gather(
                 [

@@ -58,9 +58,7 @@ class Learner:
     def collect_state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of this learner, named learnerINDEX.KIND/PARAMETER. They are not copies."""
         tensors = {f"{PARAMETERS}/{name}": tensor for name, tensor in self.parameters.items()}
-        return {
-            f"{self.name_prefix}{name}": tensor for name, tensor in {**tensors, **self.inner_optimizer.collect_state_tensors()}.items()
-        }
+        return {f"{self.name_prefix}{name}": tensor for name, tensor in {**tensors, **self.inner_optimizer.collect_state_tensors()}.items()}
 
     @property
     def name_prefix(self) -> str:

@@ -3,13 +3,13 @@
 The global parameters are those of the model while no learner uses it, so validation, sampling and exports need not know about learners.
 
     round        `inner_steps` steps, in which each learner updates its own parameters
-    outer step   after a round, and after the run's last step: with the mean pseudo-gradient g of the learners (see exchange.py), momentum m
-                 and learning rate l, SGD with Nesterov momentum updates the velocity v and the global parameters p:
-                     v = m v + g,   p = p - l (g + m v)
+    outer step   after a round, and after the run's last step: an update of the global parameters p by SGD with Nesterov momentum,
+                     v = m v + g,   p = p - l (g + m v),
+                 where g is the mean pseudo-gradient of the learners (see exchange.py), m the momentum and l the learning rate.
                  Then all learners continue from p. They keep their optimizer state.
 
-The step after which the last outer step ran is part of the state. So a checkpoint that surviving ranks save between the last inner step of a
-round and its outer step is complete: the outer step runs when it is loaded.
+The step after which the last outer step ran is part of the state. So a checkpoint that surviving ranks save between the last inner step
+of a round and its outer step is complete: the outer step runs when it is loaded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from swarmtrain.trainer.diloco.exchange import PseudoGradientExchange
 from swarmtrain.trainer.diloco.learner import PARAMETERS, Learner
+from swarmtrain.trainer.health.step_timer import COMMUNICATION, StepTimer
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
@@ -49,15 +50,7 @@ class DilocoOptimizer:
         self._velocity = {name: torch.zeros_like(parameter.data) for name, parameter in self._parameters.items()}
         self._outer_step = torch.zeros((), dtype=torch.int64)
         self._is_combining = False
-        self._device = runtime.device
-        if runtime.is_rank_zero:
-            LOG.info(
-                "DiLoCo: learners %d, in groups of %s; each sends %s bytes every %d steps",
-                self.learner_count,
-                " and ".join(str(len(learners)) for learners in topology.assign_learners(runtime.world_size)),
-                f"{self.bytes_per_learner:,}",
-                config.diloco.inner_steps,
-            )
+        self._runtime = runtime
 
     @cached_property
     def bytes_per_learner(self) -> int:
@@ -86,7 +79,7 @@ class DilocoOptimizer:
             learner.step(number)
 
     @torch.no_grad()
-    def finish_round(self, step: int, check_results: Callable[[], None]) -> None:
+    def finish_round(self, step: int, timer: StepTimer, check_results: Callable[[], None]) -> None:
         """Run the outer step if `step` is the last of a round, and the outer step has not run yet. Collective: all ranks must call it.
 
         Nothing changes before all communication of the outer step is complete. `check_results` is then called, and raises an exception if
@@ -99,10 +92,11 @@ class DilocoOptimizer:
         # `is_updating` set, so that its state does not become part of a just-in-time checkpoint.
         self._is_combining = True
         global_parameters = self._global_parameters
-        means = self._exchange.compute_mean(global_parameters, self.learners)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        check_results()
+        with timer.time_phase(COMMUNICATION):
+            means = self._exchange.compute_mean(global_parameters, self.learners)
+            if self._runtime.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            check_results()
         self._update_global_parameters(means)
         for learner in self.learners:
             learner.start_from(global_parameters)
@@ -110,7 +104,15 @@ class DilocoOptimizer:
         self._is_combining = False
 
     def start_learners(self, loaded_names: Collection[str]) -> None:
-        """Set the parameters of all local learners to the global ones, except `loaded_names`, the state tensors of a checkpoint."""
+        """Set the parameters of all local learners to the global ones, except `loaded_names`, the state tensors of a checkpoint.
+
+        Also log how the learners are assigned.
+        """
+        if self._runtime.is_rank_zero:
+            groups = self._runtime.config.topology.assign_learners(self._runtime.world_size)
+            counts = " + ".join(str(len(learners)) for learners in groups)
+            sent = f"each sends {self.bytes_per_learner:,} bytes every {self._settings.inner_steps} steps"
+            LOG.info("DiLoCo: learners %d (%s by replicas); %s", self.learner_count, counts, sent)
         for learner in self.learners:
             prefix = f"{learner.name_prefix}{PARAMETERS}/"
             learner.start_from({name: value for name, value in self._global_parameters.items() if f"{prefix}{name}" not in loaded_names})

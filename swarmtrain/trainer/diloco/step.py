@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
+
+from torch import Tensor
 
 from swarmtrain.trainer.data.samples import GlobalBatch, TokenDataset
 from swarmtrain.trainer.diloco.learner import Learner
@@ -17,9 +22,33 @@ from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import StepResult, describe_non_finite_values, get_accuracy, reduce_values_over_ranks
 
-_LOSS, _CORRECT, _NORM, _SKIPPED, _CLIPPED = range(5)
-"""Indices of the values of a learner that are reduced over ranks."""
-_VALUES_PER_LEARNER = 5
+
+@dataclass(frozen=True)
+class _LocalResult:
+    """The result of the forward and backward passes of one learner on this rank."""
+
+    learner: Learner
+    micro_batches: MicroBatches
+    update: OptimizerUpdate
+
+
+@dataclass(frozen=True)
+class _LearnerResult:
+    """The result of one learner, summed over the ranks that train it."""
+
+    loss_sum: float
+    correct: float
+    gradient_norm: float
+    """Norm before clipping; 0 if the learner skips its step."""
+    skipped: float
+    """1 if the scaled gradients overflowed, so that this learner skips its step, else 0."""
+    clipped: float
+    """1 if the gradients were clipped, else 0."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite, or the learner skips its step."""
+        return self.skipped > 0 or (math.isfinite(self.loss_sum) and math.isfinite(self.gradient_norm))
 
 
 def train_step(
@@ -31,10 +60,10 @@ def train_step(
     first_sample_position: int,
     step: int,
     stop_flag: StopFlag,
-    request_save: bool,
-    timer: StepTimer,
-    after_backward: Callable[[], None],
-    check_results: Callable[[], None],
+    request_save: bool = False,
+    timer: StepTimer | None = None,
+    after_backward: Callable[[], None] | None = None,
+    check_results: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run step `step` of all learners, as swarmtrain.trainer.step.train_step does without learners, and return its result.
 
@@ -44,48 +73,49 @@ def train_step(
 
     In the result, losses and counts are those of the global batch, and the gradient norm is the mean over the learners.
     """
-    topology, mesh = runtime.config.topology, model.mesh
+    topology, timer = runtime.config.topology, timer or StepTimer(runtime.device)
     timer.start_phase(DATA)
     batch, next_batch = (
         data.build_batch(first, topology.samples_per_step)
         for first in (first_sample_position, first_sample_position + topology.samples_per_step)
     )
-    local_micro_batches = [_select_micro_batches(runtime, model, batch, learner) for learner in optimizer.learners]
-    next_micro_batches = [_select_micro_batches(runtime, model, next_batch, learner) for learner in optimizer.learners]
-    for _, ids in (each for micro_batches in next_micro_batches for each in micro_batches):
-        data.prefetch_samples(ids)
-    loss_token_counts = [
-        max(1, data.compute_loss_denominator(part)) for part in batch.ids.reshape(optimizer.learner_count, -1)
-    ]
-    updates: dict[int, OptimizerUpdate] = {}
+    micro_batches, next_micro_batches = (
+        [_select_micro_batches(runtime, model, each, learner) for learner in optimizer.learners] for each in (batch, next_batch)
+    )
+    for _, ids in (each for learner_micro_batches in next_micro_batches for each in learner_micro_batches):
+        data.prefetch_samples(ids)  # read from the disk while this step is computed
+    loss_token_counts = [max(1, data.compute_loss_denominator(part)) for part in batch.ids.reshape(optimizer.learner_count, -1)]
+    results = []
     for number, learner in enumerate(optimizer.learners):
-        following = [*local_micro_batches[number + 1 :], next_micro_batches[0]][0]
         with learner.use_parameters():
             local_sums = run_forward_backward(
                 runtime,
                 model,
                 data,
-                local_micro_batches[number],
-                next_micro_batches=following,
+                micro_batches[number],
+                next_micro_batches=[*micro_batches, next_micro_batches[0]][number + 1],
                 step=step,
-                scale_loss=lambda loss, learner=learner: learner.inner_optimizer.scale_loss(loss / loss_token_counts[learner.index]),
+                scale_loss=partial(_scale_loss, learner, loss_token_counts[learner.index]),
                 timer=timer,
             )
             model.sum_partial_gradients()
-            with timer.time_phase(LOGGING):
-                after_backward()
+            if after_backward:
+                with timer.time_phase(LOGGING):
+                    after_backward()
             timer.start_phase(OPTIMIZER)
-            updates[learner.index] = learner.inner_optimizer.prepare_step(step, *local_sums, check_results=check_results)
+            update = learner.inner_optimizer.prepare_step(step, *local_sums, check_results=check_results)
             learner.take_gradients()
+        results.append(_LocalResult(learner, micro_batches[number], update))
     # As without learners, the last collective comes before the first parameter update.
     timer.start_phase(COMMUNICATION)
-    by_learner, replica_means, (stop_requested, save_requested) = _reduce_results(
-        model, optimizer, data, updates, local_micro_batches, (stop_flag.is_set, request_save)
+    learner_results, replica_means, (stop_requested, save_requested) = _reduce_results(
+        model, data, optimizer.learner_count, results, (stop_flag.is_set, request_save)
     )
-    loss_mean, correct = (sum(values[kind] for values in by_learner) / sum(loss_token_counts) for kind in (_LOSS, _CORRECT))
-    update = _combine_updates(updates, by_learner)
+    loss_mean = sum(result.loss_sum for result in learner_results) / sum(loss_token_counts)
+    correct_fraction = sum(result.correct for result in learner_results) / sum(loss_token_counts)
+    update = _combine_updates(results, learner_results)
     timer.start_phase(OPTIMIZER)
-    non_finite_reason = "" if _are_finite(by_learner) else describe_non_finite_values(loss_mean, update)
+    non_finite_reason = "" if all(result.is_finite for result in learner_results) else describe_non_finite_values(loss_mean, update)
     if non_finite_reason:
         update = replace(update, skipped=True)
         for learner in optimizer.learners:
@@ -95,10 +125,10 @@ def train_step(
     timer.start_phase(OTHER)
     return StepResult(
         step,
-        tuple(int(sample) for micro_batches in local_micro_batches for _, ids in micro_batches for sample in ids),
+        tuple(int(sample) for result in results for _, ids in result.micro_batches for sample in ids),
         batch.loss_tokens,
         loss_mean,
-        get_accuracy(model, correct),
+        get_accuracy(model, correct_fraction),
         max(replica_means),
         update,
         stop_requested=stop_requested,
@@ -107,57 +137,47 @@ def train_step(
     )
 
 
+def _scale_loss(learner: Learner, loss_token_count: int, loss: Tensor) -> Tensor:
+    return learner.inner_optimizer.scale_loss(loss / loss_token_count)
+
+
 def _select_micro_batches(runtime: Runtime, model: ParallelModel, batch: GlobalBatch, learner: Learner) -> MicroBatches:
-    """Return the micro batches of `learner` that this rank's replica processes: for each, its index in the global batch and its sample ids."""
+    """Return this replica's micro batches of `learner`: for each, its index in the global batch and its sample ids."""
     topology, mesh = runtime.config.topology, model.mesh
     counts = learner.index * topology.micro_batches_per_learner, *mesh.micro_batches_per_replica
     return batch.select_micro_batches(counts, 1 + mesh.data_rank, topology.samples_per_micro_batch)
 
 
 def _reduce_results(
-    model: ParallelModel,
-    optimizer: DilocoOptimizer,
-    data: TokenDataset,
-    updates: Mapping[int, OptimizerUpdate],
-    local_micro_batches: Sequence[MicroBatches],
-    flags: tuple[bool, bool],
-) -> tuple[list[list[float]], list[float], list[bool]]:
-    """Return for each learner its five reduced values, the mean loss of each replica of each learner, and `flags`, set if set on any rank.
+    model: ParallelModel, data: TokenDataset, learner_count: int, results: Sequence[_LocalResult], flags: tuple[bool, bool]
+) -> tuple[list[_LearnerResult], list[float], list[bool]]:
+    """Reduce the local `results` and `flags` over all ranks. Collective: all ranks must call it.
 
-    Each value has a place of its own in the sum over ranks, so the result does not depend on the order of addition.
+    Return the result of each learner, the mean loss of each replica of each learner, and for each flag whether it is set on any rank. Each
+    value of a rank has a place of its own in the sum, except losses of one learner, so the sums do not depend on the order of addition.
     """
-    mesh = model.mesh
-    values = [[0.0] * _VALUES_PER_LEARNER for _ in range(optimizer.learner_count)]
-    replica_means = [[0.0] * mesh.data_size for _ in range(optimizer.learner_count)]
-    for (index, update), micro_batches in zip(updates.items(), local_micro_batches, strict=True):
-        loss_sum, correct = update.extra_scalars
-        is_first_replica = mesh.data_rank == 0
-        norm = 0.0 if update.skipped or not is_first_replica else update.gradient_norm
-        values[index] = [loss_sum, correct, norm, float(update.skipped and is_first_replica), float(update.clipped and is_first_replica)]
-        if token_count := sum(data.compute_loss_denominator(ids) for _, ids in micro_batches):
-            replica_means[index][mesh.data_rank] = loss_sum / token_count
-    flat = [value for rows in (values, replica_means) for row in rows for value in row]
-    sums, reduced_flags = reduce_values_over_ranks(model, flat, *flags)
-    count = optimizer.learner_count * _VALUES_PER_LEARNER
-    by_learner = [sums[start : start + _VALUES_PER_LEARNER] for start in range(0, count, _VALUES_PER_LEARNER)]
-    return by_learner, sums[count:], reduced_flags
+    mesh, value_count = model.mesh, len(fields(_LearnerResult))
+    values, replica_means = ([[0.0] * count for _ in range(learner_count)] for count in (value_count, mesh.data_size))
+    for result in results:
+        (loss_sum, correct), update, index = result.update.extra_scalars, result.update, result.learner.index
+        common = (0.0 if update.skipped else update.gradient_norm, float(update.skipped), float(update.clipped))
+        values[index] = [loss_sum, correct, *(common if mesh.data_rank == 0 else (0.0, 0.0, 0.0))]  # all replicas have the same
+        if loss_token_count := sum(data.compute_loss_denominator(ids) for _, ids in result.micro_batches):
+            replica_means[index][mesh.data_rank] = loss_sum / loss_token_count
+    sums, reduced_flags = reduce_values_over_ranks(model, [*chain(*values, *replica_means)], *flags)
+    starts = range(0, learner_count * value_count, value_count)
+    return [_LearnerResult(*sums[start : start + value_count]) for start in starts], sums[learner_count * value_count :], reduced_flags
 
 
-def _are_finite(by_learner: Sequence[Sequence[float]]) -> bool:
-    """Return whether loss and gradient norm of each learner are finite. A learner whose scaled gradients overflowed skips only its own step."""
-    return all(values[_SKIPPED] or (math.isfinite(values[_LOSS]) and math.isfinite(values[_NORM])) for values in by_learner)
-
-
-def _combine_updates(updates: Mapping[int, OptimizerUpdate], by_learner: Sequence[Sequence[float]]) -> OptimizerUpdate:
-    """Return the update of a step as metrics report it, given those of this rank's learners and the reduced values of all learners."""
-    counts: dict[str, int] = {}
-    for update in updates.values():
-        for name, count in update.non_finite_counts.items():
-            counts[name] = counts.get(name, 0) + count
+def _combine_updates(results: Sequence[_LocalResult], learner_results: Sequence[_LearnerResult]) -> OptimizerUpdate:
+    """Return the update that metrics report: the gradient norm is the mean over all learners, and the loss scale that of a learner."""
+    non_finite_counts: Counter[str] = Counter()
+    for result in results:
+        non_finite_counts.update(result.update.non_finite_counts)
     return replace(
-        next(iter(updates.values())),
-        gradient_norm=sum(values[_NORM] for values in by_learner) / len(by_learner),
-        skipped=all(values[_SKIPPED] for values in by_learner),
-        clipped=any(values[_CLIPPED] for values in by_learner),
-        non_finite_counts=counts,
+        results[0].update,
+        gradient_norm=sum(result.gradient_norm for result in learner_results) / len(learner_results),
+        skipped=all(result.skipped for result in learner_results),
+        clipped=any(result.clipped for result in learner_results),
+        non_finite_counts=non_finite_counts,
     )

@@ -39,7 +39,7 @@ class Mesh:
     micro_batches_per_replica: tuple[int, ...]
     """Number of micro batches of a learner that each replica processes in a step; without DiLoCo there is one learner."""
     evaluation_micro_batches_per_replica: tuple[int, ...]
-    """Number of micro batches of a global batch that each replica evaluates: all replicas of all learner groups share the validation data."""
+    """Number of micro batches of a global batch that each replica evaluates: the replicas of all groups share the validation data."""
     local_learners: range
     """Indices of the learners that this rank trains."""
     learner_group_rank: int
