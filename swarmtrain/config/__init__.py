@@ -90,6 +90,9 @@ class Config(Section):
             if self.diloco != DilocoConfig():
                 raise build_field_error("diloco", "has no effect: topology.learners is null", "set topology.learners, or remove diloco")
             return self
+        layers = self.transformer_architecture.num_layers
+        if self.diloco.fragments > layers:
+            raise build_field_error("diloco", f"fragments {self.diloco.fragments} is above transformer_architecture.num_layers {layers}")
         unsupported = {
             "optimizer.zero": self.optimizer.zero,
             "trainer.contrastive_config": self.trainer.contrastive_config is not None,

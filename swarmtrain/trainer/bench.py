@@ -93,7 +93,7 @@ def run_benchmark(
             start_time = time.perf_counter()
             with instruments.instrument_step(number):
                 result = training.run_step(first_sample_position=position, step=number, stop_flag=stop, timer=timer)
-            training.finish_round(number, timer, lambda: None)
+            training.finish_round(number, timer, collective_timeout, lambda: None)
             if number > warmup_steps:
                 step_seconds.append(time.perf_counter() - start_time)
                 phase_seconds.append(instruments.phase_seconds)

@@ -102,7 +102,7 @@ def train_model(
             if is_stop_requested(stop):
                 checkpoint_scheduler.save_and_exit(progress)
             while True:
-                training.finish_round(progress.step, timer, peer_monitor.raise_if_peer_failed)
+                training.finish_round(progress.step, timer, collective_timeout, peer_monitor.raise_if_peer_failed)
                 is_done = progress.step >= last_step
                 if validation_data and (
                     is_done or progress.initial_validation_loss is None or _is_step_due(progress.step, config.eval_interval)
@@ -162,7 +162,7 @@ class Training:
     state: TrainingState
     run_step: Callable[..., StepResult]
     """Function that runs a step: `train_step` without its first four arguments."""
-    finish_round: Callable[[int, StepTimer, Callable[[], None]], None]
+    finish_round: Callable[[int, StepTimer, CollectiveTimeout, Callable[[], None]], None]
     """Function that is called between steps, with the number of the last step: see DilocoOptimizer.finish_round."""
 
 

@@ -7,14 +7,13 @@ sum is in the order of the learners, the mean has the same bits however the lear
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from swarmtrain.config.schema.optimizer import Quantization
-from swarmtrain.trainer.diloco.learner import Learner
 from swarmtrain.trainer.diloco.quantization import compute_encoded_size, decode_tensor, encode_tensor
 
 _BUCKET_ELEMENTS = 1 << 23
@@ -22,51 +21,59 @@ _BUCKET_ELEMENTS = 1 << 23
 
 
 class PseudoGradientExchange:
-    """Computes the mean pseudo-gradient. Every rank has the same."""
+    """Computes mean pseudo-gradients. Every rank has the same."""
 
     def __init__(self, learners_by_group: Sequence[range], group: dist.ProcessGroup | None, quantization: Quantization) -> None:
         """`learners_by_group`: the learners of each learner group. `group`: process group with one rank of each, in order; None for one."""
         self._learners_by_group, self._group, self._quantization = learners_by_group, group, quantization
 
     def compute_bytes_per_learner(self, parameters: Mapping[str, Tensor]) -> int:
-        """Return the number of bytes that each learner contributes in a round."""
+        """Return the number of bytes that each learner contributes to the mean pseudo-gradient of `parameters`."""
         return sum(compute_encoded_size(each.numel(), each.dtype, self._quantization) for each in parameters.values())
 
     @torch.no_grad()
-    def compute_mean(self, global_parameters: Mapping[str, Tensor], local_learners: Sequence[Learner]) -> dict[str, Tensor]:
-        """Return the mean pseudo-gradient of all learners by parameter name. Changes no state. Collective: all ranks must call it."""
-        means: dict[str, Tensor] = {}
-        for names in _divide_into_buckets(global_parameters):
-            sizes = [
-                compute_encoded_size(global_parameters[name].numel(), global_parameters[name].dtype, self._quantization) for name in names
-            ]
-            starts = list(accumulate(sizes, initial=0))
-            encoded = self._gather(
-                [
-                    torch.cat([encode_tensor(global_parameters[name] - learner.parameters[name], self._quantization) for name in names])
-                    for learner in local_learners
-                ]
-            )
-            for name, (start, end) in zip(names, pairwise(starts), strict=True):
-                like = global_parameters[name]
-                total = torch.zeros_like(like)
-                for each in encoded:
-                    total += decode_tensor(each[start:end], like.shape, like.dtype, self._quantization)
-                means[name] = total.div_(len(encoded))
-        return means
-
-    def _gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """Return the bytes of each learner, in the order of the learners, given those of this rank's learners."""
+    def start(self, pseudo_gradients: Sequence[Mapping[str, Tensor]]) -> PendingMean:
+        """Start to gather the pseudo-gradients of all learners, given those of this rank's learners by parameter name. Collective."""
+        local = [torch.cat([encode_tensor(each, self._quantization) for each in learner.values()]) for learner in pseudo_gradients]
+        like = pseudo_gradients[0]
         if self._group is None:
-            return list(local)
+            return PendingMean(local, None, like, self._quantization)
         most = max(map(len, self._learners_by_group))
         stacked = torch.stack([*local, *[torch.zeros_like(local[0])] * (most - len(local))])
         gathered = stacked.new_empty((len(self._learners_by_group), *stacked.shape))
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), stacked, group=self._group)
-        return [rows[index] for rows, learners in zip(gathered, self._learners_by_group, strict=True) for index in range(len(learners))]
+        work = dist.all_gather_into_tensor(gathered.flatten(0, 1), stacked, group=self._group, async_op=True)
+        encoded = [rows[index] for rows, learners in zip(gathered, self._learners_by_group, strict=True) for index in range(len(learners))]
+        return PendingMean(encoded, work, like, self._quantization)
 
 
-def _divide_into_buckets(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
+@dataclass(frozen=True)
+class PendingMean:
+    """A mean pseudo-gradient whose parts are being gathered."""
+
+    encoded: Sequence[Tensor]
+    """The bytes of each learner, in the order of the learners. They are valid once `work` is complete."""
+    work: dist.Work | None
+    """The collective that gathers the bytes; None if this rank has all learners."""
+    like: Mapping[str, Tensor]
+    """A tensor with the shape and type of each pseudo-gradient, by parameter name."""
+    quantization: Quantization
+
+    @torch.no_grad()
+    def wait(self) -> dict[str, Tensor]:
+        """Wait until all parts are gathered, and return the mean by parameter name."""
+        if self.work:
+            self.work.wait()
+        means, start = {}, 0
+        for name, like in self.like.items():
+            end = start + compute_encoded_size(like.numel(), like.dtype, self.quantization)
+            total = torch.zeros_like(like)
+            for each in self.encoded:
+                total += decode_tensor(each[start:end], like.shape, like.dtype, self.quantization)
+            means[name], start = total.div_(len(self.encoded)), end
+        return means
+
+
+def divide_into_buckets(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Yield the names of consecutive parameters that are gathered together."""
     names: list[str] = []
     count = 0
@@ -76,4 +83,5 @@ def _divide_into_buckets(parameters: Mapping[str, Tensor]) -> Iterator[list[str]
             names, count = [], 0
         names.append(name)
         count += parameter.numel()
-    yield names
+    if names:
+        yield names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,18 +10,23 @@ from torch import Tensor, nn
 
 from swarmtrain.trainer.optim import Optimizer
 
-PARAMETERS = "parameters"
-"""Name of a learner's parameters among the tensors of its state."""
+PARAMETERS, _IN_FLIGHT = "parameters", "in_flight"
+"""Names of a learner's parameters, and of its pseudo-gradients that are being exchanged, among the tensors of its state."""
 
 
 class Learner:
     """One learner. It computes with the model's parameters, whose memory is the learner's while a `use_parameters` block runs."""
 
-    def __init__(self, index: int, inner_optimizer: Optimizer) -> None:
-        """`index`: index of the learner among all learners. `inner_optimizer`: its own optimizer, for the parameters of the model."""
+    def __init__(self, index: int, inner_optimizer: Optimizer, *, overlaps: bool) -> None:
+        """`index`: index of the learner among all learners. `inner_optimizer`: its own optimizer, for the parameters of the model.
+
+        `overlaps`: whether it trains while its pseudo-gradients are exchanged, so that these are part of its state.
+        """
         self.index, self.inner_optimizer = index, inner_optimizer
         self.parameters = {name: torch.empty_like(parameter.data) for name, parameter in inner_optimizer.parameters.items()}
         """The learner's values of the trained parameters, by name."""
+        self.in_flight = {name: torch.zeros_like(tensor) for name, tensor in self.parameters.items()} if overlaps else {}
+        """Pseudo-gradients when their exchange started, by parameter name; outdated for the parameters whose exchange has ended."""
         self._gradients: dict[str, Tensor | None] = {}
 
     @contextmanager
@@ -50,14 +55,23 @@ class Learner:
             self.inner_optimizer.step(number)
 
     @torch.no_grad()
-    def start_from(self, global_parameters: Mapping[str, Tensor]) -> None:
-        """Set this learner's parameters to `global_parameters`, which may lack some of them."""
+    def compute_pseudo_gradients(self, global_parameters: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the global parameters minus those of this learner, for the parameters `names`."""
+        return {name: global_parameters[name] - self.parameters[name] for name in names}
+
+    @torch.no_grad()
+    def approach(self, global_parameters: Mapping[str, Tensor], mixing: float = 0.0) -> None:
+        """Set the parameters of this learner that `global_parameters` has to mixing x their value + (1 - mixing) x the global value."""
         for name, parameter in global_parameters.items():
-            self.parameters[name].copy_(parameter)
+            if mixing:
+                self.parameters[name].lerp_(parameter, 1 - mixing)
+            else:
+                self.parameters[name].copy_(parameter)
 
     def collect_state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of this learner, named learnerINDEX.KIND/PARAMETER. They are not copies."""
         tensors = {f"{PARAMETERS}/{name}": tensor for name, tensor in self.parameters.items()}
+        tensors |= {f"{_IN_FLIGHT}/{name}": tensor for name, tensor in self.in_flight.items()}
         return {f"{self.name_prefix}{name}": tensor for name, tensor in {**tensors, **self.inner_optimizer.collect_state_tensors()}.items()}
 
     @property

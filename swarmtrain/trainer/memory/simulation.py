@@ -9,7 +9,7 @@ from torch import Tensor
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.trainer.health.step_timer import StepTimer
-from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.loop import select_training
 from swarmtrain.trainer.memory.allocation_tracker import AllocationKind, AllocationTracker, MemoryPeak
 from swarmtrain.trainer.memory.simulated_rank import SyntheticSamples, build_simulated_model, simulate_rank
@@ -36,7 +36,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
         startup_end = tracker.get_allocation_history_position()
         with tracker.attribute_allocations_to_phase(None):
             training.run_step(first_sample_position=0, step=1, stop_flag=StopFlag())
-            training.finish_round(config.diloco.inner_steps, StepTimer(runtime.device), lambda: None)
+            training.finish_round(config.diloco.inner_steps, StepTimer(runtime.device), CollectiveTimeout([]), lambda: None)
         return tracker.find_memory_peak(0, startup_end), tracker.find_memory_peak(startup_end)
 
 
