@@ -79,6 +79,15 @@ def test_uneven_shares_are_printed() -> None:
     assert "12 micro batches of 2, 3 or 2 each" in str(plan_demo(THREE_MACHINES, "runner.hosts=[a slots=5]"))
 
 
+def test_learners_are_printed() -> None:
+    batch = "topology.global_batch_size=48"
+    hosts = "runner.hosts=[a slots=3]"
+    assert "  4 learners, up to 2 per replica: the result" in str(plan_demo(THREE_MACHINES, hosts, batch, "topology.learners=4"))
+    assert "  3 learners, 1 replica each: the result" in str(plan_demo(THREE_MACHINES, hosts, batch, "topology.learners=3"))
+    refusal = get_refusal(THREE_MACHINES, hosts, batch, "topology.learners=2")
+    assert "3 replicas are more than learners 2, but not a multiple of them" in refusal
+
+
 def test_a_pipeline_prints_its_stages_and_its_idle_time() -> None:
     said = str(
         plan_demo(
