@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -127,6 +129,20 @@ def test_a_killed_learner_costs_the_steps_since_the_last_checkpoint(
     assert codes[1] == -signal.SIGKILL
     assert 0 not in codes
     assert run_training(tmp_path, diloco_config, 2) == read_losses(run_of_two)
+
+
+def test_learners_that_are_killed_again_and_again_change_nothing(tmp_path: Path, diloco_config: dict[str, Any]) -> None:
+    """Saving after every step, with exchanges in flight for half of the steps, so that kills hit rounds, exchanges and saves."""
+    streaming = merge_config(diloco_config, diloco=STREAMING, trainer={"train_iterations": 40, "save_interval": 1, "eval_interval": None})
+    undisturbed = run_training(tmp_path / "undisturbed", streaming)
+    random, folder = Random(3), tmp_path / "killed"  # noqa: S311  # which rank to kill is not a secret
+    for goal in range(6, 36, 6):
+        world = LocalWorld(folder, streaming, 2)
+        world.wait_until(lambda: any(line["step"] >= goal for line in read_audit(folder)))  # noqa: B023  # called within its iteration
+        time.sleep(random.uniform(0, 0.1))
+        world.send_signal(random.choice([0, 1]), signal.SIGKILL)
+        world.wait()
+    assert run_training(folder, streaming, 2) == undisturbed
 
 
 def test_learners_read_disjoint_samples(tmp_path: Path, diloco_config: dict[str, Any], run_of_two: Path) -> None:
