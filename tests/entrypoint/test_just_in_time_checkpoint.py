@@ -238,9 +238,9 @@ def test_a_sharded_state_is_saved_by_the_surviving_replicas(small_run: Any, undi
     assert trained.read_losses() == undisturbed_losses
 
 
-def test_learners_are_saved_by_surviving_replicas(small_run: Any, tmp_path: Path) -> None:
+def test_learners_are_saved_by_surviving_replicas(small_run: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two learners of two ranks each. One rank of each learner dies: no step is lost. Then both ranks of a learner die."""
-    undisturbed = train_in_one_process(tmp_path, learners=2)
+    undisturbed = train_in_one_process(tmp_path_factory.mktemp("alone"), learners=2)
     trained = TrainingRun(small_run, learners=2)
     trained.wait_for_steps(1, 15)
     ranks = trained.ranks()
