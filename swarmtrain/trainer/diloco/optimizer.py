@@ -105,8 +105,9 @@ class DilocoOptimizer:
         # which others have completed the changes. The exception then leaves `is_updating` set, so that their state is not part of a
         # just-in-time checkpoint.
         self._is_combining = True
-        with timer.time_phase(COMMUNICATION), timeout.use_initial_timeout():
+        with timer.time_phase(COMMUNICATION):
             collectives.barrier()
+        with timer.time_phase(COMMUNICATION), timeout.use_initial_timeout():
             if is_ending:
                 self._end_overlapped_exchange(start_step, check_results)
                 start_step = 0
