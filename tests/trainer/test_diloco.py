@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -23,6 +24,8 @@ from worlds import (
     read_validation_losses,
     run_training,
 )
+
+from swarmtrain.trainer.inference import evaluation
 
 INNER_STEPS, STEPS = 4, 14
 
@@ -160,6 +163,17 @@ def test_validation_uses_the_global_parameters(run_of_two: Path) -> None:
     losses = read_validation_losses(run_of_two)
     assert losses.keys() == set(range(0, STEPS + 1, 2))
     assert losses[0] == losses[2] != losses[4] == losses[6] != losses[8] == losses[10] != losses[12] != losses[14]
+
+
+@pytest.mark.usefixtures("_single_process")
+def test_a_checkpoint_is_evaluated_with_the_global_parameters(
+    diloco_config: dict[str, Any], run_of_two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"tasks": [], "num_fewshot": None, "limit": None, "task_files": None, "batch_size": 3, "tokenizer": "bytes", "json": True}
+    assert evaluation.main({"config": json.dumps(diloco_config), "model": str(run_of_two / "run"), **options}) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["step"] == STEPS
+    assert result["loss"] == pytest.approx(read_validation_losses(run_of_two)[STEPS], abs=1e-4)
 
 
 def test_a_checkpoint_has_the_state_of_each_learner_once(run_of_two: Path) -> None:

@@ -129,7 +129,7 @@ class DilocoOptimizer:
             groups = self._runtime.config.topology.assign_learners(self._runtime.world_size)
             counts = " + ".join(str(len(learners)) for learners in groups)
             sent = f"each sends {self.bytes_per_learner:,} bytes every {self._settings.inner_steps} steps"
-            LOG.info("DiLoCo: learners %d (%s by replicas); %s", self.learner_count, counts, sent)
+            LOG.info("DiLoCo: learners %d, by group of replicas %s; %s", self.learner_count, counts, sent)
         for learner in self.learners:
             prefix = f"{learner.name_prefix}{PARAMETERS}/"
             learner.approach({name: value for name, value in self._global_parameters.items() if f"{prefix}{name}" not in loaded_names})
