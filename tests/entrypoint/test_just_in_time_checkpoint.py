@@ -77,7 +77,7 @@ def write_config(folder: Path, topology: Mapping[str, Any], *, own_disks: bool =
         **CONFIG,
         "topology": {**CONFIG["topology"], **topology},
         "trainer": {**CONFIG["trainer"], "save_dir": "run" if own_disks else str(folder / "run"), "save_dir_shared": not own_disks},
-        "diloco": {"inner_steps": 10, "fragments": 2, "overlap": 3, "mixing": 0.5} if "learners" in topology else {},
+        "diloco": {"inner_steps": 40, "fragments": 2, "overlap": 15, "mixing": 0.5} if "learners" in topology else {},
         "logger": {"audit_dir": str(folder / "audit")},
         "data": {"data_prefixes": [str(folder / "train")]},
     }
@@ -239,10 +239,12 @@ def test_a_sharded_state_is_saved_by_the_surviving_replicas(small_run: Any, undi
 
 
 def test_learners_are_saved_by_surviving_replicas(small_run: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two learners of two ranks each, which exchange a fragment during most steps. One rank of each dies: no step is lost. Then both of one."""
+    """Two learners of two ranks each, which exchange fragments during steps 20 to 35 and 40 to 55. One rank of each learner dies during the
+    first exchange, and no step is lost. Then both ranks of a learner die.
+    """
     undisturbed = train_in_one_process(tmp_path_factory.mktemp("alone"), learners=2)
     trained = TrainingRun(small_run, learners=2)
-    trained.wait_for_steps(1, 15)
+    trained.wait_for_steps(1, 22)
     ranks = trained.ranks()
     of_learner = [[pid for pid, rank in ranks.items() if rank // 2 == learner] for learner in (0, 1)]
     victims = of_learner[0][0], of_learner[1][1]
