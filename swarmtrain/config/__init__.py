@@ -92,7 +92,7 @@ class Config(Section):
             return self
         layers = self.transformer_architecture.num_layers
         if self.diloco.fragments > layers:
-            raise build_field_error("diloco", f"fragments {self.diloco.fragments} is above transformer_architecture.num_layers {layers}")
+            raise build_field_error("diloco.fragments", f"{self.diloco.fragments} is above transformer_architecture.num_layers {layers}")
         unsupported = {
             "optimizer.zero": self.optimizer.zero,
             "trainer.contrastive_config": self.trainer.contrastive_config is not None,

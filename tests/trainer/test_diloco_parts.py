@@ -15,7 +15,7 @@ import torch.distributed as dist
 from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.optimizer import DilocoConfig, Quantization
-from swarmtrain.errors import ConfigError
+from swarmtrain.errors import ConfigError, TrainingError
 from swarmtrain.trainer import Optimizer, Transformer, parallelize, start_runtime
 from swarmtrain.trainer.diloco.exchange import PseudoGradientExchange
 from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
@@ -25,6 +25,7 @@ from swarmtrain.trainer.diloco.quantization import BLOCK_SIZE, compute_encoded_s
 from swarmtrain.trainer.diloco.training_state import DilocoTrainingState
 from swarmtrain.trainer.health.step_timer import StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
+from swarmtrain.trainer.model.objective import EmbeddingObjective
 
 HIGHEST_LEVEL = {Quantization.int8: 127, Quantization.int4: 7}
 QUANTIZED = pytest.mark.parametrize("quantization", HIGHEST_LEVEL, ids=str)
@@ -198,7 +199,7 @@ BATCH = "global_batch_size: 8, micro_batch_size: 1"
             f"{{topology: {{learners: 2, {BATCH}}}, diloco: {{fragments: 2, overlap: 50}}}}",
             "50 is not less than inner_steps / fragments = 50",
         ),
-        (f"{{topology: {{learners: 2, {BATCH}}}, diloco: {{fragments: 20}}}}", "fragments 20 is above transformer_architecture.num_layers"),
+        (f"{{topology: {{learners: 2, {BATCH}}}, diloco: {{fragments: 20}}}}", "20 is above transformer_architecture.num_layers"),
         ("diloco: {inner_steps: 50}", "has no effect: topology.learners is null"),
     ],
 )
@@ -234,6 +235,16 @@ def test_a_fragment_is_updated_after_the_overlap_and_mixed(tmp_path: Path) -> No
         for name, value in parameters.items():
             torch.testing.assert_close(value, sent[name])
             torch.testing.assert_close(learner.parameters[name], 0.25 * own[name] + 0.75 * sent[name])
+
+
+def test_an_objective_that_compares_all_samples_is_refused(tmp_path: Path) -> None:
+    """A custom one: the config of the shipped one is refused."""
+    with start_runtime(_build_config(tmp_path, learners=2)) as runtime:
+        model = parallelize(Transformer(runtime.config.transformer_architecture, 1), runtime)
+        abstract_methods = dict.fromkeys(EmbeddingObjective.__abstractmethods__)
+        model.local_model.objective = type("Custom", (EmbeddingObjective,), abstract_methods)()
+        with pytest.raises(TrainingError, match="is not supported by objectives that compare"):
+            DilocoOptimizer(runtime, model, Optimizer(model, runtime.config))
 
 
 def test_the_assignment_of_learners_to_replicas() -> None:

@@ -25,12 +25,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.diloco.exchange import PendingMean, PseudoGradientExchange, divide_into_buckets
 from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
 from swarmtrain.trainer.diloco.learner import PARAMETERS, Learner
 from swarmtrain.trainer.health.step_timer import COMMUNICATION, StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
+from swarmtrain.trainer.model.objective import EmbeddingObjective
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
@@ -43,7 +45,16 @@ class DilocoOptimizer:
     """Inner and outer optimizers, the learners of this rank, and the global parameters."""
 
     def __init__(self, runtime: Runtime, model: ParallelModel, optimizer: Optimizer) -> None:
-        """Create the learners of this rank. `optimizer`: inner optimizer of the first of them; the others have the same settings."""
+        """Create the learners of this rank. `optimizer`: inner optimizer of the first of them; the others have the same settings.
+
+        Raises TrainingError if the objective compares all samples of a global batch, which learners divide.
+        """
+        if isinstance(model.local_model.objective, EmbeddingObjective):
+            raise TrainingError(
+                "is not supported by objectives that compare the embeddings of all samples of a step",
+                place="config topology.learners",
+                hint="remove topology.learners",
+            )
         config, local_learners = runtime.config, model.mesh.local_learners
         inner_optimizers = [optimizer, *(Optimizer(model, config) for _ in local_learners[1:])]
         self.learners = [
