@@ -6,9 +6,11 @@ TopologyConfig.assign_learners). So the result depends on the number of learners
 
 learner         the state of one learner on this rank
 quantization    pseudo-gradients as bytes
+fragments       the parts of the model that are exchanged, and when
 exchange        the mean pseudo-gradient of all learners
 optimizer       inner optimizers, outer optimizer and global parameters
 step            one optimizer step of all learners
+training_state  what is saved in checkpoints
 
-Source: Douillard et al. 2023, DiLoCo (arXiv 2311.08105).
+Sources: Douillard et al. 2023, DiLoCo (arXiv 2311.08105); 2025, Streaming DiLoCo (arXiv 2501.18512).
 """
