@@ -316,6 +316,7 @@ def _format_batches(config: Config, world_size: int) -> list[str]:
     return [
         f"  {format_count(len(micro_batches), 'replica')} of {_format_replica_topology(topology)}",
         f"  {global_batch} of {topology.samples_per_micro_batch}, {batch_share}{by_speed}",
+        *_format_learners(config, world_size),
         *_format_pipeline_layout(config, micro_batches),
         *_format_gradient_compression(topology),
     ]
@@ -324,6 +325,17 @@ def _format_batches(config: Config, world_size: int) -> list[str]:
 def _format_gradient_compression(topology: TopologyConfig) -> list[str]:
     mode = topology.gradient_compression
     return [f"  gradient compression {mode}: {mode.reproducibility}"] if mode.reproducibility else []
+
+
+def _format_learners(config: Config, world_size: int) -> list[str]:
+    """Return the line on learners (DiLoCo); empty if there are none."""
+    topology = config.topology
+    if topology.learners is None:
+        return []
+    groups = topology.assign_learners(world_size)
+    most, replicas = max(map(len, groups)), topology.compute_data_parallel_size(world_size) // len(groups)
+    share = f"up to {most} per replica" if most > 1 else f"{format_count(replicas, 'replica')} each"
+    return [f"  {format_count(topology.learners, 'learner')}, {share}: the result depends on the number of learners, not of ranks"]
 
 
 def _format_replica_topology(topology: TopologyConfig) -> str:

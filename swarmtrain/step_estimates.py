@@ -151,6 +151,8 @@ def explain_unmeasurable_steps(plan: Plan) -> str:
     """Return why doctor cannot measure the step times of `plan`; empty if it can."""
     if not plan.trains_built_in_model:
         return "the run trains a model of its own script"
+    if plan.config.topology.learners is not None:
+        return "learners (DiLoCo) are not estimated"
     if plan.config.topology.ranks_per_replica > 1:
         return "replicas of several ranks (tensor, context or pipeline parallelism) are not measured"
     return ""

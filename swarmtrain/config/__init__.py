@@ -19,7 +19,7 @@ from swarmtrain.config.schema.fields.gradient_compression import GradientCompres
 from swarmtrain.config.schema.fields.notify_channel import ChannelName, NotifyChannelConfig
 from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.config.schema.logger import LoggerConfig
-from swarmtrain.config.schema.optimizer import OptimizerConfig, OptimizerMethod
+from swarmtrain.config.schema.optimizer import DilocoConfig, OptimizerConfig, OptimizerMethod
 from swarmtrain.config.schema.profiler import ProfilerConfig
 from swarmtrain.config.schema.runner import QUEUE_KEYS, RunnerConfig
 from swarmtrain.config.schema.runner_types import DEPLOYED_CONTEXT
@@ -40,6 +40,7 @@ class Config(Section):
     logger: LoggerConfig = Field(LoggerConfig(), description="Log output and metrics sinks.")
     topology: TopologyConfig = Field(TopologyConfig(global_batch_size=8, micro_batch_size=8), description="Parallelism and batch sizes.")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Optimizer, gradient clipping and loss scaling.")
+    diloco: DilocoConfig = Field(DilocoConfig(), description="Rounds and outer optimizer of a run with topology.learners (DiLoCo).")
     learning_rate_scheduler: LearningRateSchedulerConfig = Field(
         LearningRateSchedulerConfig(), description="Learning rate schedule of the default group, inherited by training_groups."
     )
@@ -86,6 +87,25 @@ class Config(Section):
         _check_gradient_compression(self)
         if architecture.umup.enable:
             _check_umup_optimizer(self.optimizer, self.training_groups)
+        return self
+
+    @model_validator(mode="after")
+    def _check_learners(self) -> Config:
+        if self.topology.learners is None:
+            if self.diloco != DilocoConfig():
+                raise build_field_error("diloco", "has no effect: topology.learners is null", "set topology.learners, or remove diloco")
+            return self
+        layers = self.transformer_architecture.num_layers
+        if self.diloco.fragments > layers:
+            raise build_field_error("diloco.fragments", f"{self.diloco.fragments} is above transformer_architecture.num_layers {layers}")
+        unsupported = {
+            "optimizer.zero": self.optimizer.zero,
+            "trainer.contrastive_config": self.trainer.contrastive_config is not None,
+            "trainer.tensor_statistics_recorder_config": self.trainer.tensor_statistics_recorder_config is not None,
+        }
+        for name, is_set in unsupported.items():
+            if is_set:
+                raise build_field_error(name, "is not supported with topology.learners", f"remove {name}, or topology.learners")
         return self
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from swarmtrain.trainer.health.watchdog import Watchdog
 from swarmtrain.trainer.metrics.profiler import TorchProfiler
 from swarmtrain.trainer.metrics.tensor_stats_recorder import TensorStatsRecorder
 from swarmtrain.trainer.metrics.timeline import TimelineRecorder
-from swarmtrain.trainer.optim import Optimizer, gradient_checks
+from swarmtrain.trainer.optim import StatefulOptimizer, gradient_checks
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.runtime import Runtime
@@ -39,7 +39,7 @@ class StepInstruments:
     phase_seconds: Mapping[str, float]
     """Duration in seconds of each phase, for the last step whose timing is complete."""
 
-    def __init__(self, runtime: Runtime, model: ParallelModel, optimizer: Optimizer, collective_timeout: CollectiveTimeout) -> None:
+    def __init__(self, runtime: Runtime, model: ParallelModel, optimizer: StatefulOptimizer, collective_timeout: CollectiveTimeout) -> None:
         self._runtime, self._model, self._optimizer, self._collective_timeout = runtime, model, optimizer, collective_timeout
         self.reassigner = MicroBatchReassigner(runtime.config.topology)
         self._watchdog, self._gc_controller, self._profiler = Watchdog(runtime), GcController(), TorchProfiler(runtime)

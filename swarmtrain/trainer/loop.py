@@ -15,9 +15,12 @@ from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.checkpoint_scheduler import CheckpointScheduler
 from swarmtrain.trainer.data import vocabulary_check
 from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer
+from swarmtrain.trainer.diloco.step import train_step as train_learners_step
+from swarmtrain.trainer.diloco.training_state import DilocoTrainingState
 from swarmtrain.trainer.health import replica_check
 from swarmtrain.trainer.health.peer_monitor import PeerMonitor
-from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION
+from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION, StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.inference.periodic_sampling import TrainingSampler
 from swarmtrain.trainer.instrumentation import StepInstruments
@@ -25,7 +28,7 @@ from swarmtrain.trainer.metrics import RunReporter
 from swarmtrain.trainer.metrics.audit_log import AuditLog
 from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
 from swarmtrain.trainer.non_finite_policy import NonFinitePolicy
-from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.optim import Optimizer, StatefulOptimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import StepResult, evaluate_model, is_stop_requested, train_step
@@ -62,17 +65,17 @@ def train_model(
     """
     config, last_step = runtime.config.trainer, runtime.config.trainer.train_iterations
     collective_timeout, trial = CollectiveTimeout(model.mesh.process_groups), DeterminedTrial(runtime)
+    training = select_training(runtime, model, optimizer, data)
     with (
         RunReporter(runtime, trial) as reporter,
         StopFlag(trial.should_preempt) as stop,
-        StepInstruments(runtime, model, optimizer, collective_timeout) as instruments,
+        StepInstruments(runtime, model, training.optimizer, collective_timeout) as instruments,
         PeerMonitor(model.mesh.process_groups, runtime.device) as peer_monitor,
     ):
         _check_same_data_on_all_ranks(runtime, data, validation_data)
-        training_state = TrainingState(model, optimizer, trainable_only=not config.save_frozen_parameters)
-        checkpoint_manager = CheckpointManager(runtime, training_state, data.fingerprint, reporter.report_warning)
+        checkpoint_manager = CheckpointManager(runtime, training.state, data.fingerprint, reporter.report_warning)
         progress, resumed_from = restore_training_state(
-            runtime, checkpoint_manager, training_state, data.fingerprint, reporter.report_warning
+            runtime, checkpoint_manager, training.state, data.fingerprint, reporter.report_warning
         )
         _check_vocabulary_and_report_start(
             runtime,
@@ -84,14 +87,13 @@ def train_model(
             checkpoint_manager, SaveInterval(config, len(data), runtime.config.topology.samples_per_step), collective_timeout, reporter
         )
         non_finite_policy, sampling = NonFinitePolicy(runtime), TrainingSampler(runtime, model)
-        timer = instruments.start_step_timer(data, progress.step)
+        timer, validation_loss = instruments.start_step_timer(data, progress.step), None
         audit_log = AuditLog(runtime.config.logger.audit_dir, checkpoint_manager.generation, runtime.rank)
         result: StepResult | None = None
-        validation_loss = None
         with just_in_time.save_checkpoint_on_peer_failure(
             runtime,
             model,
-            optimizer,
+            training.optimizer,
             checkpoint_manager,
             get_progress=lambda: progress,
             on_saved=lambda step: reporter.write_missing_step_metrics(step, result),
@@ -99,6 +101,7 @@ def train_model(
             if is_stop_requested(stop):
                 checkpoint_scheduler.save_and_exit(progress)
             while True:
+                training.finish_round(progress.step, timer, collective_timeout, peer_monitor.raise_if_peer_failed)
                 is_done = progress.step >= last_step
                 if validation_data and (
                     is_done or progress.initial_validation_loss is None or _is_step_due(progress.step, config.eval_interval)
@@ -122,11 +125,8 @@ def train_model(
                     runtime.is_rank_zero and checkpoint_scheduler.is_due_by_clock,
                 )
                 with instruments.instrument_step(number):
-                    result = train_step(
-                        runtime,
+                    result = training.run_step(
                         model,
-                        optimizer,
-                        data,
                         first_sample_position=position,
                         step=number,
                         stop_flag=stop,
@@ -143,7 +143,7 @@ def train_model(
                 model = _compare_ranks(model, number, instruments, reporter)
                 checkpoint_scheduler.report_saved_checkpoints()
                 if _is_step_due(number, config.check_replicas_interval):
-                    replica_check.check_replicas_match(runtime, model, optimizer, number)
+                    replica_check.check_replicas_match(runtime, model, training.optimizer, number)
                 if result.stop_requested and number < last_step:
                     checkpoint_scheduler.save_and_exit(progress)
             checkpoint_scheduler.save_and_wait(progress)
@@ -166,6 +166,33 @@ def _compare_ranks(model: ParallelModel, step: int, instruments: StepInstruments
         return model
     reporter.report_assignment(step, new_counts)
     return model.assign_micro_batches(new_counts)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the steps of a run train its model: as a whole, or by learners (DiLoCo)."""
+
+    optimizer: StatefulOptimizer
+    state: TrainingState
+    run_step: Callable[..., StepResult]
+    """Function that runs a step of a model: `train_step` without the other arguments that are the same in all steps."""
+    finish_round: Callable[[int, StepTimer, CollectiveTimeout, Callable[[], None]], None]
+    """Function that is called between steps, with the number of the last step: see DilocoOptimizer.finish_round."""
+
+
+def select_training(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset) -> Training:
+    """Return how the config trains `model`. `optimizer`: its optimizer, or the inner optimizer of the first local learner."""
+    trainable_only = not runtime.config.trainer.save_frozen_parameters
+    if runtime.config.topology.learners is None:
+        state = TrainingState(model, optimizer, trainable_only)
+        return Training(optimizer, state, lambda model, **options: train_step(runtime, model, optimizer, data, **options), lambda *_: None)
+    learners = DilocoOptimizer(runtime, model, optimizer)
+    return Training(
+        learners,
+        DilocoTrainingState(model, learners, trainable_only),
+        lambda model, **options: train_learners_step(runtime, model, learners, data, **options),
+        learners.finish_round,
+    )
 
 
 def _check_vocabulary_and_report_start(

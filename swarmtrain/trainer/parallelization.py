@@ -245,4 +245,4 @@ def _has_sharded_state(config: Config) -> bool:
 
 def _count_summed_gradients(topology: TopologyConfig) -> int:
     """Return the number of gradients that are summed per parameter in one step."""
-    return topology.micro_batches_per_step * topology.context_parallel_size
+    return topology.micro_batches_per_learner * topology.context_parallel_size

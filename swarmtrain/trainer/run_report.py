@@ -137,7 +137,7 @@ def _collect_rank_placement(runtime: Runtime, model: ParallelModel) -> RankPlace
         _read_driver_version(),
         mesh.pipe_rank,
         mesh.tensor_rank,
-        mesh.data_rank,
+        mesh.replica_rank,
     )
 
 

@@ -115,12 +115,12 @@ def train_step(
     timer.start_phase(COMMUNICATION)
     loss_sum, correct = update.extra_scalars
     replica_means = _build_replica_loss_means(model, data, local_micro_batches, loss_sum)
-    (loss_sum, correct, *replica_means), (stop_requested, save_requested) = _reduce_values_over_ranks(
+    (loss_sum, correct, *replica_means), (stop_requested, save_requested) = reduce_values_over_ranks(
         model, [loss_sum, correct, *replica_means], stop_flag.is_set, request_save
     )
     loss_mean = loss_sum / loss_token_count
     timer.start_phase(OPTIMIZER)
-    non_finite_reason = "" if update.skipped else _describe_non_finite_values(loss_mean, update)
+    non_finite_reason = "" if update.skipped else describe_non_finite_values(loss_mean, update)
     if non_finite_reason:
         update = optimizer.skip_step()
         if model.gradient_compressor:
@@ -134,7 +134,7 @@ def train_step(
         sample_ids,
         batch.loss_tokens,
         loss_mean,
-        _get_accuracy(model, correct / loss_token_count),
+        get_accuracy(model, correct / loss_token_count),
         max(replica_means),
         update,
         stop_requested=stop_requested,
@@ -159,17 +159,17 @@ def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, s
             runtime,
             model,
             data,
-            batch.select_micro_batches(mesh.micro_batches_per_replica, mesh.data_rank, topology.samples_per_micro_batch),
+            batch.select_micro_batches(mesh.evaluation_micro_batches_per_replica, mesh.replica_rank, topology.samples_per_micro_batch),
         )
         model.local_model.train()
-        (loss_sum, batch_correct), (stop_requested,) = _reduce_values_over_ranks(
+        (loss_sum, batch_correct), (stop_requested,) = reduce_values_over_ranks(
             model, [float(each) for each in local_sums], stop_flag is not None and stop_flag.is_set
         )
         if stop_requested:
             return None
         loss, correct, loss_token_count = loss + loss_sum, correct + batch_correct, loss_token_count + batch.loss_denominator
     loss_token_count = max(1, loss_token_count)
-    return ValidationResult(loss / loss_token_count, _get_accuracy(model, correct / loss_token_count))
+    return ValidationResult(loss / loss_token_count, get_accuracy(model, correct / loss_token_count))
 
 
 def is_stop_requested(stop_flag: StopFlag) -> bool:
@@ -177,11 +177,11 @@ def is_stop_requested(stop_flag: StopFlag) -> bool:
     return collectives.all_reduce_sum([stop_flag.is_set])[0] > 0
 
 
-def _get_accuracy(model: ParallelModel, correct_fraction: float) -> float | None:
+def get_accuracy(model: ParallelModel, correct_fraction: float) -> float | None:
     return correct_fraction if model.local_model.objective.has_accuracy else None
 
 
-def _describe_non_finite_values(loss: float, update: OptimizerUpdate) -> str:
+def describe_non_finite_values(loss: float, update: OptimizerUpdate) -> str:
     """Return a description of the NaN/Inf loss or gradients of this step; empty if both are finite.
 
     Collective: all ranks must call it.
@@ -191,7 +191,7 @@ def _describe_non_finite_values(loss: float, update: OptimizerUpdate) -> str:
     return f"the loss is {loss:.4f}; {gradient_checks.describe_non_finite_gradients(update.non_finite_counts)}"
 
 
-def _reduce_values_over_ranks(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
+def reduce_values_over_ranks(model: ParallelModel, values: Sequence[float], *flags: bool) -> tuple[list[float], list[bool]]:
     """Return the sums of `values` over replicas, and for each of `flags` whether it is set on any rank."""
     has_loss = model.mesh.is_loss_rank  # tensor-parallel ranks have the same loss, and only the last pipeline stage has one
     sums = collectives.all_reduce_sum([*(value * has_loss for value in values), *flags])

@@ -28,15 +28,17 @@ import os, pathlib, sys, time
 import training_code
 from swarmtrain.trainer import loop
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
-train_step, write, folder = loop.train_step, TensorStorageWriter.write_staged_shards, pathlib.Path(sys.argv[1])
-def slowly(*args, **options):
-    time.sleep(0.02)
-    try:
-        (folder / "pause").unlink()
-        time.sleep(30)
-    except FileNotFoundError:
-        pass
-    return train_step(*args, **options)
+write, folder = TensorStorageWriter.write_staged_shards, pathlib.Path(sys.argv[1])
+def slow_down(train_step):
+    def slowly(*args, **options):
+        time.sleep(0.02)
+        try:
+            (folder / "pause").unlink()
+            time.sleep(30)
+        except FileNotFoundError:
+            pass
+        return train_step(*args, **options)
+    return slowly
 def watched(writer):
     if (folder / "slow").exists():
         (folder / "slow").unlink()
@@ -44,7 +46,8 @@ def watched(writer):
         (folder / "writing").write_text(str(os.getpid()))
         time.sleep(60)
     return write(writer)
-loop.train_step, TensorStorageWriter.write_staged_shards = slowly, watched
+loop.train_step, loop.train_learners_step = slow_down(loop.train_step), slow_down(loop.train_learners_step)
+TensorStorageWriter.write_staged_shards = watched
 home = folder / os.environ.get("SWARMTRAIN_NODE", "")
 home.mkdir(exist_ok=True)
 os.chdir(home)
@@ -79,6 +82,7 @@ def write_config(folder: Path, topology: Mapping[str, Any], *, own_disks: bool =
         **CONFIG,
         "topology": {**CONFIG["topology"], **topology},
         "trainer": {**CONFIG["trainer"], "save_dir": "run" if own_disks else str(folder / "run"), "save_dir_shared": not own_disks},
+        "diloco": {"inner_steps": 40, "fragments": 2, "overlap": 15, "mixing": 0.5} if "learners" in topology else {},
         "logger": {"audit_dir": str(folder / "audit")},
         "data": {"data_prefixes": [str(folder / "train")]},
     }
@@ -90,8 +94,12 @@ def write_config(folder: Path, topology: Mapping[str, Any], *, own_disks: bool =
 @pytest.fixture(scope="module")
 def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process that runs undisturbed."""
-    folder = tmp_path_factory.mktemp("alone")
-    environment = {"SWARMTRAIN_CONFIG": str(write_config(folder, {})), "OMP_NUM_THREADS": "1"}
+    return train_in_one_process(tmp_path_factory.mktemp("alone"))
+
+
+def train_in_one_process(folder: Path, **topology: Any) -> dict[int, float]:
+    """Return the loss of every step of a run in one process."""
+    environment = {"SWARMTRAIN_CONFIG": str(write_config(folder, topology)), "OMP_NUM_THREADS": "1"}
     process.run_command([sys.executable, "training_code.py"], cwd=ROOT, env=environment)
     lines = (folder / "audit" / "world-000001-rank-0000.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
@@ -233,6 +241,28 @@ def test_a_sharded_state_is_saved_by_the_surviving_replicas(small_run: Any, undi
     assert second > 0, "nobody had the whole of the last step"
     assert [event.data["step"] for event in small_run.read_events("resumed")] == [saved["step"]] * 2
     assert trained.read_losses() == undisturbed_losses
+
+
+def test_learners_are_saved_by_surviving_replicas(small_run: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two learners of two ranks each, which exchange fragments during steps 20 to 35 and 40 to 55. One rank of each learner dies during the
+    first exchange, and no step is lost. Then both ranks of a learner die.
+    """
+    undisturbed = train_in_one_process(tmp_path_factory.mktemp("alone"), learners=2)
+    trained = TrainingRun(small_run, learners=2)
+    trained.wait_for_steps(1, 22)
+    ranks = trained.ranks()
+    of_learner = [[pid for pid, rank in ranks.items() if rank // 2 == learner] for learner in (0, 1)]
+    victims = of_learner[0][0], of_learner[1][1]
+    kill_processes(*victims)
+    trained.wait_for_steps(2, 15)
+    saved = small_run.read_events("checkpoint")[0].data
+    kill_processes(*(pid for pid, rank in trained.ranks().items() if rank < 2))
+    assert small_run.wait_for_exit() == {"node0": 0, "node1": 0, "coordinator": 0}
+    first, second = trained.count_lost_steps({ranks[victim] for victim in victims}, ())
+    assert first == 0
+    assert second > 0, "no rank had the whole of the last step"
+    assert [event.data["step"] for event in small_run.read_events("resumed")] == [saved["step"]] * 2
+    assert trained.read_losses() == undisturbed
 
 
 @pytest.mark.parametrize("split", ["model_parallel_size", "pipe_parallel_size"])

@@ -164,6 +164,20 @@ def test_what_would_need_less(config: Mapping[str, Any]) -> None:
     assert min(tried.values()) < tried[("topology.micro_batch_size=1",)] < whole
 
 
+def test_each_learner_has_its_own_parameters_and_optimizer_state(config: Mapping[str, Any]) -> None:
+    """With AdamW 3 times the parameters per learner, and once more for each learner while exchanges overlap."""
+
+    def estimate_state(learners: int, diloco: Mapping[str, Any]) -> int:
+        wanted = worlds.merge_config(config, topology={"learners": learners}, diloco=diloco)
+        (estimate,) = estimate_memory(Config.model_validate_json(json.dumps(wanted)), 1)
+        return estimate.breakdown[AllocationKind.optimizer_state]
+
+    (plain,) = estimate_memory(Config.model_validate_json(json.dumps(config)), 1)
+    parameters = plain.breakdown[AllocationKind.optimizer_state] / 2
+    one, two, overlapping = estimate_state(1, {}), estimate_state(2, {}), estimate_state(2, {"overlap": 1})
+    assert (one / parameters, two / parameters, overlapping / parameters) == pytest.approx((4, 7, 9), rel=1e-3)
+
+
 def test_it_is_printed_without_a_cluster(config: Mapping[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.yml").write_text(json.dumps(config))
     options = ["--ranks", "2", "--device-memory", "1GiB", "-o", "transformer_architecture.num_layers=1", "--json"]

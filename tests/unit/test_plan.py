@@ -93,6 +93,15 @@ def test_an_assignment_by_speed_is_printed_where_replicas_have_several_micro_bat
     assert "2 or 1 each\n" in str(plan_demo(THREE_MACHINES, "runner.hosts=[a slots=7]", by_speed))
 
 
+def test_learners_are_printed() -> None:
+    batch = "topology.global_batch_size=48"
+    hosts = "runner.hosts=[a slots=3]"
+    assert "  4 learners, up to 2 per replica: the result" in str(plan_demo(THREE_MACHINES, hosts, batch, "topology.learners=4"))
+    assert "  3 learners, 1 replica each: the result" in str(plan_demo(THREE_MACHINES, hosts, batch, "topology.learners=3"))
+    refusal = get_refusal(THREE_MACHINES, hosts, batch, "topology.learners=2")
+    assert "3 replicas are more than learners 2, but not a multiple of them" in refusal
+
+
 def test_a_pipeline_prints_its_stages_and_its_idle_time() -> None:
     said = str(
         plan_demo(

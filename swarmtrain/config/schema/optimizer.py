@@ -1,4 +1,4 @@
-"""`optimizer`: optimizer, gradient clipping and loss scaling."""
+"""`optimizer`: optimizer, gradient clipping and loss scaling. `diloco`: the outer optimizer of a run with learners."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field, model_validator
 
-from swarmtrain.config.schema.section import Section, build_field_error
+from swarmtrain.config.schema.section import Section, build_field_error, check_is_multiple
 
 _MAX_BFLOAT16_DECAY = 0.99
 """Maximum decay of moving averages in bfloat16, which has 8 significant bits: rounding often discards updates below 1 %."""
@@ -73,4 +73,60 @@ class OptimizerConfig(Section):
                 if getattr(self, name) > _MAX_BFLOAT16_DECAY:
                     reason = f"{getattr(self, name):g} is too close to 1 for state_precision: bfloat16, which has 8 significant bits"
                     raise build_field_error(name, reason, f"set at most {_MAX_BFLOAT16_DECAY}, or state_precision: float32")
+        return self
+
+
+class Quantization(StrEnum):
+    """Data types of the pseudo-gradients that learners exchange."""
+
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class OuterOptimizerConfig(Section):
+    """SGD with Nesterov momentum, which updates the global parameters with the mean pseudo-gradient of the learners."""
+
+    learning_rate: float = Field(0.7, gt=0, description="Outer learning rate. 1 with momentum 0: the mean of the learners' parameters.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Outer Nesterov momentum.")
+
+
+class DilocoConfig(Section):
+    """DiLoCo: learners train independently for a round of steps, then an outer optimizer combines their parameters."""
+
+    inner_steps: int = Field(
+        100, ge=1, description="Steps per round. Learners exchange their changes after each round, and after the last step of the run."
+    )
+    outer_optimizer: OuterOptimizerConfig = Field(OuterOptimizerConfig(), description="Optimizer of the global parameters.")
+    quantization: Quantization = Field(
+        Quantization.none,
+        description="Data type of the exchanged pseudo-gradients. none: that of the parameters. int8, int4: integers with one scale per "
+        "256 values, about 1/4 and 1/8 of the bytes of float32.",
+    )
+    fragments: int = Field(
+        1,
+        ge=1,
+        description="Parts of the model that are exchanged at different steps of a round, each once per round: fewer bytes at a time. "
+        "Layer i belongs to part i modulo fragments.",
+    )
+    overlap: int = Field(
+        0,
+        ge=0,
+        description="Steps for which learners train on while a fragment is exchanged, less than inner_steps / fragments. 0: they wait.",
+    )
+    mixing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="After an exchange, a learner continues from mixing x its own parameters + (1 - mixing) x the global parameters.",
+    )
+
+    @model_validator(mode="after")
+    def _check_fragments(self) -> DilocoConfig:
+        check_is_multiple("inner_steps", self.inner_steps, "fragments", self.fragments)
+        if self.overlap >= self.inner_steps // self.fragments:
+            reason = f"{self.overlap} is not less than inner_steps / fragments = {self.inner_steps // self.fragments}"
+            raise build_field_error(
+                "overlap", reason, "one exchange ends before the next starts: use a smaller overlap, or fewer fragments"
+            )
         return self

@@ -71,6 +71,12 @@ class TopologyConfig(Section):
     data_parallel_size: int | None = Field(
         None, ge=1, description="Data-parallel degree: replicas of the model. null: as many as the world has ranks for."
     )
+    learners: int | None = Field(
+        None,
+        ge=1,
+        description="DiLoCo: number of learners, which train independently and combine their parameters every diloco.inner_steps steps. "
+        "Ranks are divided over learners, or learners over ranks; the result depends on the number of learners only. null: no DiLoCo.",
+    )
     data_parallel_type: DataParallelType = Field(
         DataParallelType.ddp,
         description="ddp: each replica keeps the full state. fsdp: all replicas shard it. hsdp: groups of "
@@ -95,7 +101,10 @@ class TopologyConfig(Section):
     )
     powersgd: PowerSgdConfig = Field(PowerSgdConfig(), description="Settings of gradient_compression: powersgd.")
     global_batch_size: int | None = Field(
-        None, ge=1, description="Samples per optimizer step, at every world size. null: derived from the other two batch keys."
+        None,
+        ge=1,
+        description="Samples per optimizer step, at every world size, and of all learners together. null: derived from the other two "
+        "batch keys.",
     )
     micro_batch_size: int | None = Field(
         None, ge=1, description="Samples per forward pass on one rank. null: derived from the other two batch keys."
@@ -146,6 +155,7 @@ class TopologyConfig(Section):
         _check_sharding_options(self)
         _check_gradient_compression(self)
         _check_assignment_by_speed(self)
+        _check_learners(self)
         return self
 
     @property
@@ -183,6 +193,11 @@ class TopologyConfig(Section):
         """Number of micro batches in one optimizer step, over all replicas."""
         return self.samples_per_step // self.samples_per_micro_batch
 
+    @property
+    def micro_batches_per_learner(self) -> int:
+        """Number of micro batches of each learner in one optimizer step; of all replicas if there are no learners."""
+        return self.micro_batches_per_step // (self.learners or 1)
+
     def compute_data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size, which is the number of replicas, of a world of `world_size` ranks.
 
@@ -196,6 +211,8 @@ class TopologyConfig(Section):
         replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
         if replicas * context % shard:
             raise ValueError(f"{replicas * context} replicas{name} are not a multiple of data_parallel_shard_size {shard}")
+        if self.learners and replicas > self.learners and replicas % self.learners:
+            raise ValueError(f"{replicas} replicas are more than learners {self.learners}, but not a multiple of them")
         return replicas
 
     def compute_shard_group_size(self, replicas: int, *, zero: bool) -> int:
@@ -222,14 +239,35 @@ class TopologyConfig(Section):
         The numbers differ by at most one. If there are more replicas than micro batches, some replicas are assigned none. Raises
         ValueError in the same cases as `compute_data_parallel_size`.
         """
-        replicas = self.compute_data_parallel_size(world_size)
-        base_count, remainder = divmod(self.micro_batches_per_step, replicas)
-        return tuple(base_count + (index < remainder) for index in range(replicas))
+        groups = self.assign_learners(world_size)
+        per_learner = self.divide_micro_batches(self.compute_data_parallel_size(world_size) // len(groups), learners=1)
+        return tuple(sorted((len(learners) * count for learners in groups for count in per_learner), reverse=True))
+
+    def divide_micro_batches(self, replicas: int, *, learners: int | None = None) -> tuple[int, ...]:
+        """Return how many micro batches of a step each of `replicas` replicas has: of `learners` learners, or of all (None)."""
+        return _divide_evenly(self.micro_batches_per_learner * (learners or self.learners or 1), replicas)
+
+    def assign_learners(self, world_size: int) -> tuple[range, ...]:
+        """Return the learners of each learner group: the replicas of a group train the same learners.
+
+        With at most as many replicas as learners, each replica is a group, with one or more learners. With more replicas, each learner
+        has a group of several replicas. Without learners, all replicas are one group, with one learner. Raises ValueError in the same cases
+        as `compute_data_parallel_size`.
+        """
+        learners = self.learners or 1
+        counts = _divide_evenly(learners, min(learners, self.compute_data_parallel_size(world_size)))
+        return tuple(range(sum(counts[:group]), sum(counts[: group + 1])) for group in range(len(counts)))
 
     def reassigns_micro_batches(self, replicas: int) -> bool:
         """Return whether micro batches are reassigned by speed in a world of `replicas` replicas: each must have several to begin with."""
         is_by_speed = self.micro_batch_assignment is MicroBatchAssignment.by_speed
         return is_by_speed and replicas > 1 and self.micro_batches_per_step >= _MIN_MICRO_BATCHES_BY_SPEED * replicas
+
+
+def _divide_evenly(count: int, parts: int) -> tuple[int, ...]:
+    """Return how many of `count` items each of `parts` parts has: the numbers are in descending order, and differ by at most one."""
+    base_count, remainder = divmod(count, parts)
+    return tuple(base_count + (index < remainder) for index in range(parts))
 
 
 def _derive_parallel_sizes(
@@ -362,6 +400,27 @@ def _check_assignment_by_speed(topology: TopologyConfig) -> None:
         required = _MIN_MICRO_BATCHES_BY_SPEED * replicas * topology.samples_per_micro_batch
         hint = f"reduce micro_batch_size, or set global_batch_size to {required} or more"
         raise build_field_error(name, reason, hint)
+
+
+def _check_learners(topology: TopologyConfig) -> None:
+    """Raise a validation error if the batch or the parallel dimensions do not fit the learners."""
+    if topology.learners is None:
+        return
+    if topology.micro_batches_per_step % topology.learners:
+        size = topology.learners * topology.samples_per_micro_batch
+        check_is_multiple("global_batch_size", topology.samples_per_step, "learners x micro_batch_size =", size)
+    unsupported = {
+        "data_parallel_type": topology.data_parallel_type is not DataParallelType.ddp,
+        "pipe_parallel_size": topology.pipeline_parallel_size > 1,
+        "context_parallel_size": topology.context_parallel_size > 1,
+        "gradient_compression": topology.gradient_compression is not GradientCompression.none,
+        "micro_batch_assignment": topology.micro_batch_assignment is not MicroBatchAssignment.equal,
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            value = getattr(topology, name)
+            reason = f"{value} is not supported with learners: within a learner, ranks can be data and tensor parallel"
+            raise build_field_error(name, reason, f"remove {name}, or learners")
 
 
 def _derive_batch_sizes(

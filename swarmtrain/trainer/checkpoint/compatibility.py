@@ -168,7 +168,7 @@ def _raise_optimizer_mismatch(
         f"has the state of a different optimizer: for {parameter_name} it has {' and '.join(sorted(saved_moment_names))}, but "
         f"{' and '.join(sorted(expected_moment_names))} is expected",
         place=place,
-        hint="restore the previous optimizer.method (or the group's), or choose another trainer.save_dir",
+        hint="restore the previous optimizer.method (or the group's) and topology.learners, or choose another trainer.save_dir",
     )
 
 

@@ -37,7 +37,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 if TYPE_CHECKING:
     from swarmtrain.trainer.checkpoint import CheckpointManager, Progress
-    from swarmtrain.trainer.optim import Optimizer
+    from swarmtrain.trainer.optim import StatefulOptimizer
     from swarmtrain.trainer.parallel import ParallelModel
 
 LOG = logging.getLogger("swarmtrain")
@@ -56,7 +56,7 @@ If the coordinator's machine has failed too, the coordinator may be restarted wi
 def save_checkpoint_on_peer_failure(
     runtime: Runtime,
     model: ParallelModel,
-    optimizer: Optimizer,
+    optimizer: StatefulOptimizer,
     checkpoint_manager: CheckpointManager,
     *,
     get_progress: Callable[[], Progress],
@@ -106,7 +106,7 @@ def close_peer_connections() -> None:
 
 
 def _run_rescue(
-    runtime: Runtime, model: ParallelModel, optimizer: Optimizer, checkpoint_manager: CheckpointManager, progress: Progress
+    runtime: Runtime, model: ParallelModel, optimizer: StatefulOptimizer, checkpoint_manager: CheckpointManager, progress: Progress
 ) -> int | None:
     """Take part in the just-in-time checkpoint. Return the saved step if this rank has committed the checkpoint, else None."""
     holders = model.mesh.ranks_by_shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,8 +117,19 @@ class _CheckpointLoader:
     def build_load_rules_for_resume(self, checkpoint_path: Path, manifest: Manifest) -> LoadRules:
         """Return the load rules for a checkpoint of this run.
 
-        Raises IncompatibleCheckpoint if trainer.init_from is not the base model of the checkpoint.
+        Raises IncompatibleCheckpoint if the number of learners or the times of their exchanges have changed, or if trainer.init_from is not
+        the base model of the checkpoint.
         """
+        current_config = self.runtime.config.model_dump(mode="json")
+        for section, name in (("topology", "learners"), ("diloco", "fragments"), ("diloco", "overlap")):
+            current = current_config[section][name]
+            saved = manifest.config.get(section, {}).get(name, None if name == "learners" else current)
+            if saved != current:
+                raise IncompatibleCheckpoint(
+                    f"was trained with {section}.{name} {json.dumps(saved)}, but the config has {json.dumps(current)}",
+                    place=str(checkpoint_path),
+                    hint=f"restore {section}.{name}, or start a new run from it with trainer.load_dir and load_optimizer_states: false",
+                )
         if manifest.base_fingerprint is None:
             return LOAD_EVERYTHING
         if manifest.base_fingerprint != self.training_state.model.base_fingerprint:

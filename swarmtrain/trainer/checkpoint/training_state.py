@@ -12,7 +12,7 @@ from torch import Tensor
 from swarmtrain.trainer.checkpoint.manifest import BASE_KEY
 
 if TYPE_CHECKING:
-    from swarmtrain.trainer.optim import Optimizer
+    from swarmtrain.trainer.optim import StatefulOptimizer
     from swarmtrain.trainer.parallel import ParallelModel
 
 
@@ -49,14 +49,14 @@ class TrainingState:
     """State of a model and its optimizer."""
 
     model: ParallelModel
-    optimizer: Optimizer
+    optimizer: StatefulOptimizer
     trainable_only: bool = False
     """Whether to save only trainable parameters. For the frozen parameters, the base model's fingerprint is saved."""
 
     @property
     def topology(self) -> Mapping[str, int]:
         mesh = self.model.mesh
-        return {"data_parallel_size": mesh.data_size, "model_parallel_size": mesh.tensor_size, "pipe_parallel_size": mesh.pipe_size}
+        return {"data_parallel_size": mesh.replica_count, "model_parallel_size": mesh.tensor_size, "pipe_parallel_size": mesh.pipe_size}
 
     def collect_tensors(self) -> dict[str, Tensor]:
         excluded_names = {f"model/{name}" for name in self.frozen_parameter_names} if self.trainable_only else set()

@@ -119,7 +119,7 @@ class RankTimer:
         self._step_timings.clear()
         if self._runtime.world_size == 1:
             return None
-        micro_batch_count = mesh.micro_batches_per_replica[mesh.data_rank]
+        micro_batch_count = mesh.micro_batches_per_replica[mesh.data_rank] * len(mesh.local_learners)
         timings = collectives.all_gather_objects(
             RankTiming(
                 self._runtime.node,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.optim import StatefulOptimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
 
@@ -25,7 +25,7 @@ ShardKey = tuple[str, int, tuple[int, ...]]
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, step: int) -> None:
+def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: StatefulOptimizer, step: int) -> None:
     """Compare parameters and optimizer state of all replicas after step `step`. Collective: all ranks must call it.
 
     Raises TrainingError if any bit differs; the message names rank, node and tensor.

@@ -88,9 +88,10 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
             place=str(model.path),
             hint="pass the config that it was trained with",
         )
-    # Clear `init_from`: the loaded model is evaluated, not the base model from which a training run is initialized.
-    trainer = config.trainer.model_copy(update={"init_from": None})
-    with start_runtime(config.model_copy(update={"trainer": trainer})) as runtime:
+    # Clear `init_from`: the loaded model is evaluated, not the base model from which a training run is initialized. It has no learners, so
+    # any number of ranks can evaluate it.
+    trainer, topology = config.trainer.model_copy(update={"init_from": None}), config.topology.model_copy(update={"learners": None})
+    with start_runtime(config.model_copy(update={"trainer": trainer, "topology": topology})) as runtime:
         _, data = open_data(config)
         if data is None:
             raise TrainingError("there is no validation data", place="config data", hint="set data.validation_data_prefixes")

@@ -86,7 +86,7 @@ def suggest_memory_savings(config: Config, world_size: int) -> Iterator[tuple[tu
 def _estimate_rank_memory(config: Config, world_size: int, rank: int) -> RankMemoryEstimate:
     topology = config.topology
     try:
-        micro_batches = topology.assign_micro_batches(world_size)[0]
+        micro_batches = topology.divide_micro_batches(_count_replicas_per_learner(topology, world_size), learners=1)[0]
     except ValueError as error:
         hint = "set the number of ranks with --ranks"
         raise SwarmtrainError(str(error), place="config topology", hint=hint) from None
@@ -136,10 +136,16 @@ def _simulate_rank_memory(config: Config, world_size: int, rank: int, stages: tu
 
 
 def _set_micro_batches_per_replica(config: Config, world_size: int, micro_batches: int) -> Config:
-    """Return `config` with a global batch size of `micro_batches` micro batches per replica."""
+    """Return `config` with a global batch size of `micro_batches` micro batches per replica, for each learner that it trains."""
     topology = config.topology
-    global_batch_size = micro_batches * topology.compute_data_parallel_size(world_size) * topology.samples_per_micro_batch
+    replicas = _count_replicas_per_learner(topology, world_size) * (topology.learners or 1)
+    global_batch_size = micro_batches * replicas * topology.samples_per_micro_batch
     return _apply_overrides(config, {"topology.global_batch_size": global_batch_size})
+
+
+def _count_replicas_per_learner(topology: TopologyConfig, world_size: int) -> int:
+    """Return the number of replicas that train the same learners; all replicas if there are no learners."""
+    return topology.compute_data_parallel_size(world_size) // len(topology.assign_learners(world_size))
 
 
 def _apply_overrides(config: Config, overrides: Mapping[str, object]) -> Config:

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import Precision
-from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.health.step_timer import StepTimer
+from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
+from swarmtrain.trainer.loop import select_training
 from swarmtrain.trainer.memory.allocation_tracker import AllocationKind, AllocationTracker, MemoryPeak
 from swarmtrain.trainer.memory.simulated_rank import SyntheticSamples, build_simulated_model, simulate_rank
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
 from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.step import train_step
 
 
 def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[MemoryPeak, MemoryPeak]:
@@ -29,11 +30,14 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
     )
     with simulate_rank(config, world_size, rank) as runtime, tracker.track_allocations():
         model = build_simulated_model(runtime)
-        optimizer = _TrackedOptimizer(model, config, tracker)
+        data = SyntheticSamples(config)
+        training = select_training(runtime, model, _TrackedOptimizer(model, config, tracker), data)
+        tracker.assign_allocation_kind(training.optimizer.collect_state_tensors().values(), AllocationKind.optimizer_state)
         startup_end = tracker.get_allocation_history_position()
         step = config.topology.powersgd.start_step + 1  # PowerSGD compresses no gradients before
         with tracker.attribute_allocations_to_phase(None):
-            train_step(runtime, model, optimizer, SyntheticSamples(config), first_sample_position=0, step=step, stop_flag=StopFlag())
+            training.run_step(model, first_sample_position=0, step=step, stop_flag=StopFlag())
+            training.finish_round(config.diloco.inner_steps, StepTimer(runtime.device), CollectiveTimeout([]), lambda: None)
         return tracker.find_memory_peak(0, startup_end), tracker.find_memory_peak(startup_end)
 
 
@@ -46,7 +50,6 @@ class _TrackedOptimizer(Optimizer):
         tracker.assign_allocation_kind(
             [*model.local_model.buffers(), *model.local_model.parameters(), *model.parameters.values()], AllocationKind.parameters
         )
-        tracker.assign_allocation_kind(self.collect_state_tensors().values(), AllocationKind.optimizer_state)
         if model.gradient_compressor:
             tracker.assign_allocation_kind(model.gradient_compressor.collect_state_tensors().values(), AllocationKind.error_feedback)
         tracker.track_gradients(model.local_model.parameters())

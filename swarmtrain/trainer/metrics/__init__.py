@@ -81,7 +81,7 @@ class RunReporter:
             "world %d: ranks %d, replicas %d, parameters %s",
             generation,
             self._runtime.world_size,
-            mesh.data_size,
+            mesh.replica_count,
             f"{model.parameter_count:,}",
         )
         if resumed_from:
@@ -90,7 +90,7 @@ class RunReporter:
         config = self._runtime.config
         self._flops_per_token, self._replica_count = (
             flops.compute_flops_per_token(config.transformer_architecture, model.parameter_count),
-            mesh.data_size,
+            mesh.replica_count,
         )
         if self._runtime.device.type == "cuda":
             self._peak_flops = flops.find_peak_flops(

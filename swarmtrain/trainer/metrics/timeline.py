@@ -61,7 +61,7 @@ class TimelineRecorder:
     def __init__(self, runtime: Runtime, mesh: Mesh, timer: StepTimer) -> None:
         config = runtime.config.profiler
         self._runtime, self._timer = runtime, timer
-        self._coordinates = f"pipe {mesh.pipe_rank} data {mesh.data_rank} tensor {mesh.tensor_rank}"
+        self._coordinates = f"pipe {mesh.pipe_rank} data {mesh.replica_rank} tensor {mesh.tensor_rank}"
         self._start_step, self._step_count = config.timeline_start_at_step, config.timeline_steps
         self._step_numbers: list[int] = []
         """Numbers of the steps that have ended since the last restart."""

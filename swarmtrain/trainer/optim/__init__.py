@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,31 @@ class OptimizerUpdate:
     def learning_rate(self) -> float:
         """Learning rate of the first training group."""
         return next(iter(self.learning_rates.values()))
+
+
+class StatefulOptimizer(Protocol):
+    """Interface of an optimizer whose state is saved in checkpoints: Optimizer, or that of a run with learners (see trainer/diloco)."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if a step is prepared, so that `step` needs no communication."""
+
+    @property
+    def is_updating(self) -> bool:
+        """True while an update is in progress: some parameters and moments are already updated, others not yet."""
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step that this process ran; 0 before the first."""
+
+    def step(self, number: int) -> object:
+        """Run step `number`, which is prepared."""
+
+    def collect_state_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the optimizer state, named MOMENT/PARAMETER. They are not copies."""
+
+    def reset_state(self, kept_names: Collection[str] = ()) -> None:
+        """Set the optimizer state to that at the start of a run, except the tensors `kept_names`."""
 
 
 class Optimizer:

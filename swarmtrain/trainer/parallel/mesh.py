@@ -20,6 +20,9 @@ class Mesh:
     together are the data dimension, over whose ranks gradients are summed. Without context parallelism, each rank of the data dimension
     processes its own micro batches. With context parallelism, each group of consecutive ranks in the data dimension shares its micro
     batches, and each rank of the group processes a part of every sequence.
+
+    With DiLoCo and several learner groups (see TopologyConfig.assign_learners), there is a dimension of learner groups before replica. The
+    other dimensions are then within a group: replicas of different groups are not data parallel.
     """
 
     device_mesh: DeviceMesh
@@ -34,7 +37,30 @@ class Mesh:
     tensor_rank: int
     tensor_size: int
     micro_batches_per_replica: tuple[int, ...]
-    """Number of micro batches that each replica processes in a step."""
+    """Number of micro batches of a learner that each replica processes in a step; without DiLoCo there is one learner."""
+    evaluation_micro_batches_per_replica: tuple[int, ...]
+    """Number of micro batches of a global batch that each replica evaluates: the replicas of all groups share the validation data."""
+    local_learners: range
+    """Indices of the learners that this rank trains."""
+    learner_group_rank: int
+    """Index of this rank's learner group."""
+    learner_group_count: int
+    """Number of learner groups, over which the learners are divided; 1 without DiLoCo."""
+
+    @property
+    def replica_count(self) -> int:
+        """Number of replicas in all learner groups together."""
+        return self.data_size * self.learner_group_count
+
+    @property
+    def replica_rank(self) -> int:
+        """Index of this rank's replica among the replicas of all learner groups."""
+        return self.learner_group_rank * self.data_size + self.data_rank
+
+    @property
+    def learner_group(self) -> dist.ProcessGroup | None:
+        """Process group of the ranks that hold the same shard of the model in each learner group, in order; None for a single group."""
+        return self.device_mesh.get_group("learner") if self.learner_group_count > 1 else None
 
     @property
     def pipe_group(self) -> dist.ProcessGroup:
@@ -63,9 +89,12 @@ class Mesh:
 
     @property
     def ranks_by_shard(self) -> list[list[int]]:
-        """For each shard of the model, the ranks that hold it: outer list by shard, inner list by replica."""
-        pipe_tensor_shard_replica = 0, 1, 3, 2
-        ranks: list[list[int]] = self.device_mesh.mesh.permute(pipe_tensor_shard_replica).flatten(0, 2).tolist()
+        """For each shard of the model, the ranks that hold it: outer list by shard, inner list by replica.
+
+        The state of a learner is not replicated in other learner groups, so these hold other shards.
+        """
+        replica_dimension = self.device_mesh.mesh.dim() - 2
+        ranks: list[list[int]] = self.device_mesh.mesh.movedim(replica_dimension, -1).flatten(0, -2).tolist()
         return ranks
 
     @property
@@ -83,7 +112,8 @@ def build_mesh(runtime: Runtime) -> Mesh:
     """Return the mesh of all ranks. Raises WorldError if the number of ranks does not match the topology."""
     topology = runtime.config.topology
     try:
-        micro_batches_per_replica = topology.assign_micro_batches(runtime.world_size)
+        learner_groups, replicas = topology.assign_learners(runtime.world_size), topology.compute_data_parallel_size(runtime.world_size)
+        micro_batches_per_replica = topology.divide_micro_batches(replicas // len(learner_groups), learners=1)
     except ValueError as error:
         raise WorldError(str(error), place="config topology", hint="change the number of ranks to match the topology") from None
     context_size = topology.context_parallel_size
@@ -93,19 +123,23 @@ def build_mesh(runtime: Runtime) -> Mesh:
         torch.arange(runtime.world_size)
         .view(
             topology.pipeline_parallel_size,
+            len(learner_groups),
             len(micro_batches_per_replica) * context_size // shard_size,
             shard_size,
             topology.tensor_parallel_size,
         )
-        .permute(0, 3, 1, 2)
+        .permute(0, 4, 1, 2, 3)
         .clone(memory_format=torch.contiguous_format)  # torch 2.11 refuses slices of a mesh whose strides are not in descending order
     )
-    names = "pipe", "tensor", "replica", "shard"
+    names: tuple[str, ...] = "pipe", "tensor", "learner", "replica", "shard"
+    if len(learner_groups) == 1:
+        ranks, names = ranks.squeeze(2), ("pipe", "tensor", "replica", "shard")
     device_mesh = DeviceMesh(runtime.device.type, ranks, mesh_dim_names=names)
     is_offloaded = topology.cpu_offload and runtime.device.type != "cpu"
     state_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names) if is_offloaded else device_mesh
     data_mesh = device_mesh["replica", "shard"]._flatten("data")
     pipe_rank, tensor_rank = (device_mesh.get_local_rank(name) for name in ("pipe", "tensor"))
+    learner_group_rank = device_mesh.get_local_rank("learner") if len(learner_groups) > 1 else 0
     context_mesh = (
         DeviceMesh(runtime.device.type, ranks.reshape(-1, context_size), mesh_dim_names=("others", "context"))["context"]
         if context_size > 1
@@ -122,4 +156,8 @@ def build_mesh(runtime: Runtime) -> Mesh:
         tensor_rank=tensor_rank,
         tensor_size=topology.tensor_parallel_size,
         micro_batches_per_replica=micro_batches_per_replica,
+        evaluation_micro_batches_per_replica=topology.divide_micro_batches(replicas),
+        local_learners=learner_groups[learner_group_rank],
+        learner_group_rank=learner_group_rank,
+        learner_group_count=len(learner_groups),
     )

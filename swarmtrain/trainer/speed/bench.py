@@ -32,6 +32,7 @@ from swarmtrain.trainer.data.samples import TokenDataset, open_data
 from swarmtrain.trainer.health.step_timer import OTHER
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.instrumentation import StepInstruments
+from swarmtrain.trainer.loop import select_training
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.model.transformer import Transformer
@@ -39,7 +40,6 @@ from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
-from swarmtrain.trainer.step import train_step
 
 _DEFAULT_STEPS, _DEFAULT_WARMUP_STEPS = 20, 3
 _DOCUMENT_COUNT = 64
@@ -85,15 +85,15 @@ def run_benchmark(
     Collective: all ranks must call it.
     """
     config, step_seconds, phase_seconds, tokens = runtime.config, [], [], 0
-    with StopFlag() as stop, StepInstruments(runtime, model, optimizer, CollectiveTimeout(model.mesh.process_groups)) as instruments:
+    training, collective_timeout = select_training(runtime, model, optimizer, data), CollectiveTimeout(model.mesh.process_groups)
+    with StopFlag() as stop, StepInstruments(runtime, model, training.optimizer, collective_timeout) as instruments:
         timer = instruments.start_step_timer(data, 0)
         for number in range(1, warmup_steps + steps + 1):
             position = (number - 1) * config.topology.samples_per_step
             start_time = time.perf_counter()
             with instruments.instrument_step(number):
-                result = train_step(
-                    runtime, model, optimizer, data, first_sample_position=position, step=number, stop_flag=stop, timer=timer
-                )
+                result = training.run_step(model, first_sample_position=position, step=number, stop_flag=stop, timer=timer)
+            training.finish_round(number, timer, collective_timeout, lambda: None)
             if number > warmup_steps:
                 step_seconds.append(time.perf_counter() - start_time)
                 phase_seconds.append(instruments.phase_seconds)

@@ -1,0 +1,213 @@
+"""The optimizer of a run with learners: one inner optimizer per local learner, and the outer optimizer of the global parameters.
+
+The global parameters are those of the model while no learner uses it, so validation, sampling and exports need not know about learners.
+
+    round        `inner_steps` steps, in which each learner updates its own parameters
+    outer step   after a round, and after the run's last step: an update of the global parameters p by SGD with Nesterov momentum,
+                     v = m v + g,   p = p - l (g + m v),
+                 where g is the mean pseudo-gradient of the learners (see exchange.py), m the momentum and l the learning rate.
+                 Then all learners continue from p. They keep their optimizer state.
+
+With fragments, each part of the model has its own outer steps (see fragments.py). With an overlap, learners train on while a fragment is
+exchanged. They then continue from a mixture of their own parameters and the global ones.
+
+The step after which exchanges last started or ended is part of the state. So a checkpoint that surviving ranks save between the last inner
+step of a round and its outer step is complete: the outer step runs when it is loaded. So are the pseudo-gradients that are being exchanged:
+their exchange starts again when they are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from swarmtrain.errors import TrainingError
+from swarmtrain.trainer import collectives
+from swarmtrain.trainer.diloco.exchange import PendingMean, PseudoGradientExchange, divide_into_buckets
+from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
+from swarmtrain.trainer.diloco.learner import PARAMETERS, Learner
+from swarmtrain.trainer.health.step_timer import COMMUNICATION, StepTimer
+from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
+from swarmtrain.trainer.model.objective import EmbeddingObjective
+from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.runtime import Runtime
+
+LOG = logging.getLogger("swarmtrain")
+_VELOCITY, _PROGRESS = "outer_momentum", "outer_progress/state"
+
+
+class DilocoOptimizer:
+    """Inner and outer optimizers, the learners of this rank, and the global parameters."""
+
+    def __init__(self, runtime: Runtime, model: ParallelModel, optimizer: Optimizer) -> None:
+        """Create the learners of this rank. `optimizer`: inner optimizer of the first of them; the others have the same settings.
+
+        Raises TrainingError if the objective compares all samples of a global batch, which learners divide.
+        """
+        if isinstance(model.local_model.objective, EmbeddingObjective):
+            raise TrainingError(
+                "is not supported by objectives that compare the embeddings of all samples of a step",
+                place="config topology.learners",
+                hint="remove topology.learners",
+            )
+        config, local_learners = runtime.config, model.mesh.local_learners
+        inner_optimizers = [optimizer, *(Optimizer(model, config) for _ in local_learners[1:])]
+        self.learners = [
+            Learner(index, each, overlaps=config.diloco.overlap > 0) for index, each in zip(local_learners, inner_optimizers, strict=True)
+        ]
+        """The learners of this rank."""
+        self.learner_count = config.topology.learners or 1
+        """Number of learners on all ranks together."""
+        self._runtime, self._settings, self._parameters = runtime, config.diloco, optimizer.parameters
+        self._fragments = assign_fragments(self._parameters, config.transformer_architecture.num_layers, config.diloco.fragments)
+        groups = config.topology.assign_learners(runtime.world_size)
+        self._exchange = PseudoGradientExchange(groups, model.mesh.learner_group, config.diloco.quantization)
+        self._pending_means: list[PendingMean] = []
+        self._velocity = {name: torch.zeros_like(parameter.data) for name, parameter in self._parameters.items()}
+        self._progress = torch.zeros(2, dtype=torch.int64)
+        """The step after which exchanges last started or ended, and the one after which that in progress started; 0 if there is none."""
+        self._is_combining = False
+
+    @cached_property
+    def bytes_per_learner(self) -> int:
+        """Number of bytes that each learner sends in an outer step: its encoded pseudo-gradient, or this rank's shard of it."""
+        return self._exchange.compute_bytes_per_learner(self._global_parameters)
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if the step of every local learner is prepared (see Optimizer.is_prepared)."""
+        return all(learner.inner_optimizer.is_prepared for learner in self.learners)
+
+    @property
+    def is_updating(self) -> bool:
+        """True while an update or an exchange is in progress: this rank's state is then not that after a step, or not known to be."""
+        return self._is_combining or any(learner.inner_optimizer.is_updating for learner in self.learners)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step that all local learners ran in this process; -1 if some of them ran one step more than others."""
+        steps = {learner.inner_optimizer.last_step for learner in self.learners}
+        return steps.pop() if len(steps) == 1 else -1
+
+    def step(self, number: int) -> None:
+        """Run step `number` of each local learner, which must be prepared. No communication."""
+        for learner in self.learners:
+            learner.step(number)
+
+    @torch.no_grad()
+    def finish_round(self, step: int, timer: StepTimer, timeout: CollectiveTimeout, check_results: Callable[[], None]) -> None:
+        """Run the outer steps, and start the exchanges, that are due after `step`, unless they ran already. All ranks must call it.
+
+        `check_results` is called when collectives are complete, before their results are used, and raises an exception if they are invalid.
+        `timeout`: that of collectives; exchanges may take much longer than a step.
+        """
+        is_last = step > 0 and step == self._runtime.config.trainer.train_iterations
+        changed_step, start_step = map(int, self._progress)
+        is_ending = 0 < start_step < step and (is_last or step >= start_step + self._settings.overlap)
+        starting = range(len(self._fragments)) if is_last else list_starting_fragments(self._settings, step)
+        if step == changed_step or not (is_ending or starting):
+            return
+        # If a rank fails before all ranks have reached the barrier, no rank has changed anything. If one fails later, ranks do not know
+        # which others have completed the changes. The exception then leaves `is_updating` set, so that their state is not part of a
+        # just-in-time checkpoint.
+        self._is_combining = True
+        with timer.time_phase(COMMUNICATION):
+            collectives.barrier()
+        with timer.time_phase(COMMUNICATION), timeout.use_initial_timeout():
+            if is_ending:
+                self._end_overlapped_exchange(start_step, check_results)
+                start_step = 0
+            for fragment in starting:
+                if self._settings.overlap and not is_last:
+                    self._start_overlapped_exchange(self._fragments[fragment])
+                    start_step = step
+                else:
+                    self._exchange_fragment(self._fragments[fragment], check_results)
+        self._progress.copy_(torch.tensor([step, start_step]))
+        self._is_combining = False
+
+    def start_learners(self, loaded_names: Collection[str]) -> None:
+        """Set the parameters of all local learners to the global ones, except `loaded_names`, the state tensors of a checkpoint.
+
+        Also log how the learners are assigned.
+        """
+        if self._runtime.is_rank_zero:
+            groups = self._runtime.config.topology.assign_learners(self._runtime.world_size)
+            counts = " + ".join(str(len(learners)) for learners in groups)
+            sent = f"each sends {self.bytes_per_learner:,} bytes every {self._settings.inner_steps} steps"
+            LOG.info("DiLoCo: learners %d, by group of replicas %s; %s", self.learner_count, counts, sent)
+        for learner in self.learners:
+            prefix = f"{learner.name_prefix}{PARAMETERS}/"
+            learner.approach({name: value for name, value in self._global_parameters.items() if f"{prefix}{name}" not in loaded_names})
+
+    def collect_state_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the outer optimizer, and of the learners of this rank, named KIND/PARAMETER. They are not copies."""
+        tensors = self._collect_outer_tensors()
+        for learner in self.learners:
+            tensors |= learner.collect_state_tensors()
+        return tensors
+
+    def reset_state(self, kept_names: Collection[str] = ()) -> None:
+        """Set the state to that at the start of a run, except the tensors `kept_names`. `start_learners` sets the learners' parameters."""
+        for name, tensor in self._collect_outer_tensors().items():
+            if name not in kept_names:
+                tensor.zero_()
+        for learner in self.learners:
+            prefix = learner.name_prefix
+            learner.inner_optimizer.reset_state({name.removeprefix(prefix) for name in kept_names if name.startswith(prefix)})
+
+    def _collect_outer_tensors(self) -> dict[str, Tensor]:
+        return {**{f"{_VELOCITY}/{name}": tensor for name, tensor in self._velocity.items()}, _PROGRESS: self._progress}
+
+    @property
+    def _global_parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self._parameters.items()}
+
+    def _exchange_fragment(self, names: Sequence[str], check_results: Callable[[], None]) -> None:
+        """Exchange the pseudo-gradients of the parameters `names`, one bucket after the other, and run the outer step."""
+        pending = (
+            self._exchange.start([learner.compute_pseudo_gradients(self._global_parameters, bucket) for learner in self.learners])
+            for bucket in self._divide_into_buckets(names)
+        )
+        self._run_outer_step(pending, check_results)
+
+    def _start_overlapped_exchange(self, names: Sequence[str]) -> None:
+        """Start to exchange the pseudo-gradients of the parameters `names`, which become part of the learners' state."""
+        for learner in self.learners:
+            for name, gradient in learner.compute_pseudo_gradients(self._global_parameters, names).items():
+                learner.in_flight[name].copy_(gradient)
+        self._pending_means = self._start_in_flight_exchange(names)
+
+    def _end_overlapped_exchange(self, start_step: int, check_results: Callable[[], None]) -> None:
+        """Run the outer step of the exchange that started after `start_step`, maybe in an earlier world: then it starts again."""
+        for fragment in list_starting_fragments(self._settings, start_step):
+            self._run_outer_step(self._pending_means or self._start_in_flight_exchange(self._fragments[fragment]), check_results)
+        self._pending_means = []
+
+    def _start_in_flight_exchange(self, names: Sequence[str]) -> list[PendingMean]:
+        return [
+            self._exchange.start([{name: learner.in_flight[name] for name in bucket} for learner in self.learners])
+            for bucket in self._divide_into_buckets(names)
+        ]
+
+    def _divide_into_buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        return divide_into_buckets({name: self._parameters[name] for name in names})
+
+    def _run_outer_step(self, pending_means: Iterable[PendingMean], check_results: Callable[[], None]) -> None:
+        """Wait for the mean pseudo-gradients, update the global parameters with them, and let the learners continue from these."""
+        gradients = {name: gradient for pending in pending_means for name, gradient in pending.wait().items()}
+        if self._runtime.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        check_results()
+        outer = self._settings.outer_optimizer
+        for name, gradient in gradients.items():
+            velocity, parameter = self._velocity[name].mul_(outer.momentum).add_(gradient), self._parameters[name]
+            parameter.sub_(gradient.add_(velocity, alpha=outer.momentum), alpha=outer.learning_rate)
+        torch.autograd.graph.increment_version(list(self._parameters.values()))
+        for learner in self.learners:
+            learner.approach({name: self._parameters[name].data for name in gradients}, self._settings.mixing)
