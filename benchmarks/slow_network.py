@@ -46,10 +46,13 @@ class _Method:
     goals: Sequence[float | None]
 
 
-_DDP = _Method("ddp", [], 6, (None, None))
+_WINDOW_STEPS = 50
+"""The throughput in a run's metrics is the mean of this many steps, or of all steps if there are fewer."""
+_DDP = _Method("ddp", [], 4, (None, None))
 _METHODS = (
     _Method("bf16", ["topology.gradient_compression=bf16"], 6, (None, None)),
-    _Method("powersgd", ["topology.gradient_compression=powersgd", "topology.powersgd.start_step=0"], 20, (2.0, 6.0)),
+    _Method("powersgd", ["topology.gradient_compression=powersgd", "topology.powersgd.start_step=0"], 16, (2.0, 6.0)),
+    _Method("diloco", ["topology.learners=2", "diloco.inner_steps=50", "diloco.quantization=int8"], _WINDOW_STEPS, (4.0, 10.0)),
 )
 
 
@@ -93,9 +96,9 @@ def _measure_step_seconds(lab: Lab, method: _Method) -> float:
     finally:
         process.run_command([*SWARMTRAIN_ARGV, "down", _RUN, "--yes"], env=environment)
         shutil.rmtree(lab.shared_disk / _RUN, ignore_errors=True)
-    # The throughput in the metrics is the mean since the start of the run.
     tokens = _GLOBAL_BATCH * _SEQUENCE_LENGTH
-    elapsed = {line["step"]: line["step"] * tokens / line["tokens_per_second"] for line in lines}
-    seconds: float = (elapsed[steps] - elapsed[_WARMUP_STEPS]) / method.steps
+    elapsed = {line["step"]: min(line["step"], _WINDOW_STEPS) * tokens / line["tokens_per_second"] for line in lines}
+    warmup = elapsed[_WARMUP_STEPS] if steps <= _WINDOW_STEPS else 0.0
+    seconds: float = (elapsed[steps] - warmup) / method.steps
     print_progress(f"{method.name}: {seconds:.3g} s per step")
     return seconds
