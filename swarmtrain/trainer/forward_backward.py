@@ -100,7 +100,7 @@ def _compute_embedding_loss(
     the micro batch in the global batch, and with pipeline parallelism also the index of the stage. It returns the context manager for that
     forward pass.
     """
-    objective, topology, mesh = model.local_model.objective, runtime.config.topology, model.mesh
+    objective, topology = model.local_model.objective, runtime.config.topology
     if not isinstance(objective, EmbeddingObjective):
         return None
     first = micro_batches[0][0] if micro_batches else 0
@@ -118,13 +118,12 @@ def _compute_embedding_loss(
             local_vectors = torch.cat(vectors)
     if local_vectors is None:
         return None
-    first = sum(mesh.micro_batches_per_replica[: mesh.data_rank]) * topology.samples_per_micro_batch
     return objective.compute_embedding_loss(
         local_vectors,
         rows_per_sample=data.rows_per_sample,
-        first_sample=first,
+        first_sample=first * topology.samples_per_micro_batch,
         global_batch_size=topology.samples_per_step,
-        group=mesh.data_parallel_group,
+        group=model.mesh.data_parallel_group,
     )
 
 
