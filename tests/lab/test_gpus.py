@@ -20,6 +20,7 @@ from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.machines import probed_gpus
+from swarmtrain.launchers.swarm.machines.machine_records import LABEL_MACHINES
 from swarmtrain.plan import Plan, build_plan
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_declared_gpus_are_reserved_without_a_setting(create_lab: Callable[[str]
 
 
 def remove_probed_gpus(engine: DockerEngine) -> None:
-    for item in engine.list_objects("/configs", label=probed_gpus.LABEL_MACHINES):
+    for item in engine.list_objects("/configs", label=f"{LABEL_MACHINES}=gpus"):
         engine.delete(f"/configs/{item['ID']}")
 
 
@@ -86,11 +87,11 @@ def test_probed_gpus_are_kept_in_the_swarm(lab: Lab, engine: DockerEngine, stub_
     probed_gpus.record_gpus(engine, {ids["node0"]: ["GPU-1", "GPU-2"], ids["node1"]: [], "of a node that has left": ["GPU-9"]})
     probed_gpus.record_gpus(engine, {ids["node2"]: ["GPU-3"]})
     assert probed_gpus.read_gpu_counts(engine) == {ids["node0"]: 2, ids["node1"]: 0, ids["node2"]: 1}
-    [stored] = engine.list_objects("/configs", label=probed_gpus.LABEL_MACHINES)
+    [stored] = engine.list_objects("/configs", label=f"{LABEL_MACHINES}=gpus")
     probed_gpus.record_gpus(engine, {ids["node2"]: ["GPU-3"]})
-    assert engine.list_objects("/configs", label=probed_gpus.LABEL_MACHINES) == [stored]  # nothing has changed
+    assert engine.list_objects("/configs", label=f"{LABEL_MACHINES}=gpus") == [stored]  # nothing has changed
     # An object that cannot be read, for example of a later version, does not hide the others.
-    broken = {"Name": "swarmtrain-machines-broken", "Labels": {probed_gpus.LABEL_MACHINES: "gpus"}, "Data": "AAAA"}
+    broken = {"Name": "swarmtrain-machines-broken", "Labels": {LABEL_MACHINES: "gpus"}, "Data": "AAAA"}
     engine.post("/configs/create", broken)
     launcher = SwarmLauncher(lab.get_docker_host("node0"))
     assert "gpu: visible (the hosts have GPUs)" in str(plan_run(launcher, stub_image))
