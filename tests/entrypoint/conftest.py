@@ -108,7 +108,7 @@ class SmallRun:
         (self.folder / "script.py").write_text("")
         env = {
             **self._build_node_env(0, slots=1, node_range=(1, 1), mounts=mounts).to_env(),
-            **ProbeEnv(("node0", *peers), {}, find_free_port()).to_env(),
+            **ProbeEnv(("node0", *peers), {}, find_free_port(), 0.0).to_env(),
         }
         self.nodes["node0"] = self._start_process("probe", env, self.get_log_path(0))
         return self.nodes["node0"]
