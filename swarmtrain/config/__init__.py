@@ -99,7 +99,6 @@ class Config(Section):
         if self.diloco.fragments > layers:
             raise build_field_error("diloco.fragments", f"{self.diloco.fragments} is above transformer_architecture.num_layers {layers}")
         unsupported = {
-            "optimizer.zero": self.optimizer.zero,
             "trainer.contrastive_config": self.trainer.contrastive_config is not None,
             "trainer.tensor_statistics_recorder_config": self.trainer.tensor_statistics_recorder_config is not None,
         }

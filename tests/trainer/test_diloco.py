@@ -91,6 +91,36 @@ def test_tensor_parallel_learners_equal_one_process(tmp_path: Path, diloco_confi
     assert compute_deviation(read_validation_losses(tmp_path / "1"), read_validation_losses(tmp_path / "4")) < 1e-6
 
 
+SHARDED = {
+    "fsdp": {"topology": {"data_parallel_type": "fsdp"}},
+    "zero": {"optimizer": {"zero": True}},
+    "hsdp": {"topology": {"data_parallel_type": "hsdp", "data_parallel_shard_size": 2}},
+}
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_sharded_learners_equal_one_process(tmp_path: Path, diloco_config: dict[str, Any], sharding: str, quantization: str) -> None:
+    """Two learners of two ranks that shard its state, and of one rank each. FSDP with one learner shards it over all four ranks."""
+    base = merge_config(diloco_config, topology={"learners": 2}, diloco={"quantization": quantization})
+    one = run_training(tmp_path / "1", base)
+    for size in (2, 4) if sharding != "hsdp" else (4,):
+        folder = tmp_path / str(size)
+        divided = run_training(folder, merge_config(base, **SHARDED[sharding]), size)
+        assert compute_deviation(one, divided) < 1e-6
+        assert compute_deviation(read_validation_losses(tmp_path / "1"), read_validation_losses(folder)) < 1e-6
+
+
+def test_sharded_learners_are_resumed_on_another_number_of_ranks(tmp_path: Path, diloco_config: dict[str, Any]) -> None:
+    """From a checkpoint within an exchange: from four ranks to two and one, which have several learners."""
+    sharded = merge_config(diloco_config, topology={"learners": 2, "data_parallel_type": "fsdp"}, diloco=STREAMING)
+    once = run_training(tmp_path / "4", sharded, 4)
+    for size in (4, 2, 1):
+        copy_run(tmp_path / "4", tmp_path / f"resumed{size}", last_step=6)
+        resumed = run_training(tmp_path / f"resumed{size}", sharded, size)
+        assert resumed == once if size == 4 else compute_deviation(once, resumed) < 1e-6
+
+
 def test_a_resume_of_learners_is_bit_equal(tmp_path: Path, diloco_config: dict[str, Any], run_of_two: Path) -> None:
     """From a checkpoint within a round. The files hold the parameters and optimizer state of all learners: equal hashes, equal bits."""
     copy_run(run_of_two, tmp_path, last_step=6)

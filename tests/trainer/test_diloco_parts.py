@@ -32,15 +32,15 @@ QUANTIZED = pytest.mark.parametrize("quantization", HIGHEST_LEVEL, ids=str)
 
 
 @QUANTIZED
-@pytest.mark.parametrize("count", [1, 2, 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 10 * BLOCK_SIZE + 7])
-def test_no_value_changes_by_more_than_half_a_scale(quantization: Quantization, count: int) -> None:
-    values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * torch.logspace(-6, 3, count)
+@pytest.mark.parametrize("columns", [1, 2, 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 10 * BLOCK_SIZE + 7])
+def test_no_value_changes_by_more_than_half_a_scale(quantization: Quantization, columns: int) -> None:
+    values = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)) * torch.logspace(-6, 3, columns)
     encoded = encode_tensor(values, quantization)
-    assert len(encoded) == compute_encoded_size(count, values.dtype, quantization)
+    assert len(encoded) == compute_encoded_size(values.shape, values.dtype, quantization)
     decoded = decode_tensor(encoded, values.shape, values.dtype, quantization)
-    for block, decoded_block in zip(values.split(BLOCK_SIZE), decoded.split(BLOCK_SIZE), strict=True):
-        scale = block.abs().max() / HIGHEST_LEVEL[quantization]
-        assert (block - decoded_block).abs().max() <= scale / 2 * (1 + 1e-5)
+    for block, decoded_block in zip(values.split(BLOCK_SIZE, dim=1), decoded.split(BLOCK_SIZE, dim=1), strict=True):
+        scales = block.abs().amax(dim=1, keepdim=True) / HIGHEST_LEVEL[quantization]
+        assert ((block - decoded_block).abs() <= scales / 2 * (1 + 1e-5)).all()
     assert torch.equal(encode_tensor(values, quantization), encoded), "equal values give equal bytes"
 
 
@@ -49,21 +49,36 @@ def test_multiples_of_the_scale_are_exact(quantization: Quantization) -> None:
     """All levels, so every int4 value is packed into a low and into a high half of a byte."""
     highest = HIGHEST_LEVEL[quantization]
     levels = torch.arange(-highest, highest + 1, dtype=torch.float32)
-    values = torch.cat([levels, levels.flip(0), torch.zeros(BLOCK_SIZE)]) * 0.25
+    values = torch.stack([levels, levels.flip(0), torch.zeros_like(levels)]) * 0.25
     assert torch.equal(decode_tensor(encode_tensor(values, quantization), values.shape, values.dtype, quantization), values)
 
 
 @pytest.mark.parametrize("quantization", Quantization, ids=str)
-def test_a_value_that_is_not_finite_is_not_hidden(quantization: Quantization) -> None:
+@pytest.mark.parametrize("shape", [(7, 5), (7, BLOCK_SIZE + 3), (7, 3, 100), (7,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_shards_by_rows_are_encoded_as_the_whole_tensor(quantization: Quantization, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """So FSDP does not change what learners exchange. A rank may have no rows."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    whole, *shards = [
+        decode_tensor(encode_tensor(each, quantization), each.shape, dtype, quantization)
+        for each in (values, values[:3], values[3:], values[7:])
+    ]
+    assert torch.equal(torch.cat(shards), whole)
+    assert whole.dtype == dtype
+
+
+@pytest.mark.parametrize("quantization", Quantization, ids=str)
+@pytest.mark.parametrize("shape", [(2, BLOCK_SIZE), (BLOCK_SIZE,)], ids=str)
+def test_a_value_that_is_not_finite_is_not_hidden(quantization: Quantization, shape: tuple[int, ...]) -> None:
     for bad in (float("nan"), float("inf")):
-        values = torch.ones(BLOCK_SIZE)
-        values[3] = bad
-        assert not decode_tensor(encode_tensor(values, quantization), values.shape, values.dtype, quantization)[3].isfinite()
+        values = torch.ones(shape)
+        values[..., 3] = bad
+        assert not decode_tensor(encode_tensor(values, quantization), values.shape, values.dtype, quantization)[..., 3].isfinite().any()
 
 
 @pytest.mark.parametrize(("quantization", "bytes_per_value"), [("none", 4.0), ("int8", 1 + 4 / 256), ("int4", 0.5 + 4 / 256)])
 def test_bytes_per_value(quantization: str, bytes_per_value: float) -> None:
-    assert compute_encoded_size(1 << 20, torch.float32, Quantization(quantization)) == bytes_per_value * (1 << 20)
+    assert compute_encoded_size(torch.Size([1 << 10, 1 << 10]), torch.float32, Quantization(quantization)) == bytes_per_value * (1 << 20)
 
 
 @pytest.mark.parametrize("quantization", Quantization, ids=str)
@@ -178,8 +193,10 @@ def test_the_model_has_the_global_parameters_unless_a_learner_uses_it(tmp_path: 
         before = {name: parameter.detach().clone() for name, parameter in model_parameters.items()}
         for learner in optimizer.learners:
             _change_parameters(learner)
+            own = _copy_tensors(learner.parameters)
             with learner.use_parameters():
-                assert all(torch.equal(parameter, learner.parameters[name]) for name, parameter in model_parameters.items())
+                assert all(torch.equal(parameter, own[name]) for name, parameter in model_parameters.items())
+            assert all(torch.equal(value, own[name]) for name, value in learner.parameters.items())
             assert all(torch.equal(parameter, before[name]) for name, parameter in model_parameters.items())
 
 
@@ -190,10 +207,9 @@ BATCH = "global_batch_size: 8, micro_batch_size: 1"
     ("changes", "message"),
     [
         (f"topology: {{learners: 3, {BATCH}}}", "8 is not a multiple of learners x micro_batch_size = 3"),
-        (f"topology: {{learners: 2, {BATCH}, data_parallel_type: fsdp}}", "fsdp is not supported with learners"),
-        (f"topology: {{learners: 2, {BATCH}, pipe_parallel_size: 2}}", "2 is not supported with learners"),
-        (f"topology: {{learners: 2, {BATCH}, context_parallel_size: 2}}", "2 is not supported with learners"),
-        (f"{{topology: {{learners: 2, {BATCH}}}, optimizer: {{zero: true}}}}", "is not supported with topology.learners"),
+        (f"topology: {{learners: 2, {BATCH}, data_parallel_type: fsdp, cpu_offload: true}}", "topology.cpu_offload .*: is not supported"),
+        (f"topology: {{learners: 2, {BATCH}, pipe_parallel_size: 2}}", "pipe_parallel_size .*: is not supported with learners"),
+        (f"topology: {{learners: 2, {BATCH}, context_parallel_size: 2}}", "context_parallel_size .*: is not supported with learners"),
         (f"{{topology: {{learners: 2, {BATCH}}}, diloco: {{fragments: 3}}}}", "100 is not a multiple of fragments 3"),
         (
             f"{{topology: {{learners: 2, {BATCH}}}, diloco: {{fragments: 2, overlap: 50}}}}",
@@ -252,6 +268,12 @@ def test_the_assignment_of_learners_to_replicas() -> None:
     assert [[*group] for group in topology.assign_learners(3)] == [[0, 1], [2], [3]]
     assert [[*group] for group in topology.assign_learners(8)] == [[0], [1], [2], [3]]
     assert [topology.assign_micro_batches(size) for size in (1, 3, 8)] == [(8,), (4, 2, 2), (1,) * 8]
+    hybrid = parse_config(
+        "topology: {learners: 2, global_batch_size: 16, micro_batch_size: 2, data_parallel_type: hsdp, data_parallel_shard_size: 2}"
+    ).topology
+    assert len(hybrid.assign_learners(4)) == 2
+    with pytest.raises(ValueError, match="1 replicas per learner are not a multiple of data_parallel_shard_size 2"):
+        hybrid.assign_learners(2)
     plain = parse_config("topology: {global_batch_size: 16, micro_batch_size: 2}").topology
     assert plain.assign_learners(5) == (range(1),)
 

@@ -209,10 +209,11 @@ class TopologyConfig(Section):
             sizes = f"model_parallel_size x pipe_parallel_size{name} = {self.tensor_parallel_size} x {self.pipeline_parallel_size}{product}"
             raise ValueError(f"{world_size} ranks are not a multiple of {sizes}")
         replicas, shard = world_size // replica, self.data_parallel_shard_size or 1
-        if replicas * context % shard:
-            raise ValueError(f"{replicas * context} replicas{name} are not a multiple of data_parallel_shard_size {shard}")
         if self.learners and replicas > self.learners and replicas % self.learners:
             raise ValueError(f"{replicas} replicas are more than learners {self.learners}, but not a multiple of them")
+        sharding, per_learner = (replicas // min(replicas, self.learners), " per learner") if self.learners else (replicas, "")
+        if sharding * context % shard:
+            raise ValueError(f"{sharding * context} replicas{per_learner}{name} are not a multiple of data_parallel_shard_size {shard}")
         return replicas
 
     def compute_shard_group_size(self, replicas: int, *, zero: bool) -> int:
@@ -410,7 +411,7 @@ def _check_learners(topology: TopologyConfig) -> None:
         size = topology.learners * topology.samples_per_micro_batch
         check_is_multiple("global_batch_size", topology.samples_per_step, "learners x micro_batch_size =", size)
     unsupported = {
-        "data_parallel_type": topology.data_parallel_type is not DataParallelType.ddp,
+        "cpu_offload": topology.cpu_offload,
         "pipe_parallel_size": topology.pipeline_parallel_size > 1,
         "context_parallel_size": topology.context_parallel_size > 1,
         "gradient_compression": topology.gradient_compression is not GradientCompression.none,
@@ -418,8 +419,7 @@ def _check_learners(topology: TopologyConfig) -> None:
     }
     for name, is_set in unsupported.items():
         if is_set:
-            value = getattr(topology, name)
-            reason = f"{value} is not supported with learners: within a learner, ranks can be data and tensor parallel"
+            reason = "is not supported with learners: within a learner, ranks can be data and tensor parallel, and shard their state"
             raise build_field_error(name, reason, f"remove {name}, or learners")
 
 

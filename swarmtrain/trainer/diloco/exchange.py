@@ -29,7 +29,7 @@ class PseudoGradientExchange:
 
     def compute_bytes_per_learner(self, parameters: Mapping[str, Tensor]) -> int:
         """Return the number of bytes that each learner contributes to the mean pseudo-gradient of `parameters`."""
-        return sum(compute_encoded_size(each.numel(), each.dtype, self._quantization) for each in parameters.values())
+        return sum(compute_encoded_size(each.shape, each.dtype, self._quantization) for each in parameters.values())
 
     @torch.no_grad()
     def start(self, pseudo_gradients: Sequence[Mapping[str, Tensor]]) -> PendingMean:
@@ -65,7 +65,7 @@ class PendingMean:
             self.work.wait()
         means, start = {}, 0
         for name, like in self.like.items():
-            end = start + compute_encoded_size(like.numel(), like.dtype, self.quantization)
+            end = start + compute_encoded_size(like.shape, like.dtype, self.quantization)
             total = torch.zeros_like(like)
             for each in self.encoded:
                 total += decode_tensor(each[start:end], like.shape, like.dtype, self.quantization)

@@ -9,20 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from swarmtrain.trainer.optim import Optimizer
+from swarmtrain.trainer.parallel.fsdp import FsdpModel
 
 PARAMETERS, _IN_FLIGHT = "parameters", "in_flight"
 """Names of a learner's parameters, and of its pseudo-gradients that are being exchanged, among the tensors of its state."""
 
 
 class Learner:
-    """One learner. It computes with the model's parameters, whose memory is the learner's while a `use_parameters` block runs."""
+    """One learner. It computes with the model's parameters, which have the learner's values while a `use_parameters` block runs."""
 
-    def __init__(self, index: int, inner_optimizer: Optimizer, *, overlaps: bool) -> None:
+    def __init__(self, index: int, inner_optimizer: Optimizer, *, overlaps: bool, sharded_model: FsdpModel | None = None) -> None:
         """`index`: index of the learner among all learners. `inner_optimizer`: its own optimizer, for the parameters of the model.
 
-        `overlaps`: whether it trains while its pseudo-gradients are exchanged, so that these are part of its state.
+        `overlaps`: whether it trains while its pseudo-gradients are exchanged, so that these are part of its state. `sharded_model`: the
+        model, if fully_shard shards it: the memory of its parameters is then part of a buffer, and only values can be swapped.
         """
         self.index, self.inner_optimizer = index, inner_optimizer
+        self._sharded_model = sharded_model
         self.parameters = {name: torch.empty_like(parameter.data) for name, parameter in inner_optimizer.parameters.items()}
         """The learner's values of the trained parameters, by name."""
         self.in_flight = {name: torch.zeros_like(tensor) for name, tensor in self.parameters.items()} if overlaps else {}
@@ -31,14 +34,19 @@ class Learner:
 
     @contextmanager
     def use_parameters(self) -> Iterator[None]:
-        """Context manager: within it, the parameters of the model are those of this learner."""
-        model_parameters = self.inner_optimizer.parameters
-        previous = {name: parameter.data for name, parameter in model_parameters.items()}
-        _set_memory(model_parameters, self.parameters)
+        """Context manager: within it, the parameters of the model are those of this learner, and `parameters` has the global ones."""
+        self._swap_parameters()
         try:
             yield
         finally:
-            _set_memory(model_parameters, previous)
+            self._swap_parameters()
+
+    def _swap_parameters(self) -> None:
+        if self._sharded_model:
+            _swap_values(self.inner_optimizer.parameters, self.parameters)
+            self._sharded_model.free_gathered_parameters()
+        else:
+            _swap_memory(self.inner_optimizer.parameters, self.parameters)
 
     def take_gradients(self) -> None:
         """Move the gradients of the model's parameters to this learner, so that another learner can compute its own."""
@@ -80,8 +88,17 @@ class Learner:
         return f"learner{self.index}."
 
 
-def _set_memory(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """Let each of `parameters` use the memory of the tensor with its name. Autograd and DDP still know it as the same parameter."""
+def _swap_memory(parameters: Mapping[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    """Swap the memory of each of `parameters` and the tensor with its name. Autograd and DDP still know it as the same parameter."""
     for name, parameter in parameters.items():
-        parameter.data = tensors[name]
+        parameter.data, tensors[name] = tensors[name], parameter.data
     torch.autograd.graph.increment_version(list(parameters.values()))  # the working weights are cast from the new values
+
+
+@torch.no_grad()
+def _swap_values(parameters: Mapping[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    """Swap the values of each of `parameters` and the tensor with its name."""
+    for name, parameter in parameters.items():
+        previous = parameter.clone()
+        parameter.copy_(tensors[name])
+        tensors[name].copy_(previous)

@@ -35,6 +35,7 @@ from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
 from swarmtrain.trainer.model.objective import EmbeddingObjective
 from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.fsdp import FsdpModel
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
@@ -57,8 +58,10 @@ class DilocoOptimizer:
             )
         config, local_learners = runtime.config, model.mesh.local_learners
         inner_optimizers = [optimizer, *(Optimizer(model, config) for _ in local_learners[1:])]
+        overlaps, sharded_model = config.diloco.overlap > 0, model.wrapped_model if isinstance(model.wrapped_model, FsdpModel) else None
         self.learners = [
-            Learner(index, each, overlaps=config.diloco.overlap > 0) for index, each in zip(local_learners, inner_optimizers, strict=True)
+            Learner(index, each, overlaps=overlaps, sharded_model=sharded_model)
+            for index, each in zip(local_learners, inner_optimizers, strict=True)
         ]
         """The learners of this rank."""
         self.learner_count = config.topology.learners or 1

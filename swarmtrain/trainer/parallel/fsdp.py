@@ -113,6 +113,12 @@ class FsdpModel:
         if is_last:
             self._fsdp_parameters.finalize_gradients()
 
+    def free_gathered_parameters(self) -> None:
+        """Free gathered parameters, after the shards were changed: those of the outermost module remain after a pass without gradients."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
 
 def reduces_every_micro_batch(config: Config) -> bool:
     """Return whether gradients are reduced after each micro batch, so that their sums are sharded."""
