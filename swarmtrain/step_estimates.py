@@ -7,6 +7,9 @@ Pure. All times are in seconds. The estimate of a step is
 where the network's time of an all-reduce follows from an all-reduce that doctor has measured on the same nodes: latency + bytes / rate. A
 ring of N ranks on n nodes sends 2 (N - 1) / N of its bytes over each node's link. A GPU hides communication behind the backward pass of
 the last micro batch; between CPUs, communication takes the cores that compute.
+
+With DiLoCo, each learner sends its encoded parameters once per round to those of all other groups of replicas: G groups send G - 1 times
+the bytes over each link. The estimate has a step's part of that. Steps that overlap with an exchange hide it.
 """
 
 from __future__ import annotations
@@ -19,20 +22,25 @@ from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.fields.gradient_compression import GradientCompression
-from swarmtrain.config.schema.topology import DataParallelType
+from swarmtrain.config.schema.optimizer import DilocoConfig, Quantization
+from swarmtrain.config.schema.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.plan import Plan
 
-_ZERO, _BF16, _POWERSGD = "zero", str(GradientCompression.bf16), str(GradientCompression.powersgd)
-_DDP = {"topology.data_parallel_type": "ddp", "optimizer.zero": "false", "topology.gradient_compression": "none"}
-_SETTINGS: Mapping[str, Mapping[str, str]] = {
+_ZERO, _BF16, _POWERSGD, _DILOCO = "zero", str(GradientCompression.bf16), str(GradientCompression.powersgd), "diloco"
+_DDP = {"topology.data_parallel_type": "ddp", "optimizer.zero": False, "topology.gradient_compression": "none", "topology.learners": None}
+_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "ddp": _DDP,
-    _ZERO: {**_DDP, "optimizer.zero": "true"},
+    _ZERO: {**_DDP, "optimizer.zero": True},
     "fsdp": {**_DDP, "topology.data_parallel_type": "fsdp"},
     _BF16: {**_DDP, "topology.gradient_compression": _BF16},
     _POWERSGD: {**_DDP, "topology.gradient_compression": _POWERSGD},
 }
-"""The config values that select each way of training."""
+"""The config values that select each way of training, except DiLoCo, for which they depend on the nodes."""
+_DILOCO_STEPS = 100
+"""Steps per round of the estimate for DiLoCo, if the config has no learners."""
+_BYTES_PER_VALUE = {Quantization.int8: 1 + 4 / 256, Quantization.int4: 0.5 + 4 / 256}
+"""Bytes of an encoded value of a pseudo-gradient, with its part of the scale of a block of 256."""
 _UNKNOWN = "are not known: swarmtrain doctor CONFIG --step-times measures them"
 _BACKWARD_PART = 2 / 3
 """Part of the time of a micro batch that its backward pass takes."""
@@ -104,12 +112,9 @@ class StepEstimate:
     name: str
     seconds: float
     network_seconds: float
-    settings: Mapping[str, str]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the sums of gradients over replicas are those of the config without compression."""
-        return self.name not in (_BF16, _POWERSGD)
+    settings: Mapping[str, object]
+    is_exact: bool = True
+    """Whether losses are those of one rank, without compression and learners."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,14 @@ class StepEstimates:
     """When the links were measured."""
 
     @property
-    def recommended(self) -> StepEstimate | None:
-        """The fastest way, if it is clearly faster than the config's own."""
-        if not self.rows:
-            return None
-        best = min(self.rows, key=lambda row: row.seconds)
-        return best if best.seconds <= _WORTHWHILE_GAIN * self.rows[0].seconds else None
+    def recommended(self) -> tuple[StepEstimate, ...]:
+        """The fastest exact way, then the fastest of all, each only if it is clearly faster than the one before, or than the config's."""
+        recommended = self.rows[:1]
+        for candidates in ([row for row in self.rows if row.is_exact], self.rows):
+            best = min(candidates, key=lambda row: row.seconds, default=None)
+            if best and best.seconds <= _WORTHWHILE_GAIN * recommended[-1].seconds:
+                recommended = (*recommended, best)
+        return recommended[1:]
 
 
 def compute_step_digest(config: Config) -> str:
@@ -151,8 +158,6 @@ def explain_unmeasurable_steps(plan: Plan) -> str:
     """Return why doctor cannot measure the step times of `plan`; empty if it can."""
     if not plan.trains_built_in_model:
         return "the run trains a model of its own script"
-    if plan.config.topology.learners is not None:
-        return "learners (DiLoCo) are not estimated"
     if plan.config.topology.ranks_per_replica > 1:
         return "replicas of several ranks (tensor, context or pipeline parallelism) are not measured"
     return ""
@@ -187,9 +192,7 @@ class _StepModel:
         self._parameters, self._low_rank_values = times.trainable_parameters, times.low_rank_values
         self._ranks = sum(slots for _, slots in self._nodes)
         self._micro_batches = max(self._topology.assign_micro_batches(self._ranks), default=0)
-        compression = self._topology.gradient_compression
-        self._own = _ZERO if plan.config.optimizer.zero else str(self._topology.data_parallel_type)
-        self._own = self._own if compression is GradientCompression.none else str(compression)
+        self._own = _name_own_way(plan.config)
 
     @property
     def exact_sum_seconds(self) -> float:
@@ -201,18 +204,50 @@ class _StepModel:
         """Yield the estimate of the config's own way of training, then of each other one."""
         names = [self._own, *(name for name in _SETTINGS if name != self._own)]
         for name in names:
-            network = self._time_network(name)
-            yield StepEstimate(name, self._time_step(network), network, {} if name == self._own else self._list_changes(_SETTINGS[name]))
+            if name == _DILOCO:
+                yield self._estimate_learners(self._config.topology, self._config.diloco, {})
+                continue
+            network, settings = self._time_network(name), {} if name == self._own else self._list_changes(_SETTINGS[name])
+            yield StepEstimate(name, self._time_step(network), network, settings, is_exact=name not in (_BF16, _POWERSGD))
+        if self._own != _DILOCO and (settings := self._choose_learners()):
+            topology = self._topology.model_copy(update={"learners": settings["topology.learners"]})
+            diloco = DilocoConfig(inner_steps=_DILOCO_STEPS, quantization=Quantization.int8)
+            yield self._estimate_learners(topology, diloco, self._list_changes(settings))
         if len(self._nodes) > 1:
-            yield StepEstimate(
-                "one node", min(self._time_one_node(times, slots) for times, slots in self._nodes), 0.0, {"runner.nodes": "1"}
-            )
+            seconds = min(self._time_one_node(times, slots) for times, slots in self._nodes)
+            yield StepEstimate("one node", seconds, 0.0, {"runner.nodes": 1}, is_exact=self._own != _DILOCO)
 
-    def _list_changes(self, settings: Mapping[str, str]) -> Mapping[str, str]:
+    def _list_changes(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Return those of `settings` that the config does not have."""
         values = json.loads(self._config.to_json())
-        current = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in settings}
-        return {key: value for key, value in settings.items() if str(current[key]).lower() != value}
+        changes = {key: value for key, value in settings.items() if values[key.partition(".")[0]][key.partition(".")[2]] != value}
+        return {"diloco": {}, **changes} if self._own == _DILOCO else changes
+
+    def _choose_learners(self) -> Mapping[str, object]:
+        """Return the settings of one learner per node; empty if there is one node only, or if the nodes or the batch are not divisible."""
+        nodes = len(self._nodes)
+        if nodes == 1 or len({slots for _, slots in self._nodes}) > 1 or self._topology.micro_batches_per_step % nodes:
+            return {}
+        learners = {"topology.learners": nodes, "diloco.inner_steps": _DILOCO_STEPS, "diloco.quantization": str(Quantization.int8)}
+        return {**_DDP, "topology.micro_batch_assignment": "equal", **learners}
+
+    def _estimate_learners(self, topology: TopologyConfig, diloco: DilocoConfig, settings: Mapping[str, object]) -> StepEstimate:
+        """Return the estimate of DiLoCo with the learners of `topology`; in a learner that has several nodes, gradients are summed, too."""
+        groups, micro_batches = topology.assign_learners(self._ranks), max(topology.assign_micro_batches(self._ranks), default=0)
+        is_sharded = topology.data_parallel_type is not DataParallelType.ddp or self._config.optimizer.zero
+        senders = 1 if is_sharded else self._ranks // len(groups)
+        value_bytes = _BYTES_PER_VALUE.get(diloco.quantization, 8 if self._precision is Precision.float64 else 4)
+        sent = (len(groups) - 1) * max(map(len, groups)) * senders * value_bytes * self._parameters
+        round_seconds = 0.0
+        if self._all_reduce and len(groups) > 1:
+            link_rate = self._all_reduce.rate * 2 * (1 - 1 / self._all_reduce.node_count)
+            computed = self._time_computation(micro_batches)
+            fragment_seconds = self._all_reduce.latency + sent / diloco.fragments / link_rate
+            round_seconds = diloco.fragments * max(0.0, fragment_seconds - diloco.overlap * computed)
+        network = round_seconds / diloco.inner_steps
+        if len(groups) < len(self._nodes):
+            network += self._time_all_reduce(self._gradient_bytes * self._parameters)
+        return StepEstimate(_DILOCO, self._time_computation(micro_batches) + network, network, settings, is_exact=False)
 
     @property
     def _gradient_bytes(self) -> int:
@@ -245,12 +280,27 @@ class _StepModel:
         return self._all_reduce.latency + size * sent / self._all_reduce.rate
 
     def _time_step(self, network: float) -> float:
-        slowest = max((times for times, _ in self._nodes), key=lambda times: times.micro_batch_seconds)
-        hidden = _BACKWARD_PART * slowest.micro_batch_seconds if self._all_reduce and self._all_reduce.on_gpus else 0.0
-        return self._micro_batches * slowest.micro_batch_seconds + slowest.step_seconds + max(0.0, network - hidden)
+        hidden = _BACKWARD_PART * self._slowest.micro_batch_seconds if self._all_reduce and self._all_reduce.on_gpus else 0.0
+        return self._time_computation(self._micro_batches) + max(0.0, network - hidden)
+
+    def _time_computation(self, micro_batches: int) -> float:
+        return micro_batches * self._slowest.micro_batch_seconds + self._slowest.step_seconds
+
+    @property
+    def _slowest(self) -> RankStepTime:
+        return max((times for times, _ in self._nodes), key=lambda times: times.micro_batch_seconds)
 
     def _time_one_node(self, times: RankStepTime, slots: int) -> float:
         return -(-self._topology.micro_batches_per_step // slots) * times.micro_batch_seconds + times.step_seconds
+
+
+def _name_own_way(config: Config) -> str:
+    """Return the name of the way of training of `config`."""
+    if config.topology.learners is not None:
+        return _DILOCO
+    if config.topology.gradient_compression is not GradientCompression.none:
+        return str(config.topology.gradient_compression)
+    return _ZERO if config.optimizer.zero else str(config.topology.data_parallel_type)
 
 
 def parse_measurement(values: Mapping[str, Any]) -> ClusterMeasurement:

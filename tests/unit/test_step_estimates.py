@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
+from swarmtrain.config.loader import load_config
 from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.step_estimates import (
@@ -16,6 +19,7 @@ from swarmtrain.step_estimates import (
     ClusterMeasurement,
     ModelStepTimes,
     RankStepTime,
+    StepEstimate,
     StepEstimates,
     compute_step_digest,
     estimate_steps,
@@ -58,9 +62,12 @@ def estimate(plan: Plan, **options: Any) -> dict[str, float]:
 
 
 def test_the_formulas() -> None:
-    """Eight micro batches on two ranks: 4 × 0.1 s + 0.05 s, and all-reduces of 8 MB (0.8 s), 4 MB, 2 MB, and 0.2 MB (PowerSGD)."""
+    """Eight micro batches on two ranks: 4 × 0.1 s + 0.05 s, and all-reduces of 8 MB (0.8 s), 4 MB, 2 MB, and 0.2 MB (PowerSGD).
+
+    DiLoCo sends 1.016 MB in 100 steps over a link of 10 MB/s.
+    """
     plan = build_run()
-    compressed = {"bf16": 0.45 + 0.2, "powersgd": 0.45 + 0.02}
+    compressed = {"bf16": 0.45 + 0.2, "powersgd": 0.45 + 0.02, "diloco": 0.45 + 0.1015625 / 100}
     assert estimate(plan) == pytest.approx({"ddp": 0.45 + 0.8, "zero": 0.45 + 0.6, "fsdp": 0.45 + 4 * 0.8, "one node": 0.85, **compressed})
     assert estimate_steps(plan, [measure(plan)]).exact_sum_seconds == pytest.approx(0.4)
     small = build_run(topology={"global_batch_size": 4})
@@ -77,9 +84,13 @@ def test_the_slowest_rank_decides_and_the_fastest_node_is_the_one_that_is_left()
 
 
 def test_more_ranks_on_a_node_compute_less_and_send_more() -> None:
-    """A ring of four ranks sends 2 × 3/4 of the bytes over the link of each node, a ring of two ranks 2 × 1/2."""
+    """A ring of four ranks sends 2 × 3/4 of the bytes over the link of each node, a ring of two ranks 2 × 1/2.
+
+    With a learner on each node, both of its ranks send all of its bytes.
+    """
+    others = {"powersgd": 0.25 + 1.5 * 0.02, "diloco": 0.25 + 2 * 0.1015625 / 100}
     exact = {"ddp": 0.25 + 1.5 * 0.8, "zero": 0.25 + 1.5 * 0.6, "fsdp": 0.25 + 2 * 1.5 * 0.8, "one node": 0.45}
-    assert estimate(build_run(slots=2)) == pytest.approx({**exact, "bf16": 0.25 + 1.5 * 0.2, "powersgd": 0.25 + 1.5 * 0.02})
+    assert estimate(build_run(slots=2)) == pytest.approx({**exact, "bf16": 0.25 + 1.5 * 0.2, **others})
 
 
 def test_gpus_hide_communication_behind_the_last_backward_pass() -> None:
@@ -106,11 +117,47 @@ def test_the_configured_way_comes_first_and_a_clearly_faster_one_is_recommended(
         assert estimates.rows[0].name == name
         assert not estimates.rows[0].settings
         assert all(row.settings for row in estimates.rows[1:])
-        assert estimates.recommended is not None
-        assert estimates.recommended.name == "powersgd"
-        assert dict(estimates.recommended.settings)["topology.gradient_compression"] == "powersgd"
+        *exact, best = estimates.recommended
+        assert (best.name, best.is_exact, best.settings["topology.learners"]) == ("diloco", False, 2)
+        assert all(row.is_exact for row in exact)
+        assert [row.name for row in exact] == ([] if name == "bf16" else ["one node"])
     fast = build_run()
-    assert estimate_steps(fast, [measure(fast, speeds=(9.0, 9.0))]).recommended is None, "zero would save 1 %"
+    assert estimate_steps(fast, [measure(fast, speeds=(9.0, 9.0))]).recommended == (), "zero would save 1 %"
+
+
+def test_the_rounds_of_learners() -> None:
+    """Four learners on two nodes send 2 × 4 MB in 20 steps over 10 MB/s; two fragments wait for what the overlap of 1 step leaves."""
+    diloco: dict[str, Any] = {"inner_steps": 20}
+    learners = build_run(topology={"learners": 4}, diloco=diloco)
+    assert estimate(learners)["diloco"] == pytest.approx(0.45 + 0.8 / 20)
+    overlapping = build_run(topology={"learners": 4}, diloco={**diloco, "fragments": 2, "overlap": 1})
+    assert estimate(overlapping)["diloco"] == pytest.approx(0.45, abs=1e-9), "0.4 s per fragment, less than a step"
+    spanning = build_run(topology={"learners": 1}, diloco=diloco)
+    assert estimate(spanning)["diloco"] == pytest.approx(0.45 + 0.8), "both nodes train the same learner"
+    assert "diloco" not in estimate(build_run(hosts=3, topology={"global_batch_size": 16}), speeds=(0.1, 0.1, 0.1)), "8 for 3 learners"
+    rows = estimate_steps(learners, [measure(learners)]).rows
+    assert [row.name for row in rows] == ["diloco", "ddp", "zero", "fsdp", "bf16", "powersgd", "one node"]
+    assert dict(rows[1].settings) == {"diloco": {}, "topology.learners": None}
+    assert not rows[-1].is_exact
+
+
+def test_the_settings_of_a_recommendation_are_valid_overrides(tmp_path: Path) -> None:
+    """Those that remove learners also have to remove the section diloco."""
+    (tmp_path / "run.yml").write_text(build_run(topology={"learners": 2}, diloco={"inner_steps": 20}).config.to_json())
+    (line,) = [
+        each
+        for each in format_estimates(
+            StepEstimates(
+                rows=(
+                    StepEstimate("diloco", 2.0, 1.0, {}, is_exact=False),
+                    StepEstimate("ddp", 1.0, 0.5, {"diloco": {}, "topology.learners": None}),
+                )
+            )
+        )
+        if "faster" in each
+    ]
+    overrides = shlex.split(line.partition(":")[2])[1::2]
+    assert load_config(tmp_path / "run.yml", overrides).topology.learners is None
 
 
 def test_the_newest_measurement_that_has_what_is_needed_is_used() -> None:
@@ -150,10 +197,12 @@ def test_the_lines_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         "  fsdp      3.65 s, of which 3.2 s network",
         "  bf16      650 ms, of which 200 ms network; not exact",
         "  powersgd  470 ms, of which 20 ms network; not exact",
+        "  diloco    451 ms, of which 1.02 ms network; not exact",
         "  one node  850 ms",
-        "  powersgd would be fastest: -o topology.gradient_compression=powersgd",
+        "  one node would be faster: -o runner.nodes=1",
+        "  diloco would be faster, with other losses: -o topology.learners=2 -o diloco.quantization=int8",
     ]
     assert list(format_estimates(StepEstimates(missing_reason="because"))) == []
     records = build_estimate_records(estimates)
-    assert records["recommended"] == "powersgd"
+    assert records["recommended"] == ["one node", "diloco"]
     assert json.loads(json.dumps(records)) == records

@@ -20,6 +20,7 @@ from swarmtrain.trainer.speed.bench import open_or_generate_data, run_benchmark
 _MICRO_BATCHES = 2
 _MIN_STEPS, _MAX_STEPS = 3, 20
 _RESET_TOPOLOGY: dict[str, Any] = {
+    "learners": None,
     "gradient_compression": "none",
     "powersgd": PowerSgdConfig().model_dump(),
     "micro_batch_assignment": "equal",
@@ -67,6 +68,7 @@ def _build_single_rank_config(config: Config) -> Config:
     topology = {**_RESET_TOPOLOGY, "micro_batch_size": micro_batch_size, "global_batch_size": _MICRO_BATCHES * micro_batch_size}
     values = config.model_dump(mode="json")
     values["topology"] |= topology
+    values["diloco"] = {}
     values["trainer"]["tensor_statistics_recorder_config"] = None
     values["optimizer"]["zero"] = False
     return Config.from_json(json.dumps(values))

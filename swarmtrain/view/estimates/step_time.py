@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +19,9 @@ def format_estimates(estimates: StepEstimates) -> Iterator[str]:
     width = max(len(row.name) for row in estimates.rows)
     for row in estimates.rows:
         yield f"  {row.name.ljust(width)}  {_describe_row(row, estimates)}"
-    if best := estimates.recommended:
-        settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
-        yield f"  {best.name} would be fastest: -o {settings}"
+    for row in estimates.recommended:
+        settings = " ".join(f"-o {key}={_format_value(value)}" for key, value in row.settings.items())
+        yield f"  {row.name} would be faster{'' if row.is_exact else ', with other losses'}: {settings}"
 
 
 def build_estimate_records(estimates: StepEstimates) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def build_estimate_records(estimates: StepEstimates) -> dict[str, Any]:
             for row in estimates.rows
         ],
         "missing_reason": estimates.missing_reason,
-        "recommended": estimates.recommended.name if estimates.recommended else None,
+        "recommended": [row.name for row in estimates.recommended],
         "exact_sum_seconds": estimates.exact_sum_seconds,
         "step_times_at": estimates.step_times_at,
         "links_at": estimates.links_at,
@@ -53,6 +54,10 @@ def _describe_row(row: StepEstimate, estimates: StepEstimates) -> str:
         text += f" ({_format_seconds(estimates.exact_sum_seconds)} of it for exact sums)"
     text += "" if row.is_exact else "; not exact"
     return text if row.settings else f"{text}; as configured"
+
+
+def _format_value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _format_seconds(seconds: float) -> str:
