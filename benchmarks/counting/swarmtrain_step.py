@@ -10,7 +10,7 @@ from swarmtrain.config import Config
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.memory.simulated_rank import SyntheticSamples, build_simulated_model, simulate_rank
 from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.step import train_step
+from swarmtrain.trainer.step import StepRequest, train_step
 
 
 def count_step_costs(config: Config, world_size: int) -> tuple[OperationCosts, OperationCosts]:
@@ -24,11 +24,11 @@ def count_step_costs(config: Config, world_size: int) -> tuple[OperationCosts, O
     with simulate_rank(config, world_size, 0) as runtime:
         model = build_simulated_model(runtime)
         optimizer = Optimizer(model, config, device_type="cuda")
-        run_step = partial(train_step, runtime, model, optimizer, SyntheticSamples(config), first_sample_position=0, stop_flag=StopFlag())
+        run_step = partial(train_step, runtime, model, optimizer, SyntheticSamples(config))
         with counter:
-            run_step(step=1)  # might allocate what later steps use again
+            run_step(StepRequest(1, 0, StopFlag()))  # might allocate what later steps use again
             after_first_step = counter.total
-            run_step(step=2, after_backward=record_backward_end)
+            run_step(StepRequest(2, 0, StopFlag(), after_backward=record_backward_end))
     return after_backward - after_first_step, counter.total - after_backward
 
 

@@ -31,7 +31,7 @@ from swarmtrain.trainer.non_finite_policy import NonFinitePolicy
 from swarmtrain.trainer.optim import Optimizer, StatefulOptimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.step import StepResult, evaluate_model, is_stop_requested, train_step
+from swarmtrain.trainer.step import StepRequest, StepResult, evaluate_model, is_stop_requested, train_step
 
 
 @dataclass(frozen=True)
@@ -119,21 +119,19 @@ def train_model(
                 with timer.time_phase(CHECKPOINT):
                     checkpoint_scheduler.save_if_due(progress, save_requested=result is not None and result.save_requested)
                 progress = non_finite_policy.skip_excluded_batches(progress)
-                position, number, request_save = (
-                    progress.consumed_samples,
-                    progress.step + 1,
-                    runtime.is_rank_zero and checkpoint_scheduler.is_due_by_clock,
-                )
+                position, number = progress.consumed_samples, progress.step + 1
                 with instruments.instrument_step(number):
                     result = training.run_step(
                         model,
-                        first_sample_position=position,
-                        step=number,
-                        stop_flag=stop,
-                        request_save=request_save,
-                        timer=timer,
-                        after_backward=instruments.record_tensor_statistics,
-                        check_results=peer_monitor.raise_if_peer_failed,
+                        StepRequest(
+                            number,
+                            position,
+                            stop,
+                            timer,
+                            requests_save=runtime.is_rank_zero and checkpoint_scheduler.is_due_by_clock,
+                            after_backward=instruments.record_tensor_statistics,
+                            check_results=peer_monitor.raise_if_peer_failed,
+                        ),
                     )
                     non_finite_policy.apply_policy(result, position, data)
                 audit_log.write_step_record(result)  # before `progress` advances, so every step in a just-in-time checkpoint is recorded
@@ -174,8 +172,8 @@ class Training:
 
     optimizer: StatefulOptimizer
     state: TrainingState
-    run_step: Callable[..., StepResult]
-    """Function that runs a step of a model: `train_step` without the other arguments that are the same in all steps."""
+    run_step: Callable[[ParallelModel, StepRequest], StepResult]
+    """Function that runs a step of a model."""
     finish_round: Callable[[int, StepTimer, CollectiveTimeout, Callable[[], None]], None]
     """Function that is called between steps, with the number of the last step: see DilocoOptimizer.finish_round."""
 
@@ -185,12 +183,12 @@ def select_training(runtime: Runtime, model: ParallelModel, optimizer: Optimizer
     trainable_only = not runtime.config.trainer.save_frozen_parameters
     if runtime.config.topology.learners is None:
         state = TrainingState(model, optimizer, trainable_only)
-        return Training(optimizer, state, lambda model, **options: train_step(runtime, model, optimizer, data, **options), lambda *_: None)
+        return Training(optimizer, state, lambda model, request: train_step(runtime, model, optimizer, data, request), lambda *_: None)
     learners = DilocoOptimizer(runtime, model, optimizer)
     return Training(
         learners,
         DilocoTrainingState(model, learners, trainable_only),
-        lambda model, **options: train_learners_step(runtime, model, learners, data, **options),
+        lambda model, request: train_learners_step(runtime, model, learners, data, request),
         learners.finish_round,
     )
 

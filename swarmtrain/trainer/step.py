@@ -9,13 +9,36 @@ from dataclasses import dataclass
 import torch
 
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.data.samples import GlobalBatch, TokenDataset
 from swarmtrain.trainer.forward_backward import MicroBatches, run_forward_backward, run_validation_forward
 from swarmtrain.trainer.health.step_timer import COMMUNICATION, DATA, LOGGING, OPTIMIZER, OTHER, StepTimer
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate, gradient_checks
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
+
+
+def _do_nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """An optimizer step that is to be run."""
+
+    number: int
+    """Number of the step; the first step is 1."""
+    first_sample_position: int
+    """Position of the first sample of the step's global batch in the order of all samples."""
+    stop_flag: StopFlag
+    """This rank's stop flag."""
+    timer: StepTimer | None = None
+    """Is notified at the start of each phase."""
+    requests_save: bool = False
+    """Whether this rank requests a checkpoint."""
+    after_backward: Callable[[], None] = _do_nothing
+    """Is called once the backward passes are complete."""
+    check_results: Callable[[], None] = _do_nothing
+    """Is called when the results of collectives are known, before they are used (see Optimizer.prepare_step)."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +82,12 @@ class StepResult:
         return self.update.skipped
 
 
-def train_step(
-    runtime: Runtime,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    data: TokenDataset,
-    *,
-    first_sample_position: int,
-    step: int,
-    stop_flag: StopFlag,
-    request_save: bool = False,
-    timer: StepTimer | None = None,
-    after_backward: Callable[[], None] | None = None,
-    check_results: Callable[[], None] | None = None,
-) -> StepResult:
-    """Run optimizer step `step` on the global batch that begins at sample `first_sample_position`, and return its result.
-
-    A step with a NaN/Inf loss or gradient changes no parameters. `stop_flag`: this rank's stop flag. `request_save`: whether this rank
-    requests a checkpoint. `timer` is notified at the start of each phase. `after_backward` is called once the backward passes are
-    complete. `check_results` is called when the results of collectives are known, before they are used (see Optimizer.prepare_step).
-    """
+def train_step(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, request: StepRequest) -> StepResult:
+    """Run an optimizer step, and return its result. A step with a NaN/Inf loss or gradient changes no parameters."""
     topology, mesh = runtime.config.topology, model.mesh
-    timer = timer or StepTimer(runtime.device)
+    timer = request.timer or StepTimer(runtime.device)
     timer.start_phase(DATA)
-    batch, next_batch = (
-        data.build_batch(first, topology.samples_per_step)
-        for first in (first_sample_position, first_sample_position + topology.samples_per_step)
-    )
+    batch, next_batch = build_batches(data, request, topology.samples_per_step)
     local_micro_batches, next_micro_batches = (
         each.select_micro_batches(mesh.micro_batches_per_replica, mesh.data_rank, topology.samples_per_micro_batch)
         for each in (batch, next_batch)
@@ -93,30 +95,29 @@ def train_step(
     for _, ids in next_micro_batches:
         data.prefetch_samples(ids)  # read from the disk while this step is computed
     loss_token_count = max(1, batch.loss_denominator)  # the denominator is 0 if the loss mask excludes all tokens
-    model.start_step(step)
+    model.start_step(request.number)
     local_sums = run_forward_backward(
         runtime,
         model,
         data,
         local_micro_batches,
         next_micro_batches=next_micro_batches,
-        step=step,
+        step=request.number,
         scale_loss=lambda loss: optimizer.scale_loss(loss / loss_token_count),
         timer=timer,
     )
     model.sum_partial_gradients()
-    if after_backward:
-        with timer.time_phase(LOGGING):
-            after_backward()
+    with timer.time_phase(LOGGING):
+        request.after_backward()
     timer.start_phase(OPTIMIZER)
-    update = optimizer.prepare_step(step, *local_sums, check_results=check_results)
+    update = optimizer.prepare_step(request.number, *local_sums, check_results=request.check_results)
     # The last collective comes before the first parameter update. A rank that has completed it can finish the step without its peers.
     # If a peer dies earlier, the state after the previous step is intact.
     timer.start_phase(COMMUNICATION)
     loss_sum, correct = update.extra_scalars
     replica_means = _build_replica_loss_means(model, data, local_micro_batches, loss_sum)
     (loss_sum, correct, *replica_means), (stop_requested, save_requested) = reduce_values_over_ranks(
-        model, [loss_sum, correct, *replica_means], stop_flag.is_set, request_save
+        model, [loss_sum, correct, *replica_means], request.stop_flag.is_set, request.requests_save
     )
     loss_mean = loss_sum / loss_token_count
     timer.start_phase(OPTIMIZER)
@@ -126,11 +127,11 @@ def train_step(
         if model.gradient_compressor:
             model.gradient_compressor.reset_state()  # its error feedback may be NaN now
     timer.start_phase(OPTIMIZER)
-    optimizer.step(step)
+    optimizer.step(request.number)
     timer.start_phase(OTHER)
     sample_ids = tuple(int(sample) for _, ids in local_micro_batches for sample in ids)
     return StepResult(
-        step,
+        request.number,
         sample_ids,
         batch.loss_tokens,
         loss_mean,
@@ -141,6 +142,12 @@ def train_step(
         save_requested=save_requested,
         non_finite_reason=non_finite_reason,
     )
+
+
+def build_batches(data: TokenDataset, request: StepRequest, batch_size: int) -> tuple[GlobalBatch, GlobalBatch]:
+    """Return the global batch of the requested step, and that of the step after it, whose samples are loaded ahead."""
+    first = request.first_sample_position
+    return data.build_batch(first, batch_size), data.build_batch(first + batch_size, batch_size)
 
 
 @torch.no_grad()

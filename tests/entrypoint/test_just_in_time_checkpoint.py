@@ -30,14 +30,14 @@ from swarmtrain.trainer import loop
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
 write, folder = TensorStorageWriter.write_staged_shards, pathlib.Path(sys.argv[1])
 def slow_down(train_step):
-    def slowly(*args, **options):
+    def slowly(*args):
         time.sleep(0.02)
         try:
             (folder / "pause").unlink()
             time.sleep(30)
         except FileNotFoundError:
             pass
-        return train_step(*args, **options)
+        return train_step(*args)
     return slowly
 def watched(writer):
     if (folder / "slow").exists():

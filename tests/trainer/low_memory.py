@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import training_code
 from swarmtrain.trainer import loop, step
@@ -13,10 +14,10 @@ from swarmtrain.trainer import loop, step
 def main() -> None:
     original_train_step = step.train_step
 
-    def train_step_without_memory(*args: object, **options: object) -> step.StepResult:
-        if options["step"] == 1:
+    def train_step_without_memory(*args: Any) -> step.StepResult:
+        if args[-1].number == 1:
             _limit_address_space()
-        return original_train_step(*args, **options)  # type: ignore[arg-type]
+        return original_train_step(*args)
 
     if os.environ["LOW_MEMORY_AT"] == "step":
         loop.train_step = train_step_without_memory

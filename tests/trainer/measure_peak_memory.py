@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from swarmtrain.trainer import Optimizer, Transformer, open_data, parallelize, read_config, start_runtime
 from swarmtrain.trainer.health.stop_flag import StopFlag
-from swarmtrain.trainer.step import train_step
+from swarmtrain.trainer.step import StepRequest, train_step
 
 _LIBC = ctypes.CDLL(None)
 _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES = -3, 8192
@@ -71,7 +71,7 @@ def main() -> None:
             model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), rank_runtime)
             optimizer = Optimizer(model, config)
             for number in (1, 2):
-                train_step(rank_runtime, model, optimizer, data, first_sample_position=0, step=number, stop_flag=StopFlag())
+                train_step(rank_runtime, model, optimizer, data, StepRequest(number, 0, StopFlag()))
         Path(f"peak-{rank_runtime.rank}").write_text(f"{sampler.tensors} {sampler.peak}")
 
 

@@ -17,10 +17,10 @@ def main() -> None:
     original_prepare, original_train_step = Optimizer.prepare_step, loop.train_step
     positions, position = json.loads(os.environ["NAN_POSITIONS"]), -1
 
-    def train_step(*args: Any, **options: Any) -> Any:
+    def train_step(*args: Any) -> Any:
         nonlocal position
-        position = options["first_sample_position"]
-        return original_train_step(*args, **options)
+        position = args[-1].first_sample_position
+        return original_train_step(*args)
 
     def prepare(optimizer: Optimizer, number: int, *extra_scalars: Tensor, **options: Any) -> OptimizerUpdate:
         if position in positions and os.environ["RANK"] == "1":

@@ -13,10 +13,10 @@ from swarmtrain.trainer.optim import Optimizer
 def main() -> None:
     train_step, scale_loss, number = loop.train_step, Optimizer.scale_loss, 0
 
-    def count_steps(*args: Any, **options: Any) -> Any:
+    def count_steps(*args: Any) -> Any:
         nonlocal number
-        number = options["step"]
-        return train_step(*args, **options)
+        number = args[-1].number
+        return train_step(*args)
 
     def scale(optimizer: Optimizer, loss: Any) -> Any:
         return scale_loss(optimizer, loss * float("nan") if number == 5 and os.environ["RANK"] == "1" else loss)

@@ -31,9 +31,9 @@ def main() -> None:
         _write_note("end")
         return files
 
-    def train_step_slowly(*args: Any, **options: Any) -> Any:
+    def train_step_slowly(*args: Any) -> Any:
         time.sleep(float(os.environ.get("PACE", "0")))
-        return original_train_step(*args, **options)
+        return original_train_step(*args)
 
     save_interval.MIN_AUTO_INTERVAL_SECONDS = float(os.environ.get("FIRST", save_interval.MIN_AUTO_INTERVAL_SECONDS))
     TensorStorageWriter.write_staged_shards = write  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime, start_runtime
 from swarmtrain.trainer.speed.bench import open_or_generate_data
-from swarmtrain.trainer.step import StepResult, train_step
+from swarmtrain.trainer.step import StepRequest, StepResult, train_step
 
 Sections = Mapping[str, Mapping[str, Any]]
 """The values of a config, by section and key."""
@@ -35,22 +35,14 @@ class TrainingSession:
     optimizer: Optimizer
     data: TokenDataset
 
-    def run_step(self, number: int, check_results: Callable[[], None] | None = None) -> StepResult:
+    def run_step(self, number: int, check_results: Callable[[], None] = lambda: None) -> StepResult:
         """Run step `number`, the first of which is 1, and return its result. Collective: all ranks must call it.
 
-        `check_results`: see train_step.
+        `check_results`: see StepRequest.
         """
         position = (number - 1) * self.runtime.config.topology.samples_per_step
-        return train_step(
-            self.runtime,
-            self.model,
-            self.optimizer,
-            self.data,
-            first_sample_position=position,
-            step=number,
-            stop_flag=StopFlag(),
-            check_results=check_results,
-        )
+        request = StepRequest(number, position, StopFlag(), check_results=check_results)
+        return train_step(self.runtime, self.model, self.optimizer, self.data, request)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -16,11 +16,17 @@ from swarmtrain.trainer.diloco.learner import Learner
 from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer
 from swarmtrain.trainer.forward_backward import MicroBatches, run_forward_backward
 from swarmtrain.trainer.health.step_timer import COMMUNICATION, DATA, LOGGING, OPTIMIZER, OTHER, StepTimer
-from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.optim import OptimizerUpdate
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
-from swarmtrain.trainer.step import StepResult, describe_non_finite_values, get_accuracy, reduce_values_over_ranks
+from swarmtrain.trainer.step import (
+    StepRequest,
+    StepResult,
+    build_batches,
+    describe_non_finite_values,
+    get_accuracy,
+    reduce_values_over_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -51,21 +57,8 @@ class _LearnerResult:
         return self.skipped > 0 or (math.isfinite(self.loss_sum) and math.isfinite(self.gradient_norm))
 
 
-def train_step(
-    runtime: Runtime,
-    model: ParallelModel,
-    optimizer: DilocoOptimizer,
-    data: TokenDataset,
-    *,
-    first_sample_position: int,
-    step: int,
-    stop_flag: StopFlag,
-    request_save: bool = False,
-    timer: StepTimer | None = None,
-    after_backward: Callable[[], None] | None = None,
-    check_results: Callable[[], None] | None = None,
-) -> StepResult:
-    """Run step `step` of all learners, as swarmtrain.trainer.step.train_step does without learners, and return its result.
+def train_step(runtime: Runtime, model: ParallelModel, optimizer: DilocoOptimizer, data: TokenDataset, request: StepRequest) -> StepResult:
+    """Run a step of all learners, as swarmtrain.trainer.step.train_step does without learners, and return its result.
 
     Learner i of M reads part i of the M equal parts of the global batch. Its loss is the mean over the loss units of its part, and its
     gradients are clipped by their own norm. A NaN/Inf loss or gradient of one learner skips the step of all. The outer step is not part of
@@ -73,44 +66,17 @@ def train_step(
 
     In the result, losses and counts are those of the global batch, and the gradient norm is the mean over the learners.
     """
-    topology, timer = runtime.config.topology, timer or StepTimer(runtime.device)
+    timer = request.timer or StepTimer(runtime.device)
     timer.start_phase(DATA)
-    batch, next_batch = (
-        data.build_batch(first, topology.samples_per_step)
-        for first in (first_sample_position, first_sample_position + topology.samples_per_step)
-    )
-    micro_batches, next_micro_batches = (
-        [_select_micro_batches(runtime, model, each, learner) for learner in optimizer.learners] for each in (batch, next_batch)
-    )
-    for _, ids in (each for learner_micro_batches in next_micro_batches for each in learner_micro_batches):
-        data.prefetch_samples(ids)  # read from the disk while this step is computed
+    batch, next_batch = build_batches(data, request, runtime.config.topology.samples_per_step)
     loss_token_counts = [max(1, data.compute_loss_denominator(part)) for part in batch.ids.reshape(optimizer.learner_count, -1)]
-    results = []
-    for number, learner in enumerate(optimizer.learners):
-        with learner.use_parameters():
-            local_sums = run_forward_backward(
-                runtime,
-                model,
-                data,
-                micro_batches[number],
-                next_micro_batches=[*micro_batches, next_micro_batches[0]][number + 1],
-                step=step,
-                scale_loss=partial(_scale_loss, learner, loss_token_counts[learner.index]),
-                timer=timer,
-            )
-            model.sum_partial_gradients()
-            if after_backward:
-                with timer.time_phase(LOGGING):
-                    after_backward()
-            timer.start_phase(OPTIMIZER)
-            update = learner.inner_optimizer.prepare_step(step, *local_sums, check_results=check_results)
-            learner.take_gradients()
-        results.append(_LocalResult(learner, micro_batches[number], update))
+    results = _run_learners(
+        runtime, model, optimizer, data, request, batches=(batch, next_batch), loss_token_counts=loss_token_counts, timer=timer
+    )
     # As without learners, the last collective comes before the first parameter update.
     timer.start_phase(COMMUNICATION)
-    learner_results, replica_means, (stop_requested, save_requested) = _reduce_results(
-        model, data, optimizer.learner_count, results, (stop_flag.is_set, request_save)
-    )
+    flags = request.stop_flag.is_set, request.requests_save
+    learner_results, replica_means, (stop_requested, save_requested) = _reduce_results(model, data, optimizer.learner_count, results, flags)
     loss_mean = sum(result.loss_sum for result in learner_results) / sum(loss_token_counts)
     correct_fraction = sum(result.correct for result in learner_results) / sum(loss_token_counts)
     update = _combine_updates(results, learner_results)
@@ -121,10 +87,10 @@ def train_step(
         for learner in optimizer.learners:
             learner.inner_optimizer.skip_step()
     timer.start_phase(OPTIMIZER)
-    optimizer.step(step)
+    optimizer.step(request.number)
     timer.start_phase(OTHER)
     return StepResult(
-        step,
+        request.number,
         tuple(int(sample) for result in results for _, ids in result.micro_batches for sample in ids),
         batch.loss_tokens,
         loss_mean,
@@ -135,6 +101,49 @@ def train_step(
         save_requested=save_requested,
         non_finite_reason=non_finite_reason,
     )
+
+
+def _run_learners(
+    runtime: Runtime,
+    model: ParallelModel,
+    optimizer: DilocoOptimizer,
+    data: TokenDataset,
+    request: StepRequest,
+    *,
+    batches: tuple[GlobalBatch, GlobalBatch],
+    loss_token_counts: Sequence[int],
+    timer: StepTimer,
+) -> list[_LocalResult]:
+    """Run the forward and backward passes of this rank's learners, and prepare their steps.
+
+    `batches`: the global batch of this step, and that of the next. `loss_token_counts`: number of loss tokens of each learner's part.
+    """
+    micro_batches, next_micro_batches = (
+        [_select_micro_batches(runtime, model, each, learner) for learner in optimizer.learners] for each in batches
+    )
+    for _, ids in chain(*next_micro_batches):
+        data.prefetch_samples(ids)  # read from the disk while this step is computed
+    results = []
+    for number, learner in enumerate(optimizer.learners):
+        with learner.use_parameters():
+            local_sums = run_forward_backward(
+                runtime,
+                model,
+                data,
+                micro_batches[number],
+                next_micro_batches=[*micro_batches, next_micro_batches[0]][number + 1],
+                step=request.number,
+                scale_loss=partial(_scale_loss, learner, loss_token_counts[learner.index]),
+                timer=timer,
+            )
+            model.sum_partial_gradients()
+            with timer.time_phase(LOGGING):
+                request.after_backward()
+            timer.start_phase(OPTIMIZER)
+            update = learner.inner_optimizer.prepare_step(request.number, *local_sums, check_results=request.check_results)
+            learner.take_gradients()
+        results.append(_LocalResult(learner, micro_batches[number], update))
+    return results
 
 
 def _scale_loss(learner: Learner, loss_token_count: int, loss: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from swarmtrain.trainer.memory.allocation_tracker import AllocationKind, Allocat
 from swarmtrain.trainer.memory.simulated_rank import SyntheticSamples, build_simulated_model, simulate_rank
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.step import StepRequest
 
 
 def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[MemoryPeak, MemoryPeak]:
@@ -36,7 +37,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
         startup_end = tracker.get_allocation_history_position()
         step = config.topology.powersgd.start_step + 1  # PowerSGD compresses no gradients before
         with tracker.attribute_allocations_to_phase(None):
-            training.run_step(model, first_sample_position=0, step=step, stop_flag=StopFlag())
+            training.run_step(model, StepRequest(step, 0, StopFlag()))
             training.finish_round(config.diloco.inner_steps, StepTimer(runtime.device), CollectiveTimeout([]), lambda: None)
         return tracker.find_memory_peak(0, startup_end), tracker.find_memory_peak(startup_end)
 

@@ -40,6 +40,7 @@ from swarmtrain.trainer.optim import Optimizer
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
+from swarmtrain.trainer.step import StepRequest
 
 _DEFAULT_STEPS, _DEFAULT_WARMUP_STEPS = 20, 3
 _DOCUMENT_COUNT = 64
@@ -92,7 +93,7 @@ def run_benchmark(
             position = (number - 1) * config.topology.samples_per_step
             start_time = time.perf_counter()
             with instruments.instrument_step(number):
-                result = training.run_step(model, first_sample_position=position, step=number, stop_flag=stop, timer=timer)
+                result = training.run_step(model, StepRequest(number, position, stop, timer))
             training.finish_round(number, timer, collective_timeout, lambda: None)
             if number > warmup_steps:
                 step_seconds.append(time.perf_counter() - start_time)
