@@ -16,6 +16,8 @@ from swarmtrain.lab import network
 
 NO_STEPS = 0
 ONE_INTERVAL = SAVE_INTERVAL
+_ROUND_STEPS = 20
+_LEARNERS = ("topology.learners=3", f"diloco.inner_steps={_ROUND_STEPS}", "diloco.quantization=int8")
 STATES = ("replicated", "sharded")
 DISKS = ("shared", "node-local")
 _DISCARD: Callable[[str], None] = lambda line: None  # noqa: E731
@@ -36,6 +38,10 @@ class Fault:
     """Pairs of state and disk that are tested by default."""
     disks: tuple[str, ...] = DISKS
     """The kinds of save_dir with which the fault is possible."""
+    states: tuple[str, ...] = STATES
+    """The ways to keep the state with which the fault is possible."""
+    settings: tuple[str, ...] = ()
+    """Config overrides of the run."""
 
     def get_max_lost_steps(self, state: str) -> int:
         """Return the maximum number of steps that a run with this state may recompute."""
@@ -216,6 +222,37 @@ def _force_update(scene: ChaosRun) -> None:
     scene.run_docker("node0", "service", "update", "--detach", "--force", f"{scene.name}_node1")
 
 
+def _kill_during_outer_step(scene: ChaosRun) -> None:
+    """The link makes the exchange take seconds, and a step not: it sends a few numbers only."""
+    scene.wait_until(lambda: scene.step % _ROUND_STEPS == _ROUND_STEPS // 2, "no round is at its middle")
+    scene.lab.limit_node_bandwidth("node2", "1mbit", report_progress=_DISCARD)
+    scene.wait_until(lambda: scene.step % _ROUND_STEPS == 0, "no round has ended")
+    time.sleep(0.5)
+    assert scene.step % _ROUND_STEPS == 0, "the outer step is over already"
+    scene.kill_containers("node1")
+    scene.lab.reconnect_node("node2", report_progress=_DISCARD)
+
+
+def _kill_while_fragment_in_flight(scene: ChaosRun) -> None:
+    interval = _ROUND_STEPS // 2
+    scene.wait_until(lambda: 0 < scene.step % interval < interval // 2, "no exchange has started")
+    scene.kill_containers("node1")
+
+
+def _kill_while_shares_change(scene: ChaosRun) -> None:
+    """Slow a node, wait for the first step with other shares, and kill another node."""
+    docker_update = ["update", "--cpus", "0.1", scene.find_container("node2")]
+    scene.run_docker("node2", *docker_update)
+    scene.wait_until(lambda: len(_list_newest_shares(scene)) > 1, "the shares do not change")
+    scene.kill_containers("node1")
+
+
+def _list_newest_shares(scene: ChaosRun) -> set[int]:
+    """Return the different numbers of samples that ranks had in the newest step that all of them have completed."""
+    lines = scene.audit.final_lines
+    return {len(line.samples) for line in lines[max(step for step in lines if len(lines[step]) == max(map(len, lines.values())))]}
+
+
 _FAKETIME_LIBRARY = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), Path("/usr/lib/faketime"))
 _CLOCK_SOURCE = Path(__file__).with_name("clock.c")
 
@@ -298,4 +335,28 @@ FAULTS = (
     Fault("a service is updated by force", _force_update, NO_STEPS, NO_STEPS),
     Fault("a node comes back with a clock that is an hour wrong", _set_clock_ahead, NO_STEPS, NO_STEPS),
     Fault("a node's clock jumps an hour ahead", _jump_clock_ahead, NO_STEPS, NO_STEPS),
+    Fault(
+        "a learner's container is killed during an outer step (DiLoCo)",
+        _kill_during_outer_step,
+        ONE_INTERVAL,
+        ONE_INTERVAL,
+        states=("sharded",),
+        settings=_LEARNERS,
+    ),
+    Fault(
+        "a learner's container is killed while a fragment is exchanged (DiLoCo)",
+        _kill_while_fragment_in_flight,
+        ONE_INTERVAL,
+        ONE_INTERVAL,
+        states=("sharded",),
+        settings=(*_LEARNERS, "diloco.fragments=2", f"diloco.overlap={_ROUND_STEPS // 2 - 2}", "diloco.mixing=0.5"),
+    ),
+    Fault(
+        "a container is killed while micro batches are reassigned by speed",
+        _kill_while_shares_change,
+        NO_STEPS,
+        NO_STEPS,
+        states=("replicated",),
+        settings=("topology.micro_batch_assignment=by_speed", "topology.micro_batch_reassignment_interval=1"),
+    ),
 )

@@ -28,7 +28,7 @@ def test_soak(start_run: Callable[..., ChaosRun]) -> None:  # noqa: F811  # the 
     seed = int(os.environ.get("SWARMTRAIN_SEED") or time.time())
     steps, rng = int(minutes * _STEPS_PER_MINUTE), random.Random(seed)  # noqa: S311  # no secret
     disk = rng.choice(("shared", "node-local"))
-    faults = [fault for fault in FAULTS if disk in fault.disks]
+    faults = [fault for fault in FAULTS if disk in fault.disks and not fault.settings]
     print(f"SEED={seed}, {steps} steps, {disk} disk", flush=True)
     long = (f"trainer.train_iterations={steps}", "runner.max_restarts_per_hour=100000")
     scene = start_run("soak", "replicated", *long, disk=disk)

@@ -18,7 +18,7 @@ import chaos_table
 import image_cache
 import pytest
 from chaos_run import NODES, ROOT, STEPS, ChaosRun
-from faults import FAULTS, STATES, Fault
+from faults import FAULTS, Fault
 from run_audit import RunAudit, compute_largest_difference, find_problems
 
 from swarmtrain.lab import Lab
@@ -51,7 +51,7 @@ class ChaosCase:
         return _SELECTED == "all" or _SELECTED in str(self)
 
 
-CASES = [case for fault in FAULTS for state in STATES for disk in fault.disks if (case := ChaosCase(fault, state, disk)).is_selected]
+CASES = [case for fault in FAULTS for state in fault.states for disk in fault.disks if (case := ChaosCase(fault, state, disk)).is_selected]
 
 
 @dataclass(frozen=True)
@@ -135,27 +135,30 @@ def start_run(lab: Lab, image: str, audit_root: Path) -> Iterator[Callable[..., 
 
 
 @pytest.fixture(scope="session")
-def undisturbed_audits() -> dict[str, RunAudit]:
-    """The audits of undisturbed runs by state, as far as tests have requested them."""
+def undisturbed_audits() -> dict[tuple[str, ...], RunAudit]:
+    """The audits of undisturbed runs by state and settings, as far as tests have requested them."""
     return {}
 
 
 @pytest.fixture
-def get_undisturbed_audit(start_run: Callable[..., ChaosRun], undisturbed_audits: dict[str, RunAudit]) -> Callable[[str], RunAudit]:
-    """Return a function that returns the audit of an undisturbed run with this state."""
+def get_undisturbed_audit(
+    start_run: Callable[..., ChaosRun], undisturbed_audits: dict[tuple[str, ...], RunAudit]
+) -> Callable[..., RunAudit]:
+    """Return a function that returns the audit of an undisturbed run with this state and these settings."""
 
-    def get_audit(state: str) -> RunAudit:
-        if state not in undisturbed_audits:
-            scene = start_run(f"undisturbed-{state}", state, "runner.min_nodes=3", "runner.max_nodes=3")
+    def get_audit(state: str, *settings: str) -> RunAudit:
+        key = (state, *settings)
+        if key not in undisturbed_audits:
+            scene = start_run(f"undisturbed{len(undisturbed_audits)}", state, "runner.min_nodes=3", "runner.max_nodes=3", *settings)
             assert scene.wait_for_end() == 0
-            undisturbed_audits[state] = scene.audit
-        return undisturbed_audits[state]
+            undisturbed_audits[key] = scene.audit
+        return undisturbed_audits[key]
 
     return get_audit
 
 
 @pytest.mark.parametrize("state", sorted({case.state for case in CASES}))
-def test_an_undisturbed_run_ends(state: str, get_undisturbed_audit: Callable[[str], RunAudit]) -> None:
+def test_an_undisturbed_run_ends(state: str, get_undisturbed_audit: Callable[..., RunAudit]) -> None:
     story = get_undisturbed_audit(state)
     assert story.world_sizes == [len(NODES)]
     assert sorted(story.final_lines) == list(range(1, STEPS + 1))
@@ -167,11 +170,11 @@ def test_an_undisturbed_run_ends(state: str, get_undisturbed_audit: Callable[[st
 def test_a_run_survives_any_fault(
     case: ChaosCase,
     start_run: Callable[..., ChaosRun],
-    get_undisturbed_audit: Callable[[str], RunAudit],
+    get_undisturbed_audit: Callable[..., RunAudit],
     record_result: Callable[[ChaosResult], None],
 ) -> None:
-    calm = get_undisturbed_audit(case.state)
-    scene = start_run(f"run{CASES.index(case)}", case.state, disk=case.disk)
+    calm = get_undisturbed_audit(case.state, *case.fault.settings)
+    scene = start_run(f"run{CASES.index(case)}", case.state, *case.fault.settings, disk=case.disk)
     scene.wait_for_step(_FAULT_STEP)
     case.fault.inject(scene)
     assert scene.wait_for_end() == 0, "the run did not end well"
