@@ -131,6 +131,17 @@ def test_a_page_on_machines_that_are_set_up(swarm: Machines, clean_swarm: None, 
     assert left.stdout == ""
 
 
+def test_slow_network(swarm: Machines, clean_swarm: None) -> None:
+    """With links of 100 Mbit/s, so that what the page shows is what a reader of this page sees."""
+    for node in NODES:
+        swarm.lab.limit_node_bandwidth(node, "100mbit", report_progress=print)
+    try:
+        swarm.follow_page(page.read_page("docs/how-to/slow-network.md"))
+    finally:
+        for node in NODES:
+            swarm.lab.reconnect_node(node, report_progress=print)
+
+
 def test_leaving_the_swarm(swarm: Machines) -> None:
     swarm.follow_page(OWN_MACHINES[LEAVE_STEP:])
     assert [DockerEngine(swarm.lab.get_docker_host(node)).get("/info")["Swarm"]["LocalNodeState"] for node in NODES] == ["inactive"] * 3
