@@ -14,6 +14,7 @@ from benchmarks import (
     idle_services,
     lab_startup,
     launchers,
+    learning_curves,
     logs,
     models,
     preemption,
@@ -23,6 +24,7 @@ from benchmarks import (
     run_startup,
     slow_network,
     training,
+    unequal_nodes,
 )
 from benchmarks.measurement import BenchmarkRow
 
@@ -59,6 +61,8 @@ BENCHMARKS = (
     Benchmark("queue", "a decision of the queue's scheduler, and its CPU time with 100 runs", queue_scheduler.measure_scheduler),
     Benchmark("preemption", "an urgent run on a full cluster, to its first step, against Slurm", preemption.measure_preemption),
     Benchmark("slow", "tokens per second on two nodes with slow links, against plain DDP", slow_network.measure_slow_network),
+    Benchmark("unequal", "tokens per second on three nodes of different speed, against their sum", unequal_nodes.measure_unequal_nodes),
+    Benchmark("curves", "validation losses of PowerSGD and DiLoCo, against data parallelism", learning_curves.measure_learning_curves),
     Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("heartbeat", "a signed heartbeat, against an unsigned one", heartbeats.measure_signed_heartbeats),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),
@@ -68,6 +72,7 @@ BENCHMARKS = (
     Benchmark("logging", "time per step for metrics and logging", training.measure_logging),
     Benchmark("train", "the trainer against a plain PyTorch loop", training.measure_plain_pytorch),
     Benchmark("train-ddp", "two processes, against plain DistributedDataParallel", training.measure_plain_ddp),
+    Benchmark("train-earlier", "the trainer against its version before options for slow networks", training.measure_earlier_version),
     Benchmark("train-hf", "the trainer against Hugging Face's", training.measure_hugging_face),
     Benchmark("train-nanogpt", "the trainer against nanoGPT's", training.measure_nanogpt),
     Benchmark("train-whole", "overhead of a complete run, relative to its steps", training.measure_full_run),

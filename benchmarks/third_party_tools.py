@@ -1,12 +1,16 @@
-"""Install third-party programs under build/bench/, each in a separate virtual environment, with a separate home directory."""
+"""Install third-party programs under build/bench/, each in a separate virtual environment, with a separate home directory.
+
+Also extract earlier versions of this repository there.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.measurement import BUILD, BenchmarkUnavailableError, print_progress
+from benchmarks.measurement import BUILD, ROOT, BenchmarkUnavailableError, print_progress
 from swarmtrain import process
 from swarmtrain.errors import ProcessError
 
@@ -46,6 +50,22 @@ def clone_repository(url: str) -> Path:
             raise BenchmarkUnavailableError(
                 f"{url} cannot be cloned: {_get_last_line(error)}", hint=f"run git clone {url} {folder}"
             ) from None
+    return folder
+
+
+def check_out_commit(commit: str) -> Path:
+    """Extract this repository at `commit`, unless that exists, and return its folder. Raises BenchmarkUnavailableError."""
+    folder = BUILD / f"commit-{commit}"
+    if not folder.exists():
+        archive = folder.with_suffix(".tar")
+        BUILD.mkdir(parents=True, exist_ok=True)
+        try:
+            process.run_command(["git", "archive", "--output", str(archive), commit], cwd=ROOT)
+        except ProcessError as error:
+            hint = "git fetch --unshallow"
+            raise BenchmarkUnavailableError(f"commit {commit} is not available: {_get_last_line(error)}", hint=hint) from None
+        shutil.unpack_archive(archive, folder, filter="data")
+        archive.unlink()
     return folder
 
 

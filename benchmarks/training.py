@@ -21,6 +21,7 @@ from swarmtrain import process
 
 _PLAIN_PYTORCH_TEXT = "the same model in a handwritten loop"
 _THROUGHPUT_UNIT = "tokens/s of CPU"
+_EARLIER_COMMIT = "70e22b19"
 _SECONDS = 60.0
 _BATCH_SIZE, _SEQUENCE_LENGTH = 8, 256
 _FULL_RUN_STEPS = 30
@@ -65,6 +66,17 @@ def measure_plain_ddp() -> Iterator[BenchmarkRow]:
             "train-ddp", precision, "the same model under handwritten DistributedDataParallel", 0.98, setup="two processes over gloo"
         )
         yield _compare_loops(row, LoopProgram("swarmtrain_trainer", config, 2), LoopProgram("plain_pytorch", config, 2))
+
+
+def measure_earlier_version() -> Iterator[BenchmarkRow]:
+    """Compare the throughput of the trainer with that of the commit before compression, learners and assignment by speed: all are off."""
+    root = third_party_tools.check_out_commit(_EARLIER_COMMIT)
+    for name, ranks, setup in (("train-earlier", 1, "one process"), ("train-earlier/ddp", 2, "two processes over gloo")):
+        config = _build_config(_LLAMA_SHAPE, "float32", micro_batch_size=_BATCH_SIZE // ranks)
+        row = _build_row(name, "float32", f"the trainer of commit {_EARLIER_COMMIT}", 0.995, setup=setup)
+        yield _compare_loops(
+            row, LoopProgram("swarmtrain_trainer", config, ranks), LoopProgram("swarmtrain_trainer", config, ranks, root=root)
+        )
 
 
 def measure_hugging_face() -> Iterator[BenchmarkRow]:

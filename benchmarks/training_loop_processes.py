@@ -27,13 +27,15 @@ class LoopProgram:
     ranks: int = 1
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
+    root: Path = ROOT
+    """The checkout whose program and packages run."""
 
 
 class SteppedLoop:
     """Runs a training loop that waits before each step for a request. As a context manager, stops the loop when the body exits."""
 
     def __init__(self, loop_program: LoopProgram) -> None:
-        self._log = BUILD / f"{loop_program.name}.log"
+        self._log = BUILD / f"{loop_program.name}-{loop_program.root.name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_text("")
         self._ranks = [_LoopRank(loop_program, environment, self._log) for environment in _build_environments(loop_program)]
@@ -63,9 +65,11 @@ class _LoopRank:
     def __init__(self, loop_program: LoopProgram, environment: Mapping[str, str], log: Path) -> None:
         (request_end, self._request_pipe), (self._answer_pipe, answer_end) = os.pipe(), os.pipe()
         argv = [loop_program.python, "-m", f"benchmarks.loops.{loop_program.name}", loop_program.config]
-        env = {**environment, step_control.PIPES_VARIABLE: f"{request_end} {answer_end}", "PYTHONPATH": str(ROOT)}
+        env = {**environment, step_control.PIPES_VARIABLE: f"{request_end} {answer_end}", "PYTHONPATH": str(loop_program.root)}
         with log.open("ab") as output:
-            self._program = process.start_process(argv, env=env, cwd=ROOT, stdout=output, stderr=output, pass_fds=(request_end, answer_end))
+            self._program = process.start_process(
+                argv, env=env, cwd=loop_program.root, stdout=output, stderr=output, pass_fds=(request_end, answer_end)
+            )
         os.close(request_end)
         os.close(answer_end)
         self._answer_file: IO[str] = os.fdopen(self._answer_pipe)

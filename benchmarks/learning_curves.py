@@ -1,0 +1,107 @@
+"""Benchmark of what compression costs: validation losses of PowerSGD and DiLoCo at equal tokens, against data parallelism.
+
+The quickstart's model and data, for 30 rounds of DiLoCo, with three seeds. Data parallelism and DiLoCo run in one process, since their
+losses do not depend on the number of ranks; PowerSGD on two ranks. `make pictures` draws the curves from build/bench/learning-curves.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, print_progress
+from swarmtrain import process
+from swarmtrain.config.loader import load_config
+
+CURVES_FILE = BUILD / "learning-curves.json"
+"""The validation losses by step, of each method and each seed."""
+_FOLDER = BUILD / "learning-curves"
+_SEEDS = (1, 2, 3)
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+_ROUNDS, _ROUND_STEPS = 30, 50
+_OPTIONS = [
+    "runner.runner_type=local",
+    "runner.nodes=1",
+    "runner.min_nodes=1",
+    "topology.global_batch_size=16",
+    "topology.micro_batch_size=8",
+    f"trainer.train_iterations={_ROUNDS * _ROUND_STEPS}",
+    f"trainer.eval_interval={_ROUND_STEPS}",
+    "trainer.eval_iterations=16",
+    "trainer.save_interval=null",
+    f"data.data_prefixes=[{_FOLDER}/training]",
+    f"data.validation_data_prefixes=[{_FOLDER}/validation]",
+]
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A way of training. `limit`: largest allowed ratio of its last validation loss to that of data parallelism."""
+
+    name: str
+    options: Sequence[str]
+    ranks: int = 1
+    limit: float | None = None
+
+
+_DDP = _Method("ddp", [])
+_METHODS = (
+    _Method(
+        "powersgd",
+        ["topology.gradient_compression=powersgd", "topology.powersgd.start_step=150"],
+        ranks=2,
+        limit=1.005,
+    ),
+    _Method(
+        "diloco",
+        ["topology.learners=2", "diloco.quantization=int8", f"diloco.inner_steps={_ROUND_STEPS}"],
+        limit=1.01,
+    ),
+)
+
+
+def measure_learning_curves() -> Iterator[BenchmarkRow]:
+    """Train with each method and seed, and compare the validation losses after the last step. Writes CURVES_FILE."""
+    curves = {method.name: [_train(method, seed) for seed in _SEEDS] for method in (_DDP, *_METHODS)}
+    CURVES_FILE.write_text(json.dumps(curves))
+    ddp = _get_last_losses(curves[_DDP.name])
+    for method in _METHODS:
+        losses = _get_last_losses(curves[method.name])
+        ratios = [loss / other for loss, other in zip(losses, ddp, strict=True)]
+        texts = (", ".join(f"{loss:.4f}" for loss in each) for each in (losses, ddp))
+        yield BenchmarkRow(
+            f"curves/{method.name}",
+            f"validation loss of {method.name} after {_ROUNDS * _ROUND_STEPS} steps at equal tokens, relative to data parallelism",
+            "× loss",
+            Sample.from_values(ratios),
+            limit=method.limit,
+            note=f"{' '.join(method.options)}; nats per byte with seeds {', '.join(map(str, _SEEDS))}: {' against '.join(texts)}",
+        )
+
+
+def _get_last_losses(curves: Sequence[dict[int, float]]) -> list[float]:
+    return [losses[_ROUNDS * _ROUND_STEPS] for losses in curves]
+
+
+def _train(method: _Method, seed: int) -> dict[int, float]:
+    """Train with `method` from the start, and return the validation loss of each evaluated step."""
+    folder = _FOLDER / f"{method.name}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    options = [*_OPTIONS, f"trainer.seed={seed}", f"trainer.save_dir={folder}", *method.options]
+    config_file = folder / "config.json"
+    config_file.write_text(load_config(ROOT / "examples" / "quickstart.yml", options).to_json())
+    interpreter = [sys.executable] if method.ranks == 1 else [*_TORCHRUN, str(method.ranks)]
+    process.run_command([*interpreter, "training_code.py", str(config_file)], cwd=ROOT, env={"OMP_NUM_THREADS": "1"})
+    losses = _read_validation_losses(folder / "metrics.jsonl")
+    print_progress(f"{method.name}, seed {seed}: {losses[max(losses)]:.4f} nats per byte")
+    return losses
+
+
+def _read_validation_losses(file: Path) -> dict[int, float]:
+    lines = map(json.loads, file.read_text().splitlines())
+    return {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
