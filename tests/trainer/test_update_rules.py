@@ -249,6 +249,15 @@ def test_which_state_of_a_checkpoint_is_loaded() -> None:
             select_tensors_to_load({**model, **found}, {**model, **wanted}, "here")
 
 
+def test_muon_updates_matrices_of_one_column_on_several_replicas(tmp_path: Path, config: dict[str, Any]) -> None:
+    """LoRA of rank 1, in bfloat16: the transpose of a row counts as contiguous, although the step between its values is not 1."""
+    architecture = {"lora_config": {"rank": 1}, "precision": "bfloat16"}
+    base = merge_config(config, optimizer={"method": "muon"}, transformer_architecture=architecture)
+    one, two = (run_training(tmp_path / str(size), base, size) for size in (1, 2))
+    assert compute_deviation(one, two) < 1e-3
+    assert one[12] != one[1]
+
+
 def test_muon_is_the_same_in_every_topology_and_over_checkpoints(tmp_path: Path, config: dict[str, Any]) -> None:
     """Untied, gated, fewer key heads than query heads: matrices of every shape, sharded by rows and by columns."""
     shape = {"mlp_type": "swiglu", "attention_num_kv_heads": 2, "weight_tying": False}

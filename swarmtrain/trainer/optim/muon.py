@@ -74,7 +74,7 @@ class Muon:
     def _broadcast_updates(self, updates: dict[str, Tensor]) -> None:
         """Broadcast each update from the replica that has computed it to the other replicas."""
         broadcasts = [
-            dist.broadcast(updates[name].view(torch.uint8), group=self._replica_group, group_src=owner, async_op=True)
+            dist.broadcast(updates[name].view(-1).view(torch.uint8), group=self._replica_group, group_src=owner, async_op=True)
             for name, owner in self._owners.items()
         ]
         for work in broadcasts:
@@ -101,7 +101,7 @@ class Muon:
         If another replica computes the update, return an uninitialized tensor, into which that update is broadcast.
         """
         if self._replica_group and self._owners.get(parameter_name, self._replica_group.rank()) != self._replica_group.rank():
-            return torch.empty_like(direction)
+            return torch.empty_like(direction, memory_format=torch.contiguous_format)
         full_direction = self._shard_layout.wrap_as_dtensor(parameter_name, direction)
         if not isinstance(full_direction, DTensor):
             return orthogonalize_matrix(full_direction).contiguous()
