@@ -1,7 +1,7 @@
 """Benchmark of what compression costs: validation losses of PowerSGD and DiLoCo at equal tokens, against data parallelism.
 
 The quickstart's model and data, for 30 rounds of DiLoCo, with three seeds. Data parallelism and DiLoCo run in one process, since their
-losses do not depend on the number of ranks; PowerSGD on two ranks. `make pictures` draws the curves from build/bench/learning-curves.json.
+losses do not depend on the number of ranks; PowerSGD on two ranks. The curves are drawn to build/bench/learning-curves.svg.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import third_party_tools
 from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, print_progress
 from swarmtrain import process
 from swarmtrain.config.loader import load_config
 
-CURVES_FILE = BUILD / "learning-curves.json"
+_CURVES_FILE = BUILD / "learning-curves.json"
 """The validation losses by step, of each method and each seed."""
 _FOLDER = BUILD / "learning-curves"
 _SEEDS = (1, 2, 3)
@@ -65,9 +66,12 @@ _METHODS = (
 
 
 def measure_learning_curves() -> Iterator[BenchmarkRow]:
-    """Train with each method and seed, and compare the validation losses after the last step. Writes CURVES_FILE."""
+    """Train with each method and seed, and compare the validation losses after the last step. Also draw the curves."""
     curves = {method.name: [_train(method, seed) for seed in _SEEDS] for method in (_DDP, *_METHODS)}
-    CURVES_FILE.write_text(json.dumps(curves))
+    _CURVES_FILE.write_text(json.dumps(curves))
+    python = third_party_tools.install_with_shared_packages(third_party_tools.MATPLOTLIB)
+    picture = _CURVES_FILE.with_suffix(".svg")
+    process.run_command([str(python), "-m", "benchmarks.learning_curves_picture", str(_CURVES_FILE), str(picture)], cwd=ROOT)
     ddp = _get_last_losses(curves[_DDP.name])
     for method in _METHODS:
         losses = _get_last_losses(curves[method.name])

@@ -1,7 +1,4 @@
-"""Draw learning-curves.svg: validation losses of data parallelism, PowerSGD and DiLoCo at equal tokens.
-
-The data are those of `make bench ONLY=curves`. Needs matplotlib.
-"""
+"""Draw the learning curves of `make bench ONLY=curves`: `python -m benchmarks.learning_curves_picture CURVES PICTURE`. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,42 +7,41 @@ import statistics
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
+import matplotlib as mpl  # type: ignore[import-not-found]  # the benchmark installs it
 
 mpl.use("svg")
 from matplotlib import pyplot
 
-ROOT = Path(__file__).parents[2]
-CURVES_FILE = ROOT / "build" / "bench" / "learning-curves.json"
-PICTURE = Path(__file__).with_name("learning-curves.svg")
-LABELS = {"ddp": "data parallelism", "powersgd": "PowerSGD", "diloco": "DiLoCo, two learners"}
-COLORS = {"ddp": "#4b5563", "powersgd": "#2456c8", "diloco": "#b8400e"}
+_LABELS = {"ddp": "data parallelism", "powersgd": "PowerSGD", "diloco": "DiLoCo, two learners"}
+_COLORS = {"ddp": "#4b5563", "powersgd": "#2456c8", "diloco": "#b8400e"}
+_ENLARGED_FROM = 0.6
+"""Part of the steps after which the second plot begins."""
+_ENLARGED_HEIGHT = 0.2
+"""Height of the second plot, in nats."""
 
 
-def main() -> int:
-    if not CURVES_FILE.exists():
-        sys.stderr.write(f"error: {CURVES_FILE.relative_to(ROOT)} does not exist\nhint: make bench ONLY=curves\n")
-        return 1
-    mpl.rcParams["svg.hashsalt"] = PICTURE.name  # the same picture from the same data
-    figure, (whole, end) = pyplot.subplots(1, 2, figsize=(11, 4), gridspec_kw={"width_ratios": [3, 2]})
-    for name, curves in json.loads(CURVES_FILE.read_text()).items():
+def main() -> None:
+    """Draw the validation losses by step: the mean of all seeds, and the range between the lowest and the highest."""
+    curves_file, picture = map(Path, sys.argv[1:])
+    mpl.rcParams["svg.hashsalt"] = picture.name  # equal data give equal pictures
+    figure, (whole, enlarged) = pyplot.subplots(1, 2, figsize=(11, 4), gridspec_kw={"width_ratios": [3, 2]})
+    lowest = float("inf")
+    for name, curves in json.loads(curves_file.read_text()).items():
         steps = sorted(map(int, curves[0]))
         losses = [[curve[str(step)] for curve in curves] for step in steps]
-        for axes in (whole, end):
-            axes.plot(steps, [statistics.fmean(each) for each in losses], color=COLORS[name], label=LABELS[name], linewidth=1.6)
-            axes.fill_between(
-                steps, [min(each) for each in losses], [max(each) for each in losses], color=COLORS[name], alpha=0.2, linewidth=0
-            )
+        lowest = min(lowest, *losses[-1])
+        for axes in (whole, enlarged):
+            axes.plot(steps, [statistics.fmean(each) for each in losses], color=_COLORS[name], label=_LABELS[name], linewidth=1.6)
+            axes.fill_between(steps, [*map(min, losses)], [*map(max, losses)], color=_COLORS[name], alpha=0.2, linewidth=0)
             axes.grid(color="#e5e7eb")
             axes.set_xlabel("step")
+        enlarged.set_xlim(_ENLARGED_FROM * steps[-1], steps[-1])
+    enlarged.set_ylim(lowest - _ENLARGED_HEIGHT / 10, lowest + _ENLARGED_HEIGHT)
     whole.set_ylabel("validation loss, nats per byte")
     whole.legend(frameon=False)
-    end.set_xlim(0.6 * steps[-1], steps[-1])
-    end.set_ylim(min(losses[-1]) - 0.02, min(losses[-1]) + 0.2)
     figure.tight_layout()
-    figure.savefig(PICTURE, metadata={"Date": None})
-    return 0
+    figure.savefig(picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

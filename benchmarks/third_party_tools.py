@@ -23,6 +23,7 @@ ACCELERATE = "accelerate==1.15.0"
 TORCHTITAN = "torchtitan==0.3.0"
 TRITON = "triton==3.9.0"
 """torchtitan's model imports it; torch for CPUs is installed without it."""
+MATPLOTLIB = "matplotlib==3.11.2"
 NANOGPT = "https://github.com/karpathy/nanoGPT"
 
 
