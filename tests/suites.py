@@ -41,7 +41,7 @@ class Suite:
     description: str
     test_all_only: str = ""
     writes_gigabytes: bool = False
-    """Whether its tests write to the disk even if those of the other suites write to memory: they need more than 10 GB."""
+    """Whether its tests and labs write to the disk even if those of the other suites write to memory: they need more than 10 GB."""
 
 
 def list_test_files(folder: str, *, exclude: Sequence[str]) -> list[str]:
@@ -236,7 +236,8 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     root = None if suite.writes_gigabytes else os.environ.get("PYTEST_DEBUG_TEMPROOT")
     folder = Path(root or tempfile.gettempdir()) / f"{'t' if root else f'tests-{os.getpid()}-'}{list(SUITES).index(name)}"
     folder.mkdir(exist_ok=True)
-    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(get_labs_folder() / name), "PYTEST_DEBUG_TEMPROOT": str(folder)}
+    labs = folder.with_name(f"{folder.name}-labs") if suite.writes_gigabytes else get_labs_folder() / name
+    env = {**os.environ, "SWARMTRAIN_LAB_DIR": str(labs), "PYTEST_DEBUG_TEMPROOT": str(folder)}
     if name == "newer":
         env["SWARMTRAIN_TEST_ENGINE"] = fetch_newer_engine()
     process = subprocess.Popen(
