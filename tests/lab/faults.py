@@ -224,7 +224,7 @@ def _force_update(scene: ChaosRun) -> None:
 
 def _kill_during_outer_step(scene: ChaosRun) -> None:
     """The link makes the exchange take seconds, and a step not: it sends a few numbers only."""
-    scene.wait_until(lambda: scene.step % _ROUND_STEPS == _ROUND_STEPS // 2, "no round is at its middle")
+    scene.wait_until(lambda: _ROUND_STEPS // 4 < scene.step % _ROUND_STEPS < _ROUND_STEPS // 2, "no round is at its middle")
     scene.lab.limit_node_bandwidth("node2", "1mbit", report_progress=_DISCARD)
     scene.wait_until(lambda: scene.step % _ROUND_STEPS == 0, "no round has ended")
     time.sleep(0.5)
