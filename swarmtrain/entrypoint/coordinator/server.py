@@ -106,7 +106,7 @@ def main() -> int:
         store = _serve_c10d_store(env, server)
         if _wait_until_run_finished(server, stop):
             sys.stdout.flush()
-            os._exit(EXIT_OK)  # no node knows the outcome any more: if this process were killed now, a successor would wait for ever
+            os._exit(EXIT_OK)  # no node knows the outcome any more: if this process were killed now, a successor would wait without end
         server.shutdown()
     del store
     return _EXIT_STOP_REQUESTED
@@ -181,7 +181,7 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
         return {RUN_OVER_FIELD: node if self._over_since is not None else ""}
 
     def record_released_node(self, node: str) -> None:
-        """Record that `node`, which remained, has been told that the run is over. After the last one, the process ends at once."""
+        """Record that `node`, which remained, has received that the run is over. After the last one, the process ends at once."""
         with self._lock:
             self._remaining_nodes.discard(node)
             if not self._remaining_nodes:
