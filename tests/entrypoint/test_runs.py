@@ -225,7 +225,7 @@ def test_a_rank_that_hangs_prints_where_and_a_bug_is_recognized_the_second_time(
 
     first, *_ = [event.data for event in small_run.read_events("failure") if "hangs" in event.data["error"]]
     assert first["error"].startswith("hangs in step 6, for ")
-    assert first["error"].endswith("× the usual step time, in lie_down, script.py line 21")
+    assert first["error"].endswith("× the usual step time, in lie_down, script.py line 22")
     assert "in train_step" in first["traceback"]
     assert first["rank"] == 1
     assert "Current thread" in small_run.read_output()
