@@ -229,7 +229,20 @@ def test_a_lost_manager_loses_nothing(queue: Queue) -> None:
         remaining.launcher.tear_down_run("second", print_line)
     finally:
         queue.lab.power_on_node("node0", report_progress=DISCARD)
-        run_docker(queue.lab, "node", "demote", "node1", "node2")
+        _demote_other_managers(queue.lab)
+
+
+def _demote_other_managers(lab: Lab) -> None:
+    """Make node0 the only manager. It has just been powered on, and may not know the leader of the managers yet."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            run_docker(lab, "node", "demote", "node1", "node2")
+            return
+        except subprocess.CalledProcessError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
 
 
 def _get_states(tasks: list[TaskState]) -> dict[str, str]:
