@@ -29,6 +29,7 @@ from swarmtrain.protocol import (
     NOTIFICATIONS_FIELD,
     OUTCOME_FIELD,
     PROTOCOL_VERSION,
+    RUN_OVER_FIELD,
     UNRESOLVED_COORDINATOR_TEXT,
     Event,
     EventResponse,
@@ -60,11 +61,15 @@ class CoordinatorClient:
         self._nonce_lock = threading.Lock()
         self._notification_records: list[dict[str, Any]] = []
         self._outcome: dict[str, Any] | None = None
+        self._run_is_over = False
 
     @property
-    def has_pending_notifications(self) -> bool:
-        """Whether the coordinator, when it last responded to this supervisor, had notifications that were not delivered yet."""
-        return any(record["pending"] for record in self._notification_records)
+    def has_unfinished_state(self) -> bool:
+        """Whether a coordinator that is restarted would need what this client knows.
+
+        That is the outcome of a run that is not over, or notifications that were not delivered when the coordinator last responded.
+        """
+        return not self._run_is_over and (self._outcome is not None or any(record["pending"] for record in self._notification_records))
 
     def post_event(self, event: Event) -> EventResponse:
         """Post `event` to the coordinator and return its response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -104,12 +109,12 @@ class CoordinatorClient:
         """
         return self._send_supervisor_request("leave", node=node, exit_code=exit_code)
 
-    def exchange_notifications(self) -> None:
-        """Send the outcome and the copy of the notifications' ledger that came with earlier responses, and keep the copy in the response.
+    def report_node_remains(self, node: str) -> None:
+        """Report that `node`, which has left the run, still has the outcome and the copy of the notifications' ledger.
 
-        Raises CoordinatorError if the coordinator cannot be reached.
+        Both are part of the request. Raises CoordinatorError if the coordinator cannot be reached.
         """
-        self._send_request_of_supervisor("exchange_notifications")
+        self._run_is_over = bool(self._send_request_of_supervisor("remain", node=node)[RUN_OVER_FIELD])
 
     def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Report the state of surviving rank `rank` of the failed world `world`. Return the ranks that write a checkpoint.

@@ -17,7 +17,7 @@ from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
 misread a message.
 """
@@ -46,6 +46,8 @@ coordinator that way. Absent if there are none."""
 OUTCOME_FIELD = "outcome"
 """Field of the responses to supervisors: the outcome of the run, or null. A supervisor that knows it sends it in its requests, so that a
 coordinator that has been restarted adopts it."""
+RUN_OVER_FIELD = "run_is_over"
+"""Field of the responses to supervisors that remain: the node's name if the coordinator needs it no longer, else empty."""
 
 # Labels that identify the objects of a stack. The first two are Docker's own, so that `docker stack` recognizes our stacks.
 LABEL_STACK = "com.docker.stack.namespace"

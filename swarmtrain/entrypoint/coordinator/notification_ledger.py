@@ -51,7 +51,6 @@ class NotificationLedger:
     clock: Callable[[], float]
     _entries: dict[str, LedgerEntry] = field(default_factory=dict)
     _give_up_at: float | None = None
-    _settled_at: float = 0.0
 
     @property
     def is_outcome_known(self) -> bool:
@@ -59,9 +58,9 @@ class NotificationLedger:
         return self._give_up_at is not None
 
     @property
-    def seconds_since_settled(self) -> float:
-        """Seconds for which nothing has been pending; 0 if something is."""
-        return 0.0 if any(entry.pending for entry in self._entries.values()) else self.clock() - self._settled_at
+    def has_pending_notifications(self) -> bool:
+        """Whether a notification is still to be delivered to a channel."""
+        return any(entry.pending for entry in self._entries.values())
 
     def has_key(self, key: str) -> bool:
         """Return whether a notification exists of the condition with this key."""
@@ -143,7 +142,7 @@ class NotificationLedger:
 
     def _set_pending(self, entry: LedgerEntry, pending: set[str]) -> None:
         if entry.pending and not pending:
-            entry.notification, self._settled_at = None, self.clock()
+            entry.notification = None
             self.postpone(entry.notification_id)  # the copies of other nodes still contain it, so it must not be dropped soon
         entry.pending = pending
 

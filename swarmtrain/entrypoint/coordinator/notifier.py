@@ -22,8 +22,6 @@ _POLL_SECONDS = 0.1
 _RETRY_SECONDS = (0.5, 60.0)
 """Minimum and maximum seconds between two attempts; each failed attempt doubles them."""
 _MAX_RETRY_SECONDS_AFTER_OUTCOME = 1.0
-_SETTLING_SECONDS = 1.5
-"""Seconds for which the coordinator serves after the last delivery, so that the nodes that wait for it learn of it."""
 
 
 class Notifier:
@@ -47,9 +45,9 @@ class Notifier:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to deliver, and the nodes that waited for the last delivery have learned of it."""
+        """Whether nothing is left to deliver."""
         with self._lock:
-            return not self._channels or (not self._waiting_events and self._ledger.seconds_since_settled >= _SETTLING_SECONDS)
+            return not self._channels or not (self._waiting_events or self._ledger.has_pending_notifications)
 
     def start(self) -> None:
         """Start the threads. A channel whose secret cannot be used is reported, and gets no notifications."""

@@ -27,16 +27,18 @@ from swarmtrain.entrypoint.coordinator.notifier import Notifier
 from swarmtrain.entrypoint.coordinator.rendezvous_states import RendezvousStates
 from swarmtrain.entrypoint.coordinator.rescue import RescueArbiter
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
-from swarmtrain.errors import EXIT_ERROR, CoordinatorError
+from swarmtrain.errors import EXIT_ERROR, EXIT_OK, CoordinatorError
 from swarmtrain.notifications.channel import decode_channels
 from swarmtrain.protocol import (
     ENV_NOTIFY,
     EVENT_FAILURE,
     EVENT_NOTE,
+    EXIT_PLANNED,
     NOTIFICATIONS_FIELD,
     OUTCOME_FIELD,
     PROTOCOL_VERSION,
     RENDEZVOUS_SERVICE,
+    RUN_OVER_FIELD,
     CoordinatorEnv,
     Event,
     Preemption,
@@ -56,6 +58,8 @@ from swarmtrain.run_key import (
 _MAX_REQUEST_BYTES = 1 << 20
 _CLIENT_TIMEOUT_SECONDS = 10.0
 _TICK_SECONDS = 0.2
+_RELEASE_SECONDS = 10.0
+"""Maximum seconds for which the coordinator waits until nodes that remain have learned that the run is over."""
 _MAX_REPORTED_INTRUDERS = 10
 _PORT_HINT = "stop the process that listens there, or set runner.master_port to a free port whose next port is free too"
 _EXIT_STOP_REQUESTED = 128 + signal.SIGTERM
@@ -100,10 +104,12 @@ def main() -> int:
             notifier.notify_preemption(preemption)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": _TICK_SECONDS}, daemon=True).start()
         store = _serve_c10d_store(env, server)
-        is_finished = _wait_until_run_finished(server, stop)
+        if _wait_until_run_finished(server, stop):
+            sys.stdout.flush()
+            os._exit(EXIT_OK)  # no node knows the outcome any more: if this process were killed now, a successor would wait without end
         server.shutdown()
     del store
-    return 0 if is_finished else _EXIT_STOP_REQUESTED
+    return _EXIT_STOP_REQUESTED
 
 
 class CoordinatorServer(socketserver.ThreadingTCPServer):
@@ -124,6 +130,12 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
         self._coordinator = coordinator
         self._rescue_arbiter = RescueArbiter(time.monotonic)
         self._rendezvous_states = RendezvousStates()
+        self._over_since: float | None = None
+        """When the run was over: it has an outcome, and nothing is left to do."""
+        self._remaining_nodes: set[str] = set()
+        """Nodes that have left, and remain until they learn that the run is over."""
+        self.has_released_all_nodes = threading.Event()
+        """Set when the last of them has learned it."""
         self._lock = threading.Lock()
         super().__init__(address, _RequestHandler)
 
@@ -137,9 +149,12 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                     event = Event(request["kind"], request["data"])
                     self._rescue_arbiter.record_dead_rank(event)
                     return asdict(self._coordinator.handle_event(event))
-                case "join" | "beat" | "close" | "leave" | "exchange_notifications" as op:
+                case "join" | "beat" | "close" | "leave" | "remain" as op:
                     self._learn_from_supervisor(request)
-                    response = {} if op == "exchange_notifications" else asdict(self._handle_supervisor_request(op, request))
+                    if op == "remain":
+                        response = self._answer_remaining_node(request["node"])
+                    else:
+                        response = asdict(self._handle_supervisor_request(op, request))
                     records = self._notifier.export_records() if self._notifier else []
                     return response | ({NOTIFICATIONS_FIELD: records} if records else {})
                 case "read_rendezvous_state" | "replace_rendezvous_state" as op:
@@ -154,8 +169,23 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
         if op == "close":
             return self._coordinator.close_round(node, request["round"])
         if op == "leave":
-            return self._coordinator.record_node_exit(node, int(request["exit_code"]))
+            response = self._coordinator.record_node_exit(node, int(request["exit_code"]))
+            if response.outcome and request["exit_code"] != EXIT_PLANNED:
+                self._remaining_nodes.add(node)
+            return response
         return self._coordinator.register_node(node) if op == "join" else self._coordinator.record_heartbeat(node)
+
+    def _answer_remaining_node(self, node: str) -> dict[str, Any]:
+        """Answer a node that remains for a coordinator that might replace this one. Once the run is over, the answer releases it."""
+        self._remaining_nodes.add(node)
+        return {RUN_OVER_FIELD: node if self._over_since is not None else ""}
+
+    def record_released_node(self, node: str) -> None:
+        """Record that `node`, which remained, has received that the run is over. After the last one, the process ends at once."""
+        with self._lock:
+            self._remaining_nodes.discard(node)
+            if not self._remaining_nodes:
+                self.has_released_all_nodes.set()
 
     def _learn_from_supervisor(self, request: dict[str, Any]) -> None:
         """Learn what an earlier coordinator, which was lost, sent to this supervisor: its notifications, and then the outcome.
@@ -176,14 +206,19 @@ class CoordinatorServer(socketserver.ThreadingTCPServer):
                 self._coordinator.handle_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": message}))
 
     def process_timeouts(self) -> bool:
-        """Process the coordinator's timeouts, and those of notifications. Return whether the coordinator can exit."""
+        """Process the coordinator's timeouts, and those of notifications. Return whether the coordinator can exit.
+
+        It exits after the nodes that remain for a coordinator that might replace it: only they know the outcome then.
+        """
+        if self._notifier:
+            self._notifier.process_timeouts()
         with self._lock:
             self._coordinator.process_timeouts()
-            is_finished = self._coordinator.is_finished
-        if self._notifier is None:
-            return is_finished
-        self._notifier.process_timeouts()
-        return is_finished and self._notifier.is_finished
+            if not (self._coordinator.is_finished and (self._notifier is None or self._notifier.is_finished)):
+                self._over_since = None
+                return False
+            self._over_since = self._over_since or time.monotonic()
+            return not self._remaining_nodes or time.monotonic() - self._over_since >= _RELEASE_SECONDS
 
 
 class _RequestHandler(socketserver.StreamRequestHandler):
@@ -197,7 +232,9 @@ class _RequestHandler(socketserver.StreamRequestHandler):
         if self.server.key:
             self._handle_signed_request(self.server.key, line)
         else:
-            self._send_json(self._answer_request(line))
+            response = self._answer_request(line)
+            self._send_json(response)
+            self._record_response(response)
 
     def _handle_signed_request(self, key: bytes, line: bytes) -> None:
         """Handle the request in `line`; if it has no nonce that can be used, send one, and handle the request that follows."""
@@ -209,6 +246,7 @@ class _RequestHandler(socketserver.StreamRequestHandler):
             if nonces.use_nonce(message.nonce):
                 response = {**self._answer_request(message.body), NEXT_NONCE_FIELD: nonces.issue_nonce()}
                 self.wfile.write(build_signed_message(key, RESPONSE_PURPOSE, message.nonce, json.dumps(response)))
+                self._record_response(response)
                 return
             if nonces.has_issued_nonce(message.nonce):
                 break  # replayed
@@ -217,6 +255,10 @@ class _RequestHandler(socketserver.StreamRequestHandler):
                 line = self.rfile.readline(_MAX_REQUEST_BYTES)
         self.server.report_refused_request(self.client_address[0])
         self._send_json({"error": "the request is not signed with the run's key"})
+
+    def _record_response(self, response: dict[str, Any]) -> None:
+        if released_node := response.get(RUN_OVER_FIELD):
+            self.server.record_released_node(released_node)
 
     def _send_json(self, message: dict[str, Any]) -> None:
         self.wfile.write(json.dumps(message).encode() + b"\n")
@@ -245,9 +287,8 @@ def _resolve_bind_address(env: CoordinatorEnv) -> str:
 
 def _wait_until_run_finished(server: CoordinatorServer, stop_event: threading.Event) -> bool:
     while not stop_event.is_set():
-        if server.process_timeouts():
+        if server.process_timeouts() or server.has_released_all_nodes.wait(_TICK_SECONDS):
             return True
-        stop_event.wait(_TICK_SECONDS)
     return False
 
 

@@ -47,9 +47,8 @@ from swarmtrain.protocol import (
 _HEARTBEAT_SECONDS = 1.0
 _RETRY_SECONDS = 0.3
 _COORDINATOR_TIMEOUT_SECONDS = 600.0  # the rendezvous service may still be pulling its image
-_COORDINATOR_RESTART_SECONDS = 300.0
+_COORDINATOR_RESTART_SECONDS = 300.0  # a swarm needs a minute to notice that a manager is lost, and to start its services elsewhere
 _EXIT_REPORT_SECONDS = 15.0
-_NOTIFICATIONS_KEPT_SECONDS = 30.0  # a coordinator gives up after 5 s; one that was lost is restarted within this time
 _FAILURE_GRACE_SECONDS = 10.0  # a failed run has nothing new to save; torch's agent may wait for lost peers
 _NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; if it hangs on a lost store, it ignores signals
 _DONE_GRACE_SECONDS = 330.0  # torch's agents wait up to 300 s for each other at their end
@@ -248,18 +247,18 @@ class Supervisor:
         except CoordinatorError as error:
             _log_message(f"could not report its exit: {error}")
         if exit_code != EXIT_PLANNED:
-            self._keep_notifications()
+            self._remain_until_run_is_over()
 
-    def _keep_notifications(self) -> None:
-        """Wait until the notifications about the outcome are delivered, or the coordinator has given them up.
+    def _remain_until_run_is_over(self) -> None:
+        """Wait until the coordinator is about to end: all nodes have left, and the notifications are delivered or given up.
 
-        Meanwhile this node keeps a copy of them, for a new coordinator if this one is lost.
+        Meanwhile this node keeps the outcome and a copy of the notifications, for a new coordinator if this one is lost.
         """
-        end = time.monotonic() + _NOTIFICATIONS_KEPT_SECONDS
-        while self.coordinator.has_pending_notifications and time.monotonic() < end and not self.has_stop_signal:
+        end = time.monotonic() + _COORDINATOR_RESTART_SECONDS
+        while self.coordinator.has_unfinished_state and time.monotonic() < end and not self.has_stop_signal:
             time.sleep(_RETRY_SECONDS)
             with contextlib.suppress(CoordinatorError):
-                self.coordinator.exchange_notifications()
+                self.coordinator.report_node_remains(self.env.node)
 
     def _handle_stop_signal(self, signal_number: int, frame: FrameType | None) -> None:
         self.has_stop_signal = True
