@@ -184,6 +184,25 @@ def test_a_run_whose_coordinator_is_lost_after_the_outcome_holds_nothing(cluster
     assert cluster.running == {"second": 4}
 
 
+def test_a_node_that_swarm_starts_again_after_the_end_of_its_run_is_stopped(cluster: Cluster) -> None:
+    """Its machine was lost before it had exited. When the machine is back, the node would wait for the coordinator, which has exited."""
+    cluster.submit("first", nodes=4)
+    cluster.submit("second", nodes=4)
+    cluster.settle()
+    cluster.swarm.complete_run("first")
+    for name, state in (("first_node0", "running"), ("first_node1", "failed")):
+        task = next(task for task in cluster.swarm.tasks if task["ServiceName"] == name)
+        task["Status"], task["DesiredState"] = {"State": state}, "running"
+    cluster.settle()
+    assert cluster.running == {"first": 2}, "for a moment, a node may still be about to exit"
+    cluster.settle(seconds=31)
+    assert cluster.running == {"second": 4}
+    cluster.submit("first", nodes=4)
+    cluster.swarm.complete_run("second")
+    cluster.settle()
+    assert cluster.running == {"first": 4}
+
+
 def test_a_preempted_run_comes_back_by_itself(cluster: Cluster) -> None:
     cluster.submit("low", nodes=4, priority="low")
     cluster.settle()

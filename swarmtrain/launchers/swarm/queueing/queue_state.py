@@ -80,7 +80,12 @@ class QueueMember:
         """
         nodes = [service for service in self.nodes if service.replicas]
         have_nodes_ended = bool(nodes) and all(cluster_state.is_service_finished(service, self.tasks) for service in nodes)
-        return have_nodes_ended or cluster_state.is_service_finished(self.coordinator, self.tasks)
+        return have_nodes_ended or self.has_coordinator_exited
+
+    @property
+    def has_coordinator_exited(self) -> bool:
+        """Whether the coordinator has exited after the outcome: a node that starts now waits for it in vain."""
+        return cluster_state.is_service_finished(self.coordinator, self.tasks)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_se
 from swarmtrain.launchers.swarm.queueing.queue_model import ChangeKind, QueueChange, QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueReader, QueueState, find_machine
 from swarmtrain.launchers.swarm.queueing.run_failures import count_lost_steps, describe_start_failure, read_last_events
-from swarmtrain.launchers.swarm.queueing.run_limits import IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
+from swarmtrain.launchers.swarm.queueing.run_limits import EndedRunMonitor, IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
 from swarmtrain.launchers.swarm.run_lock import RunLock, UnchangedLocks
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, build_stack_specs
 from swarmtrain.launchers.swarm.step_executor import run_in_parallel
@@ -83,6 +83,7 @@ class Scheduler:
         self._unchanged_locks = UnchangedLocks()
         self._read_events = partial(read_events, engine)
         self._idle_gpus = IdleGpuMonitor(self._read_events)
+        self._ended_runs = EndedRunMonitor()
 
     def run_forever(self, wake: threading.Event) -> None:
         """Make rounds until the process ends. `wake` starts the next round at once. Raises LeadershipLost."""
@@ -103,7 +104,7 @@ class Scheduler:
         is_changed = False
         for member in state.members.values():
             try:
-                is_changed |= self._converge_member(state, member)
+                is_changed |= self._converge_member(state, member) or self._stop_stray_nodes(member, now)
             except PlanError as error:  # such as a machine that has left the swarm
                 self._report_progress(f"{member.run}: {error}")
         if is_changed:
@@ -171,29 +172,41 @@ class Scheduler:
         return member.entry.change_state(EntryState.admitted, now, machines=ids)
 
     def _change_run(self, state: QueueState, member: QueueMember, entry: QueueEntry, cause: str = "") -> bool:
-        """Write the new entry of a run, and apply it to its services. Return False if the run has changed, or a command is changing it."""
-        try:
-            with RunLock(self._engine, member.run, "schedules it", self._timeouts).hold_lock_if_free(self._unchanged_locks) as is_held:
-                if not is_held:
-                    return False
-                self._report_progress(cause or f"{entry.state} {member.run}: {entry.reason}")
-                coordinator = self._write_coordinator(member, entry)
-                services = tuple(coordinator if service.id == coordinator.id else service for service in member.services)
-                self._apply_entry(state, replace(member, services=services, coordinator=coordinator, entry=entry))
-        except _ChangedMeanwhile:
-            return False
-        return True
+        """Write the new entry of a run, and apply it to its services. Return whether it did."""
+
+        def change() -> None:
+            coordinator = self._write_coordinator(member, entry)
+            services = tuple(coordinator if service.id == coordinator.id else service for service in member.services)
+            self._apply_entry(state, replace(member, services=services, coordinator=coordinator, entry=entry))
+
+        return self._call_with_lock(member.run, cause or f"{entry.state} {member.run}: {entry.reason}", change)
 
     def _converge_member(self, state: QueueState, member: QueueMember) -> bool:
         """Apply the entry of a run to its services, if they differ because a scheduler or a deploy was killed. Return whether it did."""
         if member.problem or not self._list_differing_nodes(state, member):
             return False
+        return self._call_with_lock(
+            member.run, f"completing an interrupted change of {member.run}", lambda: self._apply_entry(state, member)
+        )
+
+    def _stop_stray_nodes(self, member: QueueMember, now: float) -> bool:
+        """Stop the nodes that Swarm has started again after the end of their run. Return whether it did."""
+        strays = self._ended_runs.list_stray_nodes(member, now)
+        if not strays:
+            return False
+        names = ", ".join(service.get_short_name(member.run) for service in strays)
+        return self._call_with_lock(
+            member.run, f"stopping {names} of {member.run}, which has ended", lambda: run_in_parallel(self._stop_node, strays)
+        )
+
+    def _call_with_lock(self, run: str, description: str, change: Callable[[], None]) -> bool:
+        """Call `change` while holding the lock of a run. Return False if the run has changed, or a command is changing it."""
         try:
-            with RunLock(self._engine, member.run, "schedules it", self._timeouts).hold_lock_if_free(self._unchanged_locks) as is_held:
+            with RunLock(self._engine, run, "schedules it", self._timeouts).hold_lock_if_free(self._unchanged_locks) as is_held:
                 if not is_held:
                     return False
-                self._report_progress(f"completing an interrupted change of {member.run}")
-                self._apply_entry(state, member)
+                self._report_progress(description)
+                change()
         except _ChangedMeanwhile:
             return False
         return True
@@ -210,9 +223,12 @@ class Scheduler:
             if node in specs and node in member.entry.machines:
                 self._update_service(service, _restart(copy_machine_settings(service.spec, specs[node])))
             else:
-                self._update_service(service, {**service.spec, "Mode": {"Replicated": {"Replicas": 0}}})
+                self._stop_node(service)
 
         run_in_parallel(update_node, differing)  # nodes that stop together save one checkpoint
+
+    def _stop_node(self, service: Service) -> None:
+        self._update_service(service, {**service.spec, "Mode": {"Replicated": {"Replicas": 0}}})
 
     def _list_differing_nodes(self, state: QueueState, member: QueueMember) -> list[Service]:
         """Return the services of the nodes that are not what the entry says."""
@@ -223,6 +239,8 @@ class Scheduler:
             machine = admitted.get(service.get_short_name(member.run))
             if machine is None:
                 is_right = not service.replicas
+            elif member.has_coordinator_exited:
+                is_right = True  # it has exited, or must be stopped: see EndedRunMonitor
             else:
                 is_right = bool(service.replicas) and service.pinned_machine in (machine, hosts.get(machine))
             if not is_right:
