@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def run_docker(lab: Lab, *arguments: str, program: str = "docker", node: str = "
     """Return the output of a docker command on the engine of `node`."""
     argv = [program, "-H", lab.get_docker_host(node), *arguments]
     return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+
+
+def promote_nodes(lab: Lab, *names: str) -> None:
+    """Make these nodes managers, and wait until they are: before that, the swarm would not survive the loss of node0."""
+    run_docker(lab, "node", "promote", *names)
+    argv = "node", "ls", "--filter", "role=manager", "--format", "{{.ManagerStatus}}"
+    deadline = time.monotonic() + 60
+    while run_docker(lab, *argv).split().count("Reachable") < len(names):
+        assert time.monotonic() < deadline, run_docker(lab, "node", "ls")
+        time.sleep(0.5)
 
 
 def list_task_ids(engine: DockerEngine) -> dict[str, set[str]]:

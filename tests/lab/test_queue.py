@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from swarm_helpers import DISCARD, print_line, run_docker
+from swarm_helpers import DISCARD, print_line, promote_nodes, run_docker
 
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
@@ -207,42 +207,29 @@ def test_of_two_schedulers_one_acts_and_the_other_takes_over(queue: Queue) -> No
 
 
 @pytest.mark.test_all_only("waits until a swarm notices that a manager is lost; that Swarm then restarts services is its own claim")
-def test_a_lost_manager_loses_nothing(queue: Queue) -> None:
+def test_a_lost_manager_loses_nothing(create_lab: Callable[[str], Lab], image: str, stub_image: str) -> None:
     """The client, the leader of the managers and perhaps the scheduler are on it. The queue continues through another manager."""
-    run_docker(queue.lab, "node", "promote", "node1", "node2")
+    lab = create_lab("managers")
+    lab.bring_up(3, report_progress=print_line)
+    promote_nodes(lab, "node1", "node2")
+    queue_service.start_scheduler(DockerEngine(lab.get_docker_host("node0")), image, print_line)
+    queue = Queue(lab, stub_image)
     for run in ("first", "second"):
         queue.submit(run, hosts=["node1", "node2"], nodes=None)
     queue.wait_for({"first": 2})
-    queue.lab.power_off_node("node0", report_progress=DISCARD)
-    try:
-        remaining = Queue(queue.lab, queue.image, "node1")
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                remaining.launcher.tear_down_run("first", print_line)
-                break
-            except EngineError:  # the managers elect a leader
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(1)
-        remaining.wait_for({"second": 2}, seconds=180)
-        remaining.launcher.tear_down_run("second", print_line)
-    finally:
-        queue.lab.power_on_node("node0", report_progress=DISCARD)
-        _demote_other_managers(queue.lab)
-
-
-def _demote_other_managers(lab: Lab) -> None:
-    """Make node0 the only manager. It has just been powered on, and may not know the leader of the managers yet."""
+    lab.power_off_node("node0", report_progress=DISCARD)
+    remaining = Queue(lab, stub_image, "node1")
     deadline = time.monotonic() + 60
     while True:
         try:
-            run_docker(lab, "node", "demote", "node1", "node2")
-            return
-        except subprocess.CalledProcessError:
+            remaining.launcher.tear_down_run("first", print_line)
+            break
+        except EngineError:  # the managers elect a leader
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
+    remaining.wait_for({"second": 2}, seconds=180)
+    lab.tear_down(report_progress=print_line)
 
 
 def _get_states(tasks: list[TaskState]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import run_audit
-from swarm_helpers import DISCARD, print_line, run_docker
+from swarm_helpers import DISCARD, print_line, promote_nodes, run_docker
 from training_helpers import ROOT, assert_same_losses, build_options, is_done, is_past_the_middle, read_losses
 
 from swarmtrain import process
@@ -108,7 +108,7 @@ class Day:
 def day(create_lab: Callable[[str], Lab], image: str, tmp_path: Path) -> Iterator[Day]:
     lab = create_lab("day")
     lab.bring_up(4, report_progress=print_line)
-    run_docker(lab, "node", "promote", "node1", "node2")
+    promote_nodes(lab, "node1", "node2")
     engine = DockerEngine(lab.get_docker_host("node0"))
     queue_service.start_scheduler(engine, image, print_line)
     yield Day(lab, image, tmp_path)
