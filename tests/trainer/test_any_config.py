@@ -86,6 +86,7 @@ def draw_job(rng: Random) -> tuple[Values, int, int]:
     values |= {"optimizer": draw_optimizer(rng), "trainer": {}}
     add_objective(rng, values, objective)
     add_training_groups(rng, values)
+    add_learners(rng, values)
     replica = topology["model_parallel_size"] * topology["pipe_parallel_size"] * topology["context_parallel_size"]
     size = replica * pick_value(rng, *([2, 4] if topology["data_parallel_type"] == "hsdp" else [1, 2, 3]))
     return values, size, rng.randrange(size)
@@ -232,6 +233,24 @@ def add_training_groups(rng: Random, values: Values) -> None:
             {"group_name": "norms", "parameters_include": ["norm"], "weight_decay": 0.0},
             {"group_name": "others", "parameters_exclude": ["norm"], "weight_decay": 0.1},
         ]
+
+
+def add_learners(rng: Random, values: Values) -> None:
+    """Train with learners (DiLoCo), in some of the configs that support them."""
+    topology = values["topology"]
+    is_supported = (
+        topology["pipe_parallel_size"] == topology["context_parallel_size"] == 1 and "contrastive_config" not in values["trainer"]
+    )
+    if not is_supported or not pick_value(rng, *[False] * 5, True):
+        return
+    learners = pick_value(rng, 1, 2)
+    topology |= {"learners": learners, "cpu_offload": False, "global_batch_size": learners * topology["global_batch_size"]}
+    values["diloco"] = {
+        "inner_steps": 4,
+        "quantization": pick_value(rng, "none", "int8", "int4"),
+        "fragments": pick_value(rng, 1, min(2, values["transformer_architecture"]["num_layers"])),
+        "overlap": pick_value(rng, 0, 1),
+    }
 
 
 def pick_value(rng: Random, *values: Any) -> Any:
