@@ -8,12 +8,16 @@ build/bench/learning-curves.svg.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import datautils
 from benchmarks import third_party_tools
 from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, print_progress
 from swarmtrain import process
@@ -75,7 +79,8 @@ _METHODS = (
 
 def measure_learning_curves() -> Iterator[BenchmarkRow]:
     """Train with each method and seed, and compare the validation losses after the last step. Also draw the curves."""
-    curves = {method.name: [_train(method, seed) for seed in _SEEDS] for method in (_DDP, *_METHODS)}
+    datautils.write_python_sources(_FOLDER / "training", _FOLDER / "validation")
+    curves = {method.name: _train_with_all_seeds(method) for method in (_DDP, *_METHODS)}
     _CURVES_FILE.write_text(json.dumps(curves))
     python = third_party_tools.install_with_shared_packages(third_party_tools.MATPLOTLIB)
     picture = _CURVES_FILE.with_suffix(".svg")
@@ -97,6 +102,12 @@ def measure_learning_curves() -> Iterator[BenchmarkRow]:
 
 def _get_last_losses(curves: Sequence[dict[int, float]]) -> list[float]:
     return [losses[_ROUNDS * _ROUND_STEPS] for losses in curves]
+
+
+def _train_with_all_seeds(method: _Method) -> list[dict[int, float]]:
+    """Return the curve of each seed. Runs share the machine: how fast they are does not change their losses."""
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // method.ranks)) as pool:
+        return list(pool.map(partial(_train, method), _SEEDS))
 
 
 def _train(method: _Method, seed: int) -> dict[int, float]:
