@@ -34,16 +34,7 @@ def measure_step_seconds(
     """
     environment = {**os.environ, **lab.build_client_environment()}
     total = steps + warmup_steps
-    settings = [
-        f"runner.docker_config.docker_container={IMAGE}",
-        f"trainer.save_dir=runs/{run}",
-        f"trainer.train_iterations={total}",
-        "trainer.save_interval=null",
-        "trainer.eval_interval=null",
-        "logger.log_interval=1",
-        *options,
-    ]
-    argv = [*SWARMTRAIN_ARGV, "deploy", "examples/quickstart.yml", "--name", run, *(word for each in settings for word in ("-o", each))]
+    argv = [*SWARMTRAIN_ARGV, "deploy", "examples/quickstart.yml", "--name", run, *build_options(run, total, options)]
     try:
         if while_training:
             process.run_command([*argv, "--detach"], cwd=ROOT, env=environment, timeout=_TIMEOUT_SECONDS)
@@ -63,3 +54,17 @@ def measure_step_seconds(
     if total <= _WINDOW_STEPS:
         return (elapsed[total] - elapsed[warmup_steps]) / steps
     return sum(elapsed[step] for step in range(total, warmup_steps, -_WINDOW_STEPS)) / steps
+
+
+def build_options(run: str, steps: int, options: Sequence[str]) -> list[str]:
+    """Return the command-line options with which examples/quickstart.yml trains `steps` steps on a lab, with `options` on top."""
+    settings = [
+        f"runner.docker_config.docker_container={IMAGE}",
+        f"trainer.save_dir=runs/{run}",
+        f"trainer.train_iterations={steps}",
+        "trainer.save_interval=null",
+        "trainer.eval_interval=null",
+        "logger.log_interval=1",
+        *options,
+    ]
+    return [word for each in settings for word in ("-o", each)]

@@ -23,6 +23,7 @@ from benchmarks import (
     resume,
     run_startup,
     slow_network,
+    step_estimates,
     training,
     unequal_nodes,
 )
@@ -63,6 +64,9 @@ BENCHMARKS = (
     Benchmark("slow", "tokens per second on two nodes with slow links, against plain DDP", slow_network.measure_slow_network),
     Benchmark("unequal", "tokens per second on three nodes of different speed, against their sum", unequal_nodes.measure_unequal_nodes),
     Benchmark("curves", "validation losses of PowerSGD and DiLoCo, against data parallelism", learning_curves.measure_learning_curves),
+    Benchmark(
+        "estimates", "plan's estimates of the time per step, against runs over links of three speeds", step_estimates.measure_step_estimates
+    ),
     Benchmark("logs-100", "100 streams of output followed, through connections that are killed", logs.measure_log_streams),
     Benchmark("heartbeat", "a signed heartbeat, against an unsigned one", heartbeats.measure_signed_heartbeats),
     Benchmark("recovery", "from a killed container to the next step, against plain torchrun", recovery.measure_recovery),

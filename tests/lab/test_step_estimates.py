@@ -1,4 +1,4 @@
-"""The time per step that `plan` estimates from what doctor has measured, compared with runs over links of three speeds."""
+"""The time per step that `plan` estimates from what doctor has measured over slow links."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.machines.measurements import read_measurements
 
-pytestmark = pytest.mark.test_all_only("trains over links of three speeds; tests/unit has the formulas")
+pytestmark = pytest.mark.test_all_only("trains over slow links; tests/unit has the formulas")
 
 _STEPS, _WARMUP_STEPS = 12, 3
 _GLOBAL_BATCH, _SEQUENCE_LENGTH = 12, 128
-_TOLERANCE = 0.25
+_RUN = "estimated"
 _SETTINGS = [
     "runner.nodes=2",
     "runner.min_nodes=2",
@@ -41,30 +41,25 @@ def two_nodes(create_lab: Callable[[str], Lab], image: str) -> Lab:
     return lab
 
 
-def test_the_estimated_time_per_step_is_that_of_a_run(two_nodes: Lab, image: str) -> None:
-    """Within 25 %, at full speed, at 1 Gbit/s and at 100 Mbit/s; the links' share is most of the last one."""
-    lab, errors = two_nodes, {}
-    for rate in ("", "1gbit", "100mbit"):
-        for node in ("node0", "node1"):
-            if rate:
-                lab.limit_node_bandwidth(node, rate, report_progress=print_line)
-        run = f"at-{rate or 'full-speed'}"
-        options = build_options(image, run, *_SETTINGS)
-        run_swarmtrain(lab, "doctor", "examples/quickstart.yml", "--step-times", "--name", run, *options)
-        plan = json.loads(run_swarmtrain(lab, "plan", "examples/quickstart.yml", "--json", "--name", run, *options))
-        estimated = plan["step_estimates"]["rows"][0]
-        assert estimated["name"] == "ddp"
-        run_swarmtrain(lab, "deploy", "examples/quickstart.yml", "--name", run, *options)
-        measured = read_step_seconds(lab, run)
-        run_swarmtrain(lab, "down", run, "--yes")
-        errors[rate] = estimated["seconds"] / measured - 1
-        print_line(
-            f"{run}: estimated {estimated['seconds']:.3f} s, {estimated['network_seconds']:.3f} s of it network; measured {measured:.3f} s "
-            f"({errors[rate]:+.0%})"
-        )
-    assert max(map(abs, errors.values())) <= _TOLERANCE, errors
-    assert estimated["network_seconds"] > estimated["seconds"] / 2
-    assert len(read_measurements(SwarmLauncher(lab.get_docker_host("node0"))._engine)) == 3
+def test_plan_estimates_a_step_from_what_doctor_has_measured(two_nodes: Lab, image: str) -> None:
+    """Over links of 100 Mbit/s most of a step of ddp is the network. `make bench ONLY=estimates` measures how near the estimates are."""
+    lab = two_nodes
+    for node in ("node0", "node1"):
+        lab.limit_node_bandwidth(node, "100mbit", report_progress=print_line)
+    options = build_options(image, _RUN, *_SETTINGS)
+    run_swarmtrain(lab, "doctor", "examples/quickstart.yml", "--step-times", "--name", _RUN, *options)
+    plan = json.loads(run_swarmtrain(lab, "plan", "examples/quickstart.yml", "--json", "--name", _RUN, *options))
+    estimates = plan["step_estimates"]
+    configured = estimates["rows"][0]
+    assert configured["name"] == "ddp"
+    assert configured["network_seconds"] > configured["seconds"] / 2
+    assert "diloco" in estimates["recommended"]
+    run_swarmtrain(lab, "deploy", "examples/quickstart.yml", "--name", _RUN, *options)
+    measured = read_step_seconds(lab, _RUN)
+    run_swarmtrain(lab, "down", _RUN, "--yes")
+    print_line(f"estimated {configured['seconds']:.3f} s, measured {measured:.3f} s")
+    assert 0.5 < configured["seconds"] / measured < 2, "other suites may use the machine meanwhile"
+    assert len(read_measurements(SwarmLauncher(lab.get_docker_host("node0"))._engine)) == 1
 
 
 def run_swarmtrain(lab: Lab, *argv: str) -> str:
