@@ -194,7 +194,15 @@ def test_of_two_schedulers_one_acts_and_the_other_takes_over(queue: Queue) -> No
         containers = run_docker(queue.lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}").split()
         return [container for container in containers if "scheduling" in run_docker(queue.lab, "logs", container)]
 
-    [first] = list_acting()
+    def wait_for_acting() -> str:
+        deadline = time.monotonic() + _LONG
+        while not (acting := list_acting()):  # its container has started, but perhaps not its program
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        [container] = acting
+        return container
+
+    first = wait_for_acting()
     run_docker(queue.lab, "service", "scale", f"{queue_service.SERVICE_NAME}=2")
     queue.submit("demo", nodes=2)
     queue.wait_for({"demo": 2})
@@ -202,8 +210,7 @@ def test_of_two_schedulers_one_acts_and_the_other_takes_over(queue: Queue) -> No
     run_docker(queue.lab, "kill", first)
     queue.submit("other", nodes=1)
     queue.wait_for({"demo": 2, "other": 1})
-    [second] = list_acting()
-    assert second != first
+    assert wait_for_acting() != first
 
 
 @pytest.mark.test_all_only("waits until a swarm notices that a manager is lost; that Swarm then restarts services is its own claim")
