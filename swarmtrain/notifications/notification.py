@@ -14,6 +14,7 @@ class NotificationKind(StrEnum):
 
     outcome = "outcome"
     preemption = "preemption"
+    stop = "stop"
     straggler = "straggler"
     quarantine = "quarantine"
     disk = "disk"

@@ -25,8 +25,8 @@ from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
-    ENV_PREEMPTION,
     ENV_PREFIX,
+    ENV_QUEUE_STOP,
     ENV_RUN_ID,
     LABEL_CONFIG,
     LABEL_HOST,
@@ -34,8 +34,8 @@ from swarmtrain.protocol import (
     LABEL_NOTIFY,
     LABEL_QUEUE_CHANGED,
     LABEL_QUEUE_LOST,
-    LABEL_QUEUE_PREEMPTION,
     LABEL_QUEUE_SETTINGS,
+    LABEL_QUEUE_STOP,
     LABEL_ROLE,
     LABEL_RUN,
     LABEL_RUN_ID,
@@ -76,11 +76,11 @@ RUN_VARIABLE = f"{ENV_PREFIX}RUN"
 _RUN_ID_TEMPLATE = (
     f'{{{{with index .Service.Labels "{LABEL_RUN_ID}"}}}}{{{{.}}}}{{{{else}}}}{{{{printf "%.{ID_LENGTH}s" .Service.ID}}}}{{{{end}}}}'
 )
-PREEMPTION_TEMPLATE = " ".join(
-    f'{{{{index .Service.Labels "{label}"}}}}' for label in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION)
+QUEUE_STOP_TEMPLATE = " ".join(
+    f'{{{{index .Service.Labels "{label}"}}}}' for label in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP)
 )
-"""Value of the variable with the preemption of a run. A container gets the labels of the time at which it is created: the scheduler of a
-queue restarts a coordinator that reports a preemption."""
+"""Value of the variable with the stop of a run by the scheduler of a queue. A container gets the labels of the time at which it is created:
+the scheduler restarts a coordinator that reports a stop."""
 # The name with which the stack was deployed. `docker stack deploy` may use another one than the stack file, and with that name as text,
 # `swarmtrain scale` would change, and restart, all services.
 _RUN_TEMPLATE = f'{{{{index .Service.Labels "{LABEL_STACK}"}}}}'
@@ -261,7 +261,7 @@ def _build_rendezvous_service(plan: Plan, swarm_objects: _SwarmObjects) -> dict[
     service = _build_common_service(plan, "rendezvous", environment)
     service["environment"][ENV_RUN_ID] = _RUN_ID_TEMPLATE
     if plan.config.notify and swarm_objects.is_for_swarm:
-        service["environment"][ENV_PREEMPTION] = PREEMPTION_TEMPLATE
+        service["environment"][ENV_QUEUE_STOP] = QUEUE_STOP_TEMPLATE
     key_mounts = [{"source": RUN_KEY_NAME, "target": RUN_KEY_NAME}] if swarm_objects.has_run_key else []
     if mounts := [*key_mounts, *swarm_objects.channel_mounts]:
         service["secrets"] = mounts

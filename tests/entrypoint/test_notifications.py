@@ -15,7 +15,7 @@ import pytest
 from swarmtrain.notifications.channel import ChannelSettings, encode_channels
 from swarmtrain.notifications.notification import NotificationKind
 from swarmtrain.process import run_command
-from swarmtrain.protocol import ENV_NOTIFY, ENV_PREEMPTION, Event, describe_outcome, format_run_summary
+from swarmtrain.protocol import ENV_NOTIFY, ENV_QUEUE_STOP, Event, describe_outcome, format_run_summary
 from tests.webhook_receiver import KEY, URL_TOKEN, Receiver, read_process_arguments, receive_webhooks
 
 FAILS = "import time; time.sleep(2); raise ValueError('no such thing')"
@@ -198,18 +198,29 @@ def test_a_disk_that_is_nearly_full_is_notified(small_run: Any, receiver: Receiv
         run_command(["umount", "--lazy", str(disk)])
 
 
-def test_a_coordinator_that_is_started_after_a_preemption_notifies_with_the_same_id_each_time(small_run: Any, receiver: Receiver) -> None:
+_PREEMPTED, _AT_LIMIT = "preempted: high of anna has a higher priority", "reached its time limit of 2h"
+
+
+@pytest.mark.parametrize(
+    ("stop", "kind", "text"),
+    [
+        (f"3 resumes {_PREEMPTED}", "preemption", f"{_PREEMPTED}; 3 steps are lost, and it resumes by itself"),
+        (f"0 ends {_AT_LIMIT}", "stop", f"{_AT_LIMIT}; no step is lost"),
+    ],
+)
+def test_a_coordinator_that_is_started_after_a_stop_by_the_queue_notifies_with_the_same_id_each_time(
+    small_run: Any, receiver: Receiver, stop: str, kind: str, text: str
+) -> None:
     environment = build_environment(receiver.write_secret(small_run.folder / "secret"))
-    environment[ENV_PREEMPTION] = "1700000000 3 high of anna has a higher priority"
+    environment[ENV_QUEUE_STOP] = f"1700000000 {stop}"
     for count in (1, 2):
         small_run.start_coordinator(environment=environment)
         notifications = receiver.wait_for_accepted(count)
         small_run.coordinator.kill()
         small_run.coordinator.wait()
-    assert [request["id"] for request in notifications] == ["small-preemption-1700000000"] * 2
-    data = notifications[0]["body"]["data"]
-    assert data["message"] == "run small: preempted, high of anna has a higher priority; 3 steps are lost, and it resumes by itself"
-    assert notifications[0]["body"]["type"] == "run.preemption"
+    assert [request["id"] for request in notifications] == [f"small-{kind}-1700000000"] * 2
+    assert notifications[0]["body"]["data"]["message"] == f"run small: {text}"
+    assert notifications[0]["body"]["type"] == f"run.{kind}"
 
 
 def test_an_outcome_reaches_a_service_of_apprise_within_5_s(small_run: Any, receiver: Receiver) -> None:

@@ -1,4 +1,4 @@
-"""Notifications of runs on a real swarm that nobody follows: a coordinator that is killed, a preemption, and where the secret is."""
+"""Notifications of runs on a real swarm that nobody follows: a coordinator that is killed, stops by the queue, and where the secret is."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def cluster_channel(engine: DockerEngine, image: str, start_receiver: Callable[[
     receiver = start_receiver(0.0)
     content = base64.b64encode(receiver.secret.encode()).decode()
     secret = engine.post("/secrets/create", {"Name": "team-webhook", "Labels": {}, "Data": content})["ID"]
-    stored_policy.store_policy(engine, "notify: {ops: {swarm_secret: team-webhook, events: [preemption]}}\n", source="policy.yml")
+    stored_policy.store_policy(engine, "notify: {ops: {swarm_secret: team-webhook, events: [preemption, stop]}}\n", source="policy.yml")
     queue_service.start_scheduler(engine, image, print_line)
     yield receiver
     queue_service.remove_scheduler(engine, DISCARD)
@@ -163,7 +163,7 @@ def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
     assert {request["body"]["type"] for request in requests} == {"run.preemption"}
     assert len({request["id"] for request in requests}) == 1  # one notification, two channels
     message = requests[0]["body"]["data"]["message"]
-    assert message.startswith("run low: preempted, high of ")
+    assert message.startswith("run low: preempted: high of ")
     assert message.endswith("has a higher priority; no step is lost, and it resumes by itself")
     wait_for_nodes(launcher, "high", 3)
     launcher.tear_down_run("high", DISCARD)
@@ -173,6 +173,13 @@ def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
     config, cargo = launcher.load_deployment("low")
     assert (list(config.notify), [item.name for item in cargo.secrets]) == (["ci"], ["notify-ci"])
     launcher.tear_down_run("low", DISCARD)
+
+
+def test_a_run_that_reaches_its_time_limit_is_notified(cluster_channel: ReceiverProcess, launcher: SwarmLauncher, image: str) -> None:
+    launcher.deploy_run(plan_notified_run(launcher, image, None, _WAITS, time_limit=20, stop_grace=5), print_line)
+    [request] = cluster_channel.wait_for_requests(1)
+    assert request["body"]["type"] == "run.stop"
+    assert request["body"]["data"]["message"] == "run notified: reached its time limit of 20s; no step is lost"
 
 
 def wait_for_nodes(launcher: SwarmLauncher, run: str, count: int) -> None:

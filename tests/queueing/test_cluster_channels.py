@@ -20,7 +20,7 @@ from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_spe
 from swarmtrain.launchers.swarm.step_executor import apply_steps
 from swarmtrain.notifications.channel import decode_channels
 from swarmtrain.plan import build_plan
-from swarmtrain.protocol import ENV_NOTIFY, ENV_PREEMPTION, LABEL_NOTIFY, RENDEZVOUS_SERVICE
+from swarmtrain.protocol import ENV_NOTIFY, ENV_QUEUE_STOP, LABEL_NOTIFY, RENDEZVOUS_SERVICE
 from swarmtrain.render.stack_document import render_stack
 
 POLICY = "notify: {ops: {swarm_secret: team, events: [outcome]}}\n"
@@ -49,7 +49,7 @@ def read_channels(spec: dict[str, Any]) -> tuple[list[str], list[str]]:
     container = spec["TaskTemplate"]["ContainerSpec"]
     variables = dict(item.partition("=")[::2] for item in container["Env"])
     names = [channel.name for channel in decode_channels(variables.get(ENV_NOTIFY, ""))]
-    assert (ENV_PREEMPTION in variables) is bool(names)
+    assert (ENV_QUEUE_STOP in variables) is bool(names)
     return names, sorted(item["File"]["Name"] for item in container.get("Secrets", []))
 
 

@@ -27,14 +27,14 @@ from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import (
-    ENV_PREEMPTION,
+    ENV_QUEUE_STOP,
     EVENT_CHECKPOINT,
     EVENT_PROGRESS,
     LABEL_QUEUE_CHANGED,
     LABEL_QUEUE_LOST,
-    LABEL_QUEUE_PREEMPTION,
+    LABEL_QUEUE_STOP,
     Event,
-    Preemption,
+    QueueStop,
 )
 from swarmtrain.render.stack_document import render_stack
 from swarmtrain.run_identity import RunIdentity
@@ -282,13 +282,13 @@ def test_time_limits_stop_before_the_limit_and_requeue(cluster: Cluster) -> None
     assert cluster.running == {"other": 1}
 
 
-def _read_coordinator_start(cluster: Cluster, run: str) -> tuple[int, Preemption | None]:
-    """Return how often the coordinator was restarted, and the preemption that it finds in its environment when it starts now."""
+def _read_coordinator_start(cluster: Cluster, run: str) -> tuple[int, QueueStop | None]:
+    """Return how often the coordinator was restarted, and the stop that it finds in its environment when it starts now."""
     coordinator = cluster_state.find_coordinator(cluster_state.list_services(cluster.swarm, run), run)
     assert coordinator
     labels = coordinator.spec["Labels"]
-    variable = " ".join(labels.get(name, "") for name in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION))
-    return coordinator.spec["TaskTemplate"].get("ForceUpdate", 0), Preemption.from_env({ENV_PREEMPTION: variable})
+    variable = " ".join(labels.get(name, "") for name in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP))
+    return coordinator.spec["TaskTemplate"].get("ForceUpdate", 0), QueueStop.from_env({ENV_QUEUE_STOP: variable})
 
 
 @pytest.mark.parametrize("is_notified", [True, False])
@@ -304,7 +304,8 @@ def test_a_coordinator_that_sends_notifications_is_restarted_once_after_a_preemp
     count, preemption = _read_coordinator_start(cluster, "low")
     assert count == first_start + int(is_notified)
     assert preemption
-    assert preemption.cause == "high of anna has a higher priority"
+    assert preemption.reason == "preempted: high of anna has a higher priority"
+    assert preemption.resumes
     assert preemption.time == 1060.0
     cluster.settle(seconds=60)
     assert _read_coordinator_start(cluster, "low") == (count, preemption)
@@ -313,6 +314,30 @@ def test_a_coordinator_that_sends_notifications_is_restarted_once_after_a_preemp
     cluster.settle(seconds=60)
     assert cluster.running == {"low": 4}
     assert _read_coordinator_start(cluster, "low") == (count, None)
+
+
+@pytest.mark.parametrize("cause", ["time limit", "No such image", "stopped by a user"])
+def test_a_stop_by_the_scheduler_is_notified_and_one_by_a_user_is_not(cluster: Cluster, cause: str) -> None:
+    cluster.submit("demo", nodes=1, time_limit=1000, stop_grace=90, notify={"ci": {"secret": "secret"}})
+    cluster.settle()
+    first_start, _ = _read_coordinator_start(cluster, "demo")
+    match cause:
+        case "time limit":
+            cluster.settle(seconds=915)
+        case "No such image":
+            _reject_tasks(cluster, "No such image: registry/image:1", times=2)
+        case _:
+            submission.record_stop(cluster.swarm, "demo", cause)
+    cluster.settle()
+    entry = cluster.read_entry("demo")
+    assert entry.state == "stopped"
+    assert cause in entry.reason
+    count, stop = _read_coordinator_start(cluster, "demo")
+    if cause == "stopped by a user":
+        assert (count, stop) == (first_start, None)
+    else:
+        assert count == first_start + 1
+        assert stop == QueueStop(entry.changed, 0, resumes=False, reason=entry.reason)
 
 
 def test_time_before_a_preemption_counts_against_the_limit(cluster: Cluster) -> None:

@@ -16,7 +16,7 @@ from swarmtrain.errors import ChannelGone, DeliveryError
 from swarmtrain.notifications.channel import ChannelSettings
 from swarmtrain.notifications.delivery import DeliveryFunction, build_delivery
 from swarmtrain.notifications.notification import Notification, NotificationKind
-from swarmtrain.protocol import Event, Preemption, format_run_summary
+from swarmtrain.protocol import Event, QueueStop, format_run_summary
 
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = (0.5, 60.0)
@@ -66,14 +66,13 @@ class Notifier:
                 self._waiting_events.append((event, time.monotonic()))
                 self._create_notifications()
 
-    def notify_preemption(self, preemption: Preemption) -> None:
-        """Create a notification that the run was preempted. Its id is the same if another coordinator creates it again."""
-        steps = f"{preemption.lost_steps} steps are lost" if preemption.lost_steps else "no step is lost"
-        message = format_run_summary(self._run, f"preempted, {preemption.cause}; {steps}, and it resumes by itself")
-        data = {"cause": preemption.cause, "lost_steps": preemption.lost_steps}
-        notification = Notification(
-            f"{self._run_id}-preemption-{preemption.time:.0f}", NotificationKind.preemption, self._run, preemption.time, message, data
-        )
+    def notify_queue_stop(self, stop: QueueStop) -> None:
+        """Create a notification that the queue has stopped the run. Its id is the same if another coordinator creates it again."""
+        kind = NotificationKind.preemption if stop.resumes else NotificationKind.stop
+        steps = f"{stop.lost_steps} steps are lost" if stop.lost_steps else "no step is lost"
+        message = format_run_summary(self._run, f"{stop.reason}; {steps}{', and it resumes by itself' if stop.resumes else ''}")
+        data = {"reason": stop.reason, "lost_steps": stop.lost_steps}
+        notification = Notification(f"{self._run_id}-{kind}-{stop.time:.0f}", kind, self._run, stop.time, message, data)
         with self._lock:
             self._ledger.add_notification(notification, time.monotonic())
 

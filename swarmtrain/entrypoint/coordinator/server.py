@@ -41,7 +41,7 @@ from swarmtrain.protocol import (
     RUN_OVER_FIELD,
     CoordinatorEnv,
     Event,
-    Preemption,
+    QueueStop,
     RunOutcome,
     SupervisorResponse,
 )
@@ -100,8 +100,8 @@ def main() -> int:
         return EXIT_ERROR
     with bound_server as server:
         notifier.start()
-        if preemption := Preemption.from_env(os.environ):
-            notifier.notify_preemption(preemption)
+        if stop_by_queue := QueueStop.from_env(os.environ):
+            notifier.notify_queue_stop(stop_by_queue)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": _TICK_SECONDS}, daemon=True).start()
         store = _serve_c10d_store(env, server)
         if _wait_until_run_finished(server, stop):

@@ -16,8 +16,8 @@ from swarmtrain.notifications.channel import (
     encode_channels,
     name_channel_secret,
 )
-from swarmtrain.protocol import ENV_NOTIFY, ENV_PREEMPTION, LABEL_NOTIFY, RENDEZVOUS_SERVICE
-from swarmtrain.render.stack_document import PREEMPTION_TEMPLATE, SECRETS_FOLDER
+from swarmtrain.protocol import ENV_NOTIFY, ENV_QUEUE_STOP, LABEL_NOTIFY, RENDEZVOUS_SERVICE
+from swarmtrain.render.stack_document import QUEUE_STOP_TEMPLATE, SECRETS_FOLDER
 
 _NO_CHANNELS = "{}"
 
@@ -58,7 +58,7 @@ def _add_channels(service: ApiSpec, policy: QueuePolicy, secret_ids: dict[str, s
         channels.append(ChannelSettings(channel_name, settings.type, settings.events, str(SECRETS_FOLDER / file_name)))
         file = {"Name": file_name, "UID": "0", "GID": "0", "Mode": 0o444}
         references.append({"File": file, "SecretName": settings.swarm_secret, "SecretID": secret_ids[name]})
-    variables |= {ENV_NOTIFY: encode_channels(channels), ENV_PREEMPTION: PREEMPTION_TEMPLATE}
+    variables |= {ENV_NOTIFY: encode_channels(channels), ENV_QUEUE_STOP: QUEUE_STOP_TEMPLATE}
     new_container = {
         **container,
         "Env": sorted(f"{key}={value}" for key, value in variables.items()),

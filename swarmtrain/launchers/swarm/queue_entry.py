@@ -12,7 +12,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.protocol import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_PREEMPTION
+from swarmtrain.protocol import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, format_queue_stop
 
 LABEL_STATE = "swarmtrain.queue.state"
 _LABEL_POSITION = "swarmtrain.queue.position"
@@ -57,8 +57,8 @@ class QueueEntry:
     lost_steps: int = 0
     """Steps that the run had completed after its last checkpoint when its nodes were killed at the end of their grace."""
 
-    preemption: str = ""
-    """Why the run was preempted; empty unless it waits because of that."""
+    stop: str = ""
+    """How and why the scheduler has stopped the run, as `format_queue_stop` writes it; empty unless it has."""
 
     @property
     def shortened_reason(self) -> str:
@@ -76,12 +76,15 @@ class QueueEntry:
             _LABEL_TRAINED: f"{self.trained_seconds:.0f}",
             _LABEL_SAVING: "yes" if self.is_saving else "",
             LABEL_QUEUE_LOST: f"{self.lost_steps}",
-            LABEL_QUEUE_PREEMPTION: self.preemption[:_MAX_REASON_LENGTH],
+            LABEL_QUEUE_STOP: self.stop[:_MAX_REASON_LENGTH],
         }
 
-    def change_state(
-        self, state: EntryState, now: float, *, reason: str = "", machines: Mapping[str, str] | None = None, preemption: str = ""
-    ) -> QueueEntry:
+    def stop_run(self, state: EntryState, now: float, reason: str) -> QueueEntry:
+        """Return the entry of a run that the scheduler stops at `now`: it waits from then on, or stays stopped."""
+        stop = format_queue_stop(reason, resumes=state is EntryState.waiting)
+        return replace(self.change_state(state, now, reason=reason), stop=stop)
+
+    def change_state(self, state: EntryState, now: float, *, reason: str = "", machines: Mapping[str, str] | None = None) -> QueueEntry:
         """Return the entry in `state` from `now` on. Time in the state `admitted` is added to `trained_seconds`."""
         trained, is_saving = self.trained_seconds, self.is_saving
         if self.state is EntryState.admitted and state is not EntryState.admitted:
@@ -95,7 +98,7 @@ class QueueEntry:
             changed=self.changed if state is self.state else now,
             trained_seconds=trained,
             is_saving=is_saving and state is not EntryState.admitted,
-            preemption=preemption,
+            stop="",
         )
 
 
@@ -118,7 +121,7 @@ def parse_entry(labels: Mapping[str, str]) -> QueueEntry | None:
         _parse_number(labels.get(_LABEL_TRAINED)),
         labels.get(_LABEL_SAVING) == "yes",
         int(_parse_number(labels.get(LABEL_QUEUE_LOST))),
-        labels.get(LABEL_QUEUE_PREEMPTION, ""),
+        labels.get(LABEL_QUEUE_STOP, ""),
     )
 
 

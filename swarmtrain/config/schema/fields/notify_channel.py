@@ -43,8 +43,8 @@ class ChannelConfig(Section):
     )
     events: NotificationKinds = Field(
         tuple(NotificationKind),
-        description="Events to notify about: the run's outcome, its preemption in the queue, a straggler, a quarantined node, and a disk "
-        "that is nearly full.",
+        description="Events to notify about: the run's outcome, its preemption in the queue, another stop by the queue, a straggler, "
+        "a quarantined node, and a disk that is nearly full.",
     )
 
 

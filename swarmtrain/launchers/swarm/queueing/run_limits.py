@@ -34,8 +34,8 @@ def find_limit_change(member: QueueMember, now: float) -> QueueEntry | None:
         return None
     limit = format_duration_text(runner.time_limit)
     if runner.on_time_limit is TimeLimitAction.stop:
-        return member.entry.change_state(EntryState.stopped, now, reason=f"reached its time limit of {limit}")
-    entry = member.entry.change_state(EntryState.waiting, now, reason=f"reached its time limit of {limit}, and is queued again")
+        return member.entry.stop_run(EntryState.stopped, now, f"reached its time limit of {limit}")
+    entry = member.entry.stop_run(EntryState.waiting, now, f"reached its time limit of {limit}, and is queued again")
     return replace(entry, trained_seconds=0.0, position=float(max(service.version for service in member.services)))
 
 
@@ -73,7 +73,7 @@ class IdleGpuMonitor:
             return replace(member.entry, reason="") if is_reported and since is None else None
         reason = f"{IDLE_REPORT_TEXT} {format_duration_text(policy.after)}"
         if policy.action is IdleAction.release:
-            return member.entry.change_state(EntryState.stopped, now, reason=f"{reason}: stopped by the policy of the queue")
+            return member.entry.stop_run(EntryState.stopped, now, f"{reason}: stopped by the policy of the queue")
         return None if is_reported else replace(member.entry, reason=f"{reason} or longer")
 
     def _update(self, member: QueueMember, now: float) -> None:

@@ -129,7 +129,7 @@ class Scheduler:
         if member.entry.state is not EntryState.admitted or member.has_ended:
             return None
         if failure := describe_start_failure(self._engine, member, now):
-            return member.entry.change_state(EntryState.stopped, now, reason=failure)
+            return member.entry.stop_run(EntryState.stopped, now, failure)
         change = find_limit_change(member, now)
         return self._idle_gpus.find_change(member, idle_policy, now) if change is None and idle_policy else change
 
@@ -155,7 +155,7 @@ class Scheduler:
     def _build_new_entry(self, state: QueueState, member: QueueMember, change: QueueChange, now: float) -> QueueEntry:
         """Return the entry of a run after `change`. Raises PlanError if the run cannot train on any such number of machines."""
         if change.kind is ChangeKind.preempt:
-            return member.entry.change_state(EntryState.waiting, now, reason=f"preempted: {change.cause}", preemption=change.cause)
+            return member.entry.stop_run(EntryState.waiting, now, f"preempted: {change.cause}")
         kept = {node: machine for node, machine in member.entry.machines.items() if machine in change.machines}
         machines = sorted(change.machines, key=lambda machine: machine not in kept.values())
         min_count = max(len(kept), min(member.config.runner.node_range[0], len(machines)) if member.config else 1)
@@ -250,13 +250,13 @@ class Scheduler:
     def _write_coordinator(self, member: QueueMember, entry: QueueEntry) -> Service:
         """Store the entry, and return the service as updated.
 
-        If the run is admitted and its coordinator does not run, it is started. If the run has saved because it was preempted, a coordinator
-        that sends notifications is restarted: it reports the preemption.
+        If the run is admitted and its coordinator does not run, it is started. If the run has saved because the scheduler has stopped it, a
+        coordinator that sends notifications is restarted: it reports the stop.
         """
         service = member.coordinator
         spec = {**service.spec, "Labels": {**service.spec["Labels"], **entry.to_labels()}}
         has_saved = member.entry.is_saving and not entry.is_saving
-        is_notified = has_saved and bool(entry.preemption) and bool(service.replicas) and LABEL_NOTIFY in spec["Labels"]
+        is_notified = has_saved and bool(entry.stop) and bool(service.replicas) and LABEL_NOTIFY in spec["Labels"]
         if is_notified or (entry.state is EntryState.admitted and (not service.replicas or member.has_ended)):
             spec = _restart(spec)
         self._update_service(service, spec)
