@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.launchers.common.container_logs import ContainerLogLine, LineDeduplicator, _join_log_frames
+from swarmtrain.launchers.common.container_logs import ContainerLogLine, LineDeduplicator, _join_log_frames, read_log_lines
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder
@@ -55,6 +56,19 @@ def test_pieces_of_a_long_line_are_put_together_though_others_come_between() -> 
 def test_a_message_of_the_engine_in_a_log_is_a_line() -> None:
     (line,) = _join_log_frames([(3, b"warning: incomplete log stream")], "n")
     assert line.text == "warning: incomplete log stream"
+
+
+def test_a_log_that_is_incomplete_is_reported() -> None:
+    class _Engine:
+        def open_log_stream(self, *_request: object) -> list[tuple[int, bytes]]:
+            return [build_frame(TIMES[0], "here\n"), (3, b"node n1 is not available\n")]
+
+    engine: Any = _Engine()
+    messages: list[str] = []
+    lines = read_log_lines(engine, "/services/s", "node1", report_problem=messages.append)
+    assert [line.text for line in lines] == ["here"]
+    assert messages == ["the log of node1 is incomplete: node n1 is not available"]
+    assert read_log_lines(engine, "/services/s", "node1") == lines
 
 
 def test_only_the_coordinator_posts_events() -> None:

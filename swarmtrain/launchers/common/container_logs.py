@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import lru_cache
 
 from swarmtrain.errors import EngineError
-from swarmtrain.launchers.base import LogLine
+from swarmtrain.launchers.base import LogLine, ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, LogStream, is_not_found_error
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 
@@ -62,18 +62,26 @@ class ContainerLogLine:
 
 
 def read_log_lines(
-    engine: DockerEngine, api_path: str, node: str, *, tail: int | None = None, since: float | None = None
+    engine: DockerEngine,
+    api_path: str,
+    node: str,
+    *,
+    tail: int | None = None,
+    since: float | None = None,
+    report_problem: ProgressReporter | None = None,
 ) -> list[ContainerLogLine]:
     """Return the lines of the log of `api_path` (/services/ID or /containers/ID) that are still available, ordered by time.
 
-    With `tail`, only the last `tail` lines are returned. Lines of a node that has just died cannot be read, and are missing.
-    Raises EngineError if the manager does not answer.
+    With `tail`, only the last `tail` lines are returned. Lines on a machine that the manager cannot reach are missing; `report_problem` is
+    then called with a message. Raises EngineError if the manager does not answer.
     """
     lines: list[ContainerLogLine] = []
     try:
-        streamed = _join_log_frames(engine.open_log_stream(f"{api_path}/logs", _build_log_query_params(tail=tail, since=since)), node)
-        # A line without a timestamp is the engine's message about a node that it cannot reach.
-        lines.extend(line for line in streamed if line.time)
+        for line in _join_log_frames(engine.open_log_stream(f"{api_path}/logs", _build_log_query_params(tail=tail, since=since)), node):
+            if line.time:
+                lines.append(line)
+            elif report_problem:  # a line without a timestamp is the engine's message about a machine that it cannot reach
+                report_problem(f"the log of {node} is incomplete: {line.text}")
     except EngineError as error:
         if error.status is not None:
             raise

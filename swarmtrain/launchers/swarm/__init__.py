@@ -157,8 +157,8 @@ class SwarmLauncher:
         services = cluster_state.list_run_services(self._engine, run)
         recorded_run = RecordedRun(run, cluster_state.find_identity(services, run))
         selected = [service for service in services if node in (None, service.get_short_name(run))]
-        lines = self._read_log_lines(selected, run, tail, since)
-        if follow:
+        lines = self._read_log_lines(selected, run, tail, since, None if follow else report_progress)
+        if follow:  # it asks again
             return self._follow_logs(recorded_run, LogScope(since, tail, lines, node), report_progress)
         return (line.to_log_line() for line in lines if line.parse_event() is None)
 
@@ -280,11 +280,16 @@ class SwarmLauncher:
         ]
 
     def _read_log_lines(
-        self, services: list[cluster_state.Service], run: str, tail: int | None, since: float | None
+        self,
+        services: list[cluster_state.Service],
+        run: str,
+        tail: int | None,
+        since: float | None,
+        report_problem: ProgressReporter | None,
     ) -> list[ContainerLogLine]:
         """Return the available lines of the services' logs, ordered by time."""
         with ThreadPoolExecutor(8, thread_name_prefix="logs") as pool:
-            read_service = partial(container_logs.read_log_lines, self._engine, tail=tail, since=since)
+            read_service = partial(container_logs.read_log_lines, self._engine, tail=tail, since=since, report_problem=report_problem)
             lines_by_service = list(pool.map(lambda service: read_service(service.api_path, service.get_short_name(run)), services))
         return list(heapq.merge(*lines_by_service, key=lambda line: line.time))
 
