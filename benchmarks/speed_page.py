@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from benchmarks.records import Record
 
@@ -32,12 +32,13 @@ Measured on: {machine}.
 def render_page(records: Sequence[Record], benchmark_names: Sequence[str], previous_page: str = "") -> str:
     """Return the Markdown page of `records`, in the order of `benchmark_names`.
 
-    Rows of `previous_page` without a new record are kept, and so are the sections of GPUs.
+    The rows that `previous_page` has of other benchmarks, and of those that cannot run here, are kept, and so are the sections of GPUs.
     """
-    cells = _collect_previous_lines(_ROW_PATTERN, previous_page, benchmark_names) | {
+    kept = set(benchmark_names) - {_get_benchmark_name(record["name"]) for record in records if not record["skip_reason"]}
+    cells = _collect_previous_lines(_ROW_PATTERN, previous_page, kept) | {
         record["name"]: f"| {' | '.join(_format_cells(record))} |" for record in records
     }
-    texts = _collect_previous_lines(_TEXT_PATTERN, previous_page, benchmark_names) | {
+    texts = _collect_previous_lines(_TEXT_PATTERN, previous_page, kept) | {
         record["name"]: _format_description(record) for record in records
     }
     order = sorted(cells, key=lambda name: list(benchmark_names).index(_get_benchmark_name(name)))
@@ -90,7 +91,7 @@ def _format_ratio(record: Record) -> str:
     return f"{record['ratio']:.2f}{interval_text}" + (f", goal {goal:g}" if goal else "")
 
 
-def _collect_previous_lines(pattern: re.Pattern[str], previous_page: str, benchmark_names: Sequence[str]) -> dict[str, str]:
+def _collect_previous_lines(pattern: re.Pattern[str], previous_page: str, benchmark_names: Set[str]) -> dict[str, str]:
     return {match[1]: match[0] for match in pattern.finditer(previous_page) if _get_benchmark_name(match[1]) in benchmark_names}
 
 
