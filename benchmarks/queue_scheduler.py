@@ -18,8 +18,8 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing import queue_service
-from swarmtrain.launchers.swarm.queueing.admission import decide
-from swarmtrain.launchers.swarm.queueing.queue_model import Claims, MachineSupply, QueuedRun, QueueSnapshot
+from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, MachineSupply, QueuedRun, QueueSnapshot
 from swarmtrain.plan import build_plan
 
 _MACHINES, _QUEUED_RUNS, _REPEATS = 50, 200, 9

@@ -32,8 +32,6 @@ ENV_SIMULATED_GPUS = f"{ENV_PREFIX}SIMULATED_GPUS"
 """Variable that a lab sets on the nodes whose engines declare GPUs that do not exist: the number of these GPUs."""
 ENV_NOTIFY = f"{ENV_PREFIX}NOTIFY"
 """Variable of a coordinator that sends notifications: the settings of its channels (swarmtrain.notifications.channel), without secrets."""
-ENV_QUEUE_STOP = f"{ENV_PREFIX}QUEUE_STOP"
-"""Variable of a coordinator that sends notifications in a swarm: the stop by a scheduler that it reports when it starts; see QueueStop."""
 ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 """Variable that is set for all ranks if a user's terminal is attached to one of them. A debugger may pause that rank for any time."""
 
@@ -63,12 +61,6 @@ LABEL_QUEUE_SETTINGS = "swarmtrain.queue.settings"
 
 # The channels of a run's notifications (the config's section notify), as JSON, on its coordinator.
 LABEL_NOTIFY = "swarmtrain.notify"
-
-# Labels of a run in a queue, on its coordinator: when its state changed, how many steps it lost then, and how and why the scheduler has
-# stopped it (empty unless it has).
-LABEL_QUEUE_CHANGED = "swarmtrain.queue.changed"
-LABEL_QUEUE_LOST = "swarmtrain.queue.lost"
-LABEL_QUEUE_STOP = "swarmtrain.queue.stop"
 
 # Labels of the run's identity (swarmtrain.run_identity): its id, who brought it up, from which machine, and when (seconds since the epoch).
 LABEL_RUN_ID = "swarmtrain.id"
@@ -230,34 +222,6 @@ class CoordinatorEnv(_EnvironmentMessage):
     """Path of the run's key (swarmtrain.run_key); empty: none."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A coordinator with another version does not start."""
-
-
-@dataclass(frozen=True)
-class QueueStop:
-    """Stop of a run by the scheduler of a queue, which restarts the run's coordinator once the run has saved."""
-
-    time: float
-    """Seconds since the epoch, by the scheduler's clock."""
-    lost_steps: int
-    resumes: bool
-    """Whether the run waits in the queue, and resumes by itself."""
-    reason: str
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> Self | None:
-        """Return the stop in the variables `environ`: time, lost steps, and the value of LABEL_QUEUE_STOP; None if there was none."""
-        match environ.get(ENV_QUEUE_STOP, "").split(maxsplit=3):
-            case [time_text, lost_text, how, reason] if time_text.isdecimal() and lost_text.isdecimal():
-                return cls(float(time_text), int(lost_text), how == _RESUMES, reason)
-        return None
-
-
-_RESUMES, _ENDS = "resumes", "ends"
-
-
-def format_queue_stop(reason: str, *, resumes: bool) -> str:
-    """Return the value of LABEL_QUEUE_STOP."""
-    return f"{_RESUMES if resumes else _ENDS} {reason}"
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,12 @@ from swarmtrain.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
     ENV_PREFIX,
-    ENV_QUEUE_STOP,
     ENV_RUN_ID,
     LABEL_CONFIG,
     LABEL_HOST,
     LABEL_HOSTS,
     LABEL_NOTIFY,
-    LABEL_QUEUE_CHANGED,
-    LABEL_QUEUE_LOST,
     LABEL_QUEUE_SETTINGS,
-    LABEL_QUEUE_STOP,
     LABEL_ROLE,
     LABEL_RUN,
     LABEL_RUN_ID,
@@ -46,6 +42,7 @@ from swarmtrain.protocol import (
     ROLE_RENDEZVOUS,
     RUN_KEY_NAME,
 )
+from swarmtrain.queue_stop import ENV_QUEUE_STOP, QUEUE_STOP_TEMPLATE
 from swarmtrain.render.mounts import WORKSPACE, build_mounts, build_volumes, escape_go_template
 from swarmtrain.render.process_environment import (
     ENTRYPOINT_MODULE,
@@ -76,11 +73,6 @@ RUN_VARIABLE = f"{ENV_PREFIX}RUN"
 _RUN_ID_TEMPLATE = (
     f'{{{{with index .Service.Labels "{LABEL_RUN_ID}"}}}}{{{{.}}}}{{{{else}}}}{{{{printf "%.{ID_LENGTH}s" .Service.ID}}}}{{{{end}}}}'
 )
-QUEUE_STOP_TEMPLATE = " ".join(
-    f'{{{{index .Service.Labels "{label}"}}}}' for label in (LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP)
-)
-"""Value of the variable with the stop of a run by the scheduler of a queue. A container gets the labels of the time at which it is created:
-the scheduler restarts a coordinator that reports a stop."""
 # The name with which the stack was deployed. `docker stack deploy` may use another one than the stack file, and with that name as text,
 # `swarmtrain scale` would change, and restart, all services.
 _RUN_TEMPLATE = f'{{{{index .Service.Labels "{LABEL_STACK}"}}}}'

@@ -12,8 +12,8 @@ import yaml
 from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.launchers.base import RunOverview
 from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.estimates import estimate_starts
-from swarmtrain.launchers.swarm.queueing.queue_model import Claims, QueuedRun
+from swarmtrain.launchers.swarm.queueing.decisions.estimates import estimate_starts
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueState
 from swarmtrain.protocol import EVENT_PROGRESS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.queue_model import (
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     ChangeKind,
     Claims,
     MachineSupply,

@@ -20,7 +20,8 @@ from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_spe
 from swarmtrain.launchers.swarm.step_executor import apply_steps
 from swarmtrain.notifications.channel import decode_channels
 from swarmtrain.plan import build_plan
-from swarmtrain.protocol import ENV_NOTIFY, ENV_QUEUE_STOP, LABEL_NOTIFY, RENDEZVOUS_SERVICE
+from swarmtrain.protocol import ENV_NOTIFY, LABEL_NOTIFY, RENDEZVOUS_SERVICE
+from swarmtrain.queue_stop import ENV_QUEUE_STOP
 from swarmtrain.render.stack_document import render_stack
 
 POLICY = "notify: {ops: {swarm_secret: team, events: [outcome]}}\n"

@@ -10,8 +10,8 @@ from queue_cases import GPU, apply_changes, build_machines, build_run
 from randomized import SEED, count_examples, print_seed
 
 from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.admission import decide
-from swarmtrain.launchers.swarm.queueing.queue_model import ChangeKind, Claims, QueuedRun, QueueSnapshot
+from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import ChangeKind, Claims, QueuedRun, QueueSnapshot
 
 _SEQUENCES, _STEPS, _MAX_ROUNDS = 500, 40, 200
 

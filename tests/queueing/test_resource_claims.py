@@ -9,8 +9,8 @@ import pytest
 
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.inventory import Machine
-from swarmtrain.launchers.swarm.queueing.queue_model import Claims, Ledger, MachineSupply, count_gpus
-from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity, compute_claims
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, Ledger, MachineSupply, count_gpus
+from swarmtrain.launchers.swarm.queueing.decisions.resource_claims import build_capacity, compute_claims
 from swarmtrain.node_selection import PlannedNode
 
 DECLARED = Machine("a", id="a", resources={"NVIDIA-GPU": 8}, cores=32)

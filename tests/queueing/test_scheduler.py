@@ -26,16 +26,8 @@ from swarmtrain.launchers.swarm.service_specs import add_labels, build_stack_spe
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan, build_plan
-from swarmtrain.protocol import (
-    ENV_QUEUE_STOP,
-    EVENT_CHECKPOINT,
-    EVENT_PROGRESS,
-    LABEL_QUEUE_CHANGED,
-    LABEL_QUEUE_LOST,
-    LABEL_QUEUE_STOP,
-    Event,
-    QueueStop,
-)
+from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, Event
+from swarmtrain.queue_stop import ENV_QUEUE_STOP, LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, QueueStop
 from swarmtrain.render.stack_document import render_stack
 from swarmtrain.run_identity import RunIdentity
 

@@ -41,10 +41,10 @@ from swarmtrain.protocol import (
     RUN_OVER_FIELD,
     CoordinatorEnv,
     Event,
-    QueueStop,
     RunOutcome,
     SupervisorResponse,
 )
+from swarmtrain.queue_stop import QueueStop
 from swarmtrain.run_key import (
     NEXT_NONCE_FIELD,
     REQUEST_PURPOSE,

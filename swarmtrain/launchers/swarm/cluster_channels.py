@@ -16,8 +16,9 @@ from swarmtrain.notifications.channel import (
     encode_channels,
     name_channel_secret,
 )
-from swarmtrain.protocol import ENV_NOTIFY, ENV_QUEUE_STOP, LABEL_NOTIFY, RENDEZVOUS_SERVICE
-from swarmtrain.render.stack_document import QUEUE_STOP_TEMPLATE, SECRETS_FOLDER
+from swarmtrain.protocol import ENV_NOTIFY, LABEL_NOTIFY, RENDEZVOUS_SERVICE
+from swarmtrain.queue_stop import ENV_QUEUE_STOP, QUEUE_STOP_TEMPLATE
+from swarmtrain.render.stack_document import SECRETS_FOLDER
 
 _NO_CHANNELS = "{}"
 

@@ -12,7 +12,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.protocol import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, format_queue_stop
+from swarmtrain.queue_stop import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, format_queue_stop
 
 LABEL_STATE = "swarmtrain.queue.state"
 _LABEL_POSITION = "swarmtrain.queue.position"

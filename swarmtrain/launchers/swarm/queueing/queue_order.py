@@ -9,7 +9,7 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, update_entry
-from swarmtrain.launchers.swarm.queueing.queue_model import QueuedRun
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueState
 from swarmtrain.launchers.swarm.run_lock import RunLock
 

@@ -18,7 +18,7 @@ from swarmtrain.launchers.swarm import cluster_state, deployed_run
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry
-from swarmtrain.launchers.swarm.queueing.queue_model import (
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     CORES,
     Claims,
     Holding,
@@ -27,7 +27,7 @@ from swarmtrain.launchers.swarm.queueing.queue_model import (
     QueuedRun,
     QueueSnapshot,
 )
-from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity, compute_claims, compute_running_claims
+from swarmtrain.launchers.swarm.queueing.decisions.resource_claims import build_capacity, compute_claims, compute_running_claims
 from swarmtrain.launchers.swarm.queueing.stored_policy import find_policy_id, read_policy
 from swarmtrain.node_selection import PlannedNode, select_nodes
 from swarmtrain.placement import FRESH_PLACEMENT

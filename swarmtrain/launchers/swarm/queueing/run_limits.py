@@ -1,4 +1,4 @@
-"""Runs that use too much of what others wait for: they reach their time limit, leave their GPUs idle, or have nodes after their end."""
+"""Runs that use too much of what others wait for: they reach their time limit, or leave their GPUs idle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import replace
 from swarmtrain.config.schema.fields.duration import format_duration_text
 from swarmtrain.config.schema.queue_policy import IdleAction, IdlePolicy
 from swarmtrain.config.schema.runner import GpuMode, TimeLimitAction
-from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember
 from swarmtrain.protocol import EVENT_USAGE, Event
@@ -19,8 +17,6 @@ IDLE_REPORT_TEXT = "all its GPUs have been idle for"
 # A GPU with a lower utilization, in percent, is idle. A rank that waits for others in a collective shows 100.
 _MAX_IDLE_PERCENT = 5
 _SAMPLE_SECONDS = 30.0
-_EXIT_SECONDS = 30.0
-"""Seconds after the exit of the coordinator in which the nodes exit, too."""
 
 
 def find_limit_change(member: QueueMember, now: float) -> QueueEntry | None:
@@ -86,22 +82,3 @@ class IdleGpuMonitor:
             self._idle_since.setdefault(member.run, now)
         else:
             self._idle_since.pop(member.run, None)
-
-
-class EndedRunMonitor:
-    """Finds nodes that run although their run has ended.
-
-    Swarm starts a node again whose machine was lost before the node had exited. If the run has its outcome by then, the node waits for a
-    coordinator that has exited, and holds its machine. The observation starts again with each scheduler.
-    """
-
-    def __init__(self) -> None:
-        self._ended_since: dict[str, float] = {}
-
-    def list_stray_nodes(self, member: QueueMember, now: float) -> list[Service]:
-        """Return the services of the nodes that still run long after the coordinator has exited."""
-        running = [node for node in member.nodes if node.replicas and not cluster_state.is_service_finished(node, member.tasks)]
-        if not running or not member.has_coordinator_exited:
-            self._ended_since.pop(member.run, None)
-            return []
-        return running if now - self._ended_since.setdefault(member.run, now) >= _EXIT_SECONDS else []

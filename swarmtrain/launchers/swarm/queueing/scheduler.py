@@ -25,12 +25,13 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found
 from swarmtrain.launchers.swarm import deployed_run
 from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry
-from swarmtrain.launchers.swarm.queueing.admission import decide
+from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import ChangeKind, QueueChange, QueuedRun
+from swarmtrain.launchers.swarm.queueing.ended_runs import EndedRunMonitor
 from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_settings
-from swarmtrain.launchers.swarm.queueing.queue_model import ChangeKind, QueueChange, QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueReader, QueueState, find_machine
 from swarmtrain.launchers.swarm.queueing.run_failures import count_lost_steps, describe_start_failure, read_last_events
-from swarmtrain.launchers.swarm.queueing.run_limits import EndedRunMonitor, IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
+from swarmtrain.launchers.swarm.queueing.run_limits import IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
 from swarmtrain.launchers.swarm.run_lock import RunLock, UnchangedLocks
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, build_stack_specs
 from swarmtrain.launchers.swarm.step_executor import run_in_parallel

@@ -20,8 +20,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, StackState
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry, update_entry
-from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_settings
-from swarmtrain.launchers.swarm.queueing.queue_model import (
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     CORES,
     Claims,
     Ledger,
@@ -29,9 +28,10 @@ from swarmtrain.launchers.swarm.queueing.queue_model import (
     OwnerLimit,
     count_gpus,
 )
+from swarmtrain.launchers.swarm.queueing.decisions.resource_claims import build_capacity
+from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_settings
 from swarmtrain.launchers.swarm.queueing.queue_service import read_scheduler_status
 from swarmtrain.launchers.swarm.queueing.queue_state import compute_needs, format_amounts
-from swarmtrain.launchers.swarm.queueing.resource_claims import build_capacity
 from swarmtrain.launchers.swarm.queueing.stored_policy import read_policy
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ObjectKind, ReconcileStep, StepVerb, reconcile
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs

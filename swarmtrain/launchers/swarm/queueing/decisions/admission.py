@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.preemption import Victim, VictimSearch
-from swarmtrain.launchers.swarm.queueing.queue_model import (
+from swarmtrain.launchers.swarm.queueing.decisions.preemption import Victim, VictimSearch
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     ChangeKind,
     Claims,
     Decision,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.admission import decide
-from swarmtrain.launchers.swarm.queueing.queue_model import ChangeKind, QueuedRun, QueueSnapshot
+from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import ChangeKind, QueuedRun, QueueSnapshot
 
 _MAX_SIMULATED_ENDS = 100
 

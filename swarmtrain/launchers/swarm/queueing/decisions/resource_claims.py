@@ -8,7 +8,7 @@ from typing import Any
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.inventory import Machine
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
-from swarmtrain.launchers.swarm.queueing.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Claims
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Claims
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.render.process_environment import HIDDEN_GPUS_ENV, VISIBLE_DEVICES_VARIABLE
 
