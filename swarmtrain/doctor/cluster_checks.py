@@ -20,6 +20,7 @@ from swarmtrain.images import PinnedImage, pin_image
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.cluster_state import describe_node_unavailability
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
 
@@ -76,9 +77,9 @@ class ClusterSnapshot:
         """Return the planned node of the run that is pinned to the swarm node `node`; None if no planned node is pinned to it."""
         pins = [f"node.id=={node['ID']}"]
         namesakes = [
-            other for other in self.nodes if get_host_name(other) == get_host_name(node) and not _describe_node_unavailability(other)
+            other for other in self.nodes if get_host_name(other) == get_host_name(node) and not describe_node_unavailability(other)
         ]
-        if not (_describe_node_unavailability(node) and namesakes):  # the host name of a rejoined machine refers to its new node
+        if not (describe_node_unavailability(node) and namesakes):  # the host name of a rejoined machine refers to its new node
             pins.append(f"node.hostname=={get_host_name(node)}")
         return next((planned for planned in (self.plan.nodes if self.plan else ()) if planned.constraint in pins), None)
 
@@ -136,7 +137,7 @@ def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         why = f"more than half of the {count} managers must be reachable, or nothing in the swarm can be changed"
         yield Finding(f"node {get_host_name(node)}", "is not reachable from the other managers", hint, len(unreachable) * 2 >= count, why)
     if count and count % 2 == 0:
-        promoted = next((node for node in snapshot.nodes if node not in managers and not _describe_node_unavailability(node)), None)
+        promoted = next((node for node in snapshot.nodes if node not in managers and not describe_node_unavailability(node)), None)
         demoted = next((node for node in [*unreachable, *managers] if not status[node["ID"]].get("Leader")), managers[-1])
         hint = (
             f"docker node promote {snapshot.format_node_reference(promoted)}"
@@ -151,7 +152,7 @@ def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]:
 @CHECKS("nodes", "every node is up and accepts tasks")
 def _check_node_availability(snapshot: ClusterSnapshot) -> Iterator[Finding]:
     for node in snapshot.nodes:
-        if not (reason := _describe_node_unavailability(node)):
+        if not (reason := describe_node_unavailability(node)):
             continue
         planned = snapshot.find_planned_node(node)
         hint = (
@@ -160,6 +161,8 @@ def _check_node_availability(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         )
         if reason in ("drained", "paused"):
             hint = f"docker node update --availability active {snapshot.format_node_reference(node)}"
+        elif reason == cluster_state.UNKNOWN_STATE:
+            hint = cluster_state.NEW_LEADER_HINT
         why = f"the run's {planned.name} is pinned to this machine, and waits for it" if planned else "no run is scheduled on this machine"
         yield Finding(f"node {get_host_name(node)}", f"is {reason}", hint, planned is not None, why, host=snapshot.get_planned_host(node))
 
@@ -273,12 +276,6 @@ def _check_partially_removed_runs(snapshot: ClusterSnapshot) -> Iterator[Finding
     for run in snapshot.terminating_runs:
         why = "its remaining objects keep its name, and may keep its network and its GPUs"
         yield Finding(f"run {run}", "is being removed, or was only partially created", f"swarmtrain down {run}", fatal=False, why=why)
-
-
-def _describe_node_unavailability(node: ApiObject) -> str:
-    if node["Status"]["State"] != "ready":
-        return str(node["Status"]["State"])
-    return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")
 
 
 def _build_removal_command(node: ApiObject) -> str:

@@ -115,6 +115,7 @@ CASES = (
         "docker node demote id1 && docker node rm",
         False,
     ),
+    CheckCase("nodes", build_swarm(build_node(1, State="unknown")), "node gpu-1", "is unknown", "try again in 30 s", False),
     CheckCase("nodes", build_swarm(build_node(1, Availability="pause")), "node gpu-1", "is paused", "--availability active gpu-1", False),
     CheckCase(
         "nodes",

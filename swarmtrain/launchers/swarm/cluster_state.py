@@ -26,6 +26,9 @@ _NODE_PREFIX = f"{ENV_PREFIX}NODE="
 _MARKER_CONFIG_PATTERN = re.compile(r"config-[0-9a-f]{10}")
 # States after which a task never runs again. The other task states are `running` and the states before it.
 FINAL_STATES = frozenset({"complete", "shutdown", "failed", "rejected", "remove", "orphaned"})
+UNKNOWN_STATE = "unknown"
+"""State of a node that a new leader of the managers has not heard of. It becomes ready or down within half a minute."""
+NEW_LEADER_HINT = "the managers have a new leader, which has not heard of this node yet; try again in 30 s"
 
 
 @dataclass(frozen=True)
@@ -342,7 +345,7 @@ def read_inventory(engine: DockerEngine, nodes: Sequence[dict[str, Any]] | None 
 
 def _parse_machine(node: dict[str, Any], gpu_count: int | None) -> Machine:
     description = node["Description"]
-    unavailable_reason = _describe_node_unavailability(node)
+    unavailable_reason = describe_node_unavailability(node)
     return Machine(
         host=description["Hostname"],
         id=node["ID"],
@@ -359,7 +362,8 @@ def _parse_machine(node: dict[str, Any], gpu_count: int | None) -> Machine:
     )
 
 
-def _describe_node_unavailability(node: dict[str, Any]) -> str:
+def describe_node_unavailability(node: dict[str, Any]) -> str:
+    """Return in which state a node of the swarm is that starts no tasks: down, drained, paused ...; empty if it starts them."""
     if node["Status"]["State"] != "ready":
         return str(node["Status"]["State"])
     return {"drain": "drained", "pause": "paused"}.get(node["Spec"]["Availability"], "")
@@ -368,6 +372,8 @@ def _describe_node_unavailability(node: dict[str, Any]) -> str:
 def _suggest_availability_fix(host: str, unavailable_reason: str) -> str:
     if unavailable_reason in ("drained", "paused"):
         return f"docker node update --availability active {host}"
+    if unavailable_reason == UNKNOWN_STATE:
+        return NEW_LEADER_HINT
     return "start the node; docker node ls shows when it is ready" if unavailable_reason else ""
 
 
