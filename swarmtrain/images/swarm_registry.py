@@ -120,7 +120,7 @@ def start_registry(
         engine.post("/services/create", desired_spec, image=image)
     try:
         _wait_until_registry_running(engine, get_host_name(manager_node), port, report_progress)
-        _wait_until_registry_listens(engine, f"{address_of(manager_node)}:{port}")
+        _wait_until_registry_listens(engine, get_host_name(manager_node), f"{address_of(manager_node)}:{port}")
     except BaseException:
         if not is_kept:
             engine.delete(f"/services/{SERVICE_NAME}")
@@ -292,10 +292,19 @@ def _wait_until_registry_running(engine: ManagerEngine, node_host: str, port: in
     )
 
 
-def _wait_until_registry_listens(engine: ManagerEngine, registry_address: str) -> None:
-    """Wait until the registry, whose container runs, accepts connections. What else prevents its use is in its status."""
+def _wait_until_registry_listens(engine: ManagerEngine, node_host: str, registry_address: str) -> None:
+    """Wait until the registry, whose container runs, accepts connections. What else prevents its use is in its status.
+
+    Raises ImageError if it does not accept any.
+    """
     deadline = time.monotonic() + _LISTEN_SECONDS
-    while "connection refused" in _find_trust_problem(engine, registry_address) and time.monotonic() < deadline:
+    while "connection refused" in _find_trust_problem(engine, registry_address):
+        if time.monotonic() > deadline:
+            raise ImageError(
+                f"its container runs on {node_host}, but accepts no connections to {registry_address} after {_LISTEN_SECONDS:.0f} s",
+                place=_LOCATION,
+                hint=f"use --image with the image of a registry that listens on port {_CONTAINER_PORT}, as {DEFAULT_IMAGE} does",
+            )
         time.sleep(0.2)
 
 

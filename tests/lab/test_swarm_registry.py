@@ -130,6 +130,17 @@ def test_a_registry_that_cannot_start_prints_why_and_is_removed(engine: DockerEn
         swarm_registry.remove_registry(engine, remove_images=False, report_progress=print_line)
 
 
+def test_a_registry_that_listens_on_another_port_is_removed(engine: DockerEngine, registry_image: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yml").write_text(REGISTRY_CONFIG.replace(":5000", ":5001"))
+    (tmp_path / "Dockerfile").write_text(f"FROM {registry_image}\nCOPY config.yml /srv/\n")
+    for _ in engine.client.build(path=str(tmp_path), tag="registry-by-hand:2", rm=True, decode=True):
+        pass
+    with pytest.raises(ImageError, match=r"its container runs on node0, but accepts no connections to \S+:5055 after 15 s"):
+        swarm_registry.start_registry(engine, port=PORT, image="registry-by-hand:2", access=OPEN, report_progress=print_line)
+    with pytest.raises(ImageError, match="no registry in this swarm"):
+        swarm_registry.get_registry_status(engine)
+
+
 class RegistryUser:
     """A user on this machine, with a home folder of their own, who runs commands on the lab's manager."""
 
