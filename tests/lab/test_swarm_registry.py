@@ -84,7 +84,7 @@ def write_insecure_registries(lab: Lab, node: str, *addresses: str) -> None:
     file = "/etc/docker/daemon.json"
     settings = json.loads(subprocess.run([*lab.build_enter_command(node), "cat", file], check=True, capture_output=True).stdout)
     text = json.dumps({**settings, "insecure-registries": list(addresses)})
-    argv = [*lab.build_enter_command(node), "sh", "-ec", f"cat >{file}; kill -HUP $(pidof dockerd)"]
+    argv = [*lab.build_enter_command(node), "sh", "-ec", f"cat >{file}; kill -HUP $(cat /run/docker.pid)"]
     subprocess.run(argv, input=text.encode(), check=True)
 
 
