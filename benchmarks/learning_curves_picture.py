@@ -12,8 +12,8 @@ import matplotlib as mpl  # type: ignore[import-not-found]  # the benchmark inst
 mpl.use("svg")
 from matplotlib import pyplot
 
-_LABELS = {"ddp": "data parallelism", "powersgd": "PowerSGD, rank 4", "powersgd-16": "PowerSGD, rank 16", "diloco": "DiLoCo, two learners"}
-_COLORS = {"ddp": "#4b5563", "powersgd": "#2456c8", "powersgd-16": "#7aa5ff", "diloco": "#b8400e"}
+_LABELS = {"ddp": "data parallelism", "powersgd": "PowerSGD, rank 16", "powersgd-4": "PowerSGD, rank 4", "diloco": "DiLoCo, two learners"}
+_COLORS = {"ddp": "#4b5563", "powersgd": "#2456c8", "powersgd-4": "#7aa5ff", "diloco": "#b8400e"}
 _ENLARGED_FROM = 0.6
 """Part of the steps after which the second plot begins."""
 _ENLARGED_HEIGHT = 0.2

@@ -149,9 +149,18 @@ def list_starts(launcher: SlurmLauncher, name: str) -> list[str]:
 
 def wait_for_starts(launcher: SlurmLauncher, name: str, expected: list[str], first: int = -1) -> None:
     """Wait until the ranks' start lines, from index `first` on, equal `expected`. Log lines may arrive after the coordinator's events."""
+    wait_until_starts(launcher, name, lambda starts: starts[first:] == expected)
+
+
+def wait_for_world_size(launcher: SlurmLauncher, name: str, size: int) -> None:
+    """Wait until the last `size` start lines are those of a world of as many ranks."""
+    wait_until_starts(launcher, name, lambda starts: [line.endswith(f"of world {size}, hush") for line in starts[-size:]] == [True] * size)
+
+
+def wait_until_starts(launcher: SlurmLauncher, name: str, condition: Callable[[list[str]], bool]) -> None:
     end = time.monotonic() + 60
-    while (found := list_starts(launcher, name)[first:]) != expected:
-        assert time.monotonic() < end, found
+    while not condition(starts := list_starts(launcher, name)):
+        assert time.monotonic() < end, starts
         time.sleep(0.1)
 
 
@@ -212,7 +221,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     assert read_job_id(launcher, "demo") == first
     launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(3)), print)
     wait_for_world(launcher, "demo", 3)
-    assert list_starts(launcher, "demo")[-1].endswith("of world 3, hush")
+    wait_for_world_size(launcher, "demo", 3)
     assert not slurm_cli.read_job_state(first).is_active
     steps = [int(line.split()[2]) for line in list_starts(launcher, "demo")]
     assert steps == sorted(steps)
@@ -376,10 +385,7 @@ def test_a_run_continues_with_the_surviving_nodes(launcher: SlurmLauncher, lab: 
     wait_for_world(launcher, "demo", 1)
     lab.power_off_node("n02", report_progress=print)
     wait_for_world(launcher, "demo", 2)
-    end = time.monotonic() + 60
-    while not list_starts(launcher, "demo")[-1].endswith("of world 1, hush"):  # the log line may arrive after the coordinator's event
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for_world_size(launcher, "demo", 1)
     number = read_job_id(launcher, "demo")
     wait_until_down("n02")
     assert slurm_cli.read_job_state(number).state == "RUNNING"

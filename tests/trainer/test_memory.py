@@ -30,7 +30,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "fsdp, bfloat16": {"transformer_architecture": {"precision": "bfloat16"}, "topology": {"data_parallel_type": "fsdp"}},
     "tensor": {"topology": {"model_parallel_size": 2, "sequence_parallel": True}},
     "pipeline": {"topology": {"pipe_parallel_size": 2}},
-    "powersgd": {"topology": {"gradient_compression": "powersgd", "powersgd": {"start_step": 0}}},
+    "powersgd": {"topology": {"gradient_compression": "powersgd", "powersgd": {"start_step": 0, "matrix_approximation_rank": 4}}},
 }
 
 

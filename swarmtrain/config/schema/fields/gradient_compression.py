@@ -34,7 +34,7 @@ class PowerSgdConfig(Section):
     """PowerSGD: low-rank approximation of gradients, with error feedback."""
 
     matrix_approximation_rank: int = Field(
-        4, ge=1, description="Rank of the approximation of each gradient matrix: more is more accurate, and sends more."
+        16, ge=1, description="Rank of the approximation of each gradient matrix: more is more accurate, and sends more."
     )
     start_step: int = Field(
         1000,
