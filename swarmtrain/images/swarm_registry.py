@@ -123,7 +123,7 @@ def start_registry(
         _wait_until_registry_listens(engine, get_host_name(manager_node), f"{address_of(manager_node)}:{port}")
     except BaseException:
         if not is_kept:
-            engine.delete(f"/services/{SERVICE_NAME}")
+            _remove_service(engine, _get_service(engine), report_progress)  # the next attempt needs its port
         raise
     _remove_unused_secrets(engine, _get_secret_name(_get_service(engine)["Spec"]))
     return get_registry_status(engine)
