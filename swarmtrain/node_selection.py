@@ -239,15 +239,15 @@ def _build_shortage_error(
     return PlanError(
         f"{needed}{format_count(node_count, 'node')} requested, but {usable_count} can be used on {inventory.origin}{reasons_text}",
         place=place,
-        hint=None if has_own_hints else _suggest_fix_for_shortage(config, missing, has_candidates=bool(candidates)),
+        hint=None if has_own_hints else _suggest_fix_for_shortage(config, missing, candidate_count=len(candidates)),
         causes=tuple(causes) if has_own_hints else (),
     )
 
 
-def _suggest_fix_for_shortage(config: Config, missing: Sequence[Machine], *, has_candidates: bool) -> str:
-    if config.runner.hosts:
+def _suggest_fix_for_shortage(config: Config, missing: Sequence[Machine], *, candidate_count: int) -> str:
+    if config.runner.hosts or 0 < candidate_count == len(missing):
         return missing[0].unavailable_hint
-    if not has_candidates and (labels := _get_required_labels(config)):
+    if not candidate_count and (labels := _get_required_labels(config)):
         return f"docker node update {' '.join(f'--label-add {key}={value}' for key, value in sorted(labels.items()))} NODE"
     return "request fewer nodes with: swarmtrain plan CONFIG -o runner.nodes=N"
 

@@ -123,7 +123,7 @@ def start_registry(
         _wait_until_registry_listens(engine, get_host_name(manager_node), f"{address_of(manager_node)}:{port}")
     except BaseException:
         if not is_kept:
-            _remove_service(engine, _get_service(engine), report_progress)  # the next attempt needs its port
+            _remove_after_failure(engine, report_progress)
         raise
     _remove_unused_secrets(engine, _get_secret_name(_get_service(engine)["Spec"]))
     return get_registry_status(engine)
@@ -260,6 +260,14 @@ def _remove_service(engine: ManagerEngine, service: Mapping[str, Any], report_pr
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while [task for task in engine.list_objects("/tasks") if task.get("ServiceID") == service["ID"]] and time.monotonic() < deadline:
         time.sleep(0.2)
+
+
+def _remove_after_failure(engine: ManagerEngine, report_progress: ProgressReporter) -> None:
+    """Remove the service, since the next attempt needs its port. An error is reported only, as the one before it says what to do."""
+    try:
+        _remove_service(engine, _get_service(engine), report_progress)
+    except (EngineError, ImageError) as error:
+        report_progress(f"not removed: {error.message}; run swarmtrain image registry down")
 
 
 def _pin_image_or_warn(engine: ManagerEngine, image: str, report_progress: ProgressReporter) -> str:

@@ -11,7 +11,7 @@ from fake_swarm import FakeSwarm, Killed
 
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
-from swarmtrain.errors import StackError
+from swarmtrain.errors import PlanError, StackError
 from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.launchers.swarm import cluster_state, deployed_run
 from swarmtrain.launchers.swarm.queue_entry import QueueEntry, find_queue_entry
@@ -652,3 +652,12 @@ def test_a_run_that_a_command_changes_is_left_alone(cluster: Cluster) -> None:
     cluster.swarm.delete(f"/configs/{name}")
     cluster.settle()
     assert cluster.running == {"other": 1, "locked": 1}
+
+
+@pytest.mark.parametrize(("state", "hint"), [("unknown", "try again in 30 s"), ("down", "start the node")])
+def test_a_plan_on_nodes_that_are_all_unavailable(cluster: Cluster, state: str, hint: str) -> None:
+    for node in cluster.swarm.nodes:
+        node["Status"]["State"] = state
+    with pytest.raises(PlanError, match=f"1 node requested, but 0 can be used .*gpu-0 is {state}") as error:
+        cluster.plan("demo", nodes=1)
+    assert hint in (error.value.hint or "")
