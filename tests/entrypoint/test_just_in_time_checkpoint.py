@@ -122,7 +122,8 @@ class TrainingRun:
         """Return the audit lines of all ranks by generation and step."""
         found: dict[int, dict[int, list[dict[str, Any]]]] = {}
         for path in sorted((self.run.folder / "audit").glob("*.jsonl")):
-            for line in map(json.loads, path.read_text().splitlines()):
+            lines = path.read_text().splitlines(keepends=True)
+            for line in map(json.loads, [line for line in lines if line.endswith("\n")]):  # the last one may not be complete
                 found.setdefault(line["generation"], {}).setdefault(line["step"], []).append(line)
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds import CONTEXT, LocalWorld, merge_config
+from worlds import CONTEXT, LocalWorld, merge_config, read_metric
 
 from swarmtrain import protocol
 from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
@@ -131,21 +130,22 @@ def test_ranks_that_load_or_compute_more_slowly_are_named_and_even_ones_under_lo
     def list_stragglers() -> list[dict[str, Any]]:
         return [event.data for event in published_events if event.kind == protocol.EVENT_STRAGGLER]
 
-    def list_comparisons() -> list[dict[str, Any]]:
-        path = tmp_path / "run" / "metrics.jsonl"
-        return [line for line in map(json.loads, path.read_text().splitlines() if path.exists() else []) if "slowest_rank_slowdown" in line]
+    def read_slowdowns() -> dict[int, float]:
+        """Return by how much the slowest rank slowed the others down, by the step of each comparison."""
+        return read_metric(tmp_path, "slowest_rank_slowdown")
 
     endless = merge_config(config, trainer={"train_iterations": 1_000_000, "eval_interval": None}, logger={"audit_dir": None})
     world = LocalWorld(
         tmp_path, endless, 3, {"SWARMTRAIN_COORDINATOR": coordinator_address, "SWARMTRAIN_NODE": "node7"}, script="slow_ranks"
     )
     with cpu_load():
-        world.wait_until(lambda: len(list_comparisons()) >= 8)
-    assert not list_stragglers(), list_comparisons()
+        world.wait_until(lambda: len(read_slowdowns()) >= 8)
+    assert not list_stragglers(), read_slowdowns()
     (tmp_path / "slow-data").touch()
     world.wait_until(list_stragglers)
     assert {key: list_stragglers()[0][key] for key in ("rank", "node", "phase")} == {"rank": 1, "node": "node7", "phase": "data"}
-    assert list_comparisons()[-1]["slowest_rank"] == 1
+    last_comparison = max(read_slowdowns())
+    assert read_metric(tmp_path, "slowest_rank")[last_comparison] == 1
     (tmp_path / "slow-data").rename(tmp_path / "slow-compute")
     world.wait_until(lambda: len(list_stragglers()) > 1)
     assert {key: list_stragglers()[1][key] for key in ("rank", "phase")} == {"rank": 2, "phase": "compute"}

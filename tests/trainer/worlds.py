@@ -193,7 +193,8 @@ def _run_rank(folder: str, script: str, rank_size_port: tuple[int, int, int], en
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the lines of `path`, except for a last one that is still being written."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
 
 
 def _find_free_port() -> int:
