@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from benchmarks.lab_runs import build_options, measure_step_seconds
+from benchmarks.lab_runs import build_options, measure_step_cost
 from benchmarks.lab_startup import run_lab
 from benchmarks.measurement import ROOT, SWARMTRAIN_ARGV, BenchmarkRow, Sample, print_progress
 from benchmarks.run_startup import provide_image
@@ -64,13 +64,13 @@ def _compare(lab: Lab, name: str, options: Sequence[str]) -> tuple[float, float]
     run([*SWARMTRAIN_ARGV, "doctor", "examples/quickstart.yml", "--step-times", "--name", _RUN, *settings])
     plan = json.loads(run([*SWARMTRAIN_ARGV, "plan", "examples/quickstart.yml", "--json", "--name", _RUN, *settings]))
     estimated = float(plan["step_estimates"]["rows"][0]["seconds"])
-    measured = measure_step_seconds(
+    measured = measure_step_cost(
         lab,
         _RUN,
         [*_OPTIONS, *options],
         tokens_per_step=_GLOBAL_BATCH * _SEQUENCE_LENGTH,
         steps=_STEPS,
         warmup_steps=_WARMUP_STEPS,
-    )
+    ).seconds
     print_progress(f"{name}: estimated {estimated:.3g} s per step, measured {measured:.3g} s")
     return estimated, measured

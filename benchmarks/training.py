@@ -23,6 +23,8 @@ _PLAIN_PYTORCH_TEXT = "the same model in a handwritten loop"
 _THROUGHPUT_UNIT = "tokens/s of CPU"
 _EARLIER_COMMIT = "70e22b19"
 _SECONDS = 60.0
+_EARLIER_STARTS = 5
+"""How often both versions are started: where the system places a process in memory can change its speed by a percent until its end."""
 _BATCH_SIZE, _SEQUENCE_LENGTH = 8, 256
 _FULL_RUN_STEPS = 30
 _CHECKPOINT_COUNT = 10
@@ -74,9 +76,8 @@ def measure_earlier_version() -> Iterator[BenchmarkRow]:
     for name, ranks, setup in (("train-earlier", 1, "one process"), ("train-earlier/ddp", 2, "two processes over gloo")):
         config = _build_config(_LLAMA_SHAPE, "float32", micro_batch_size=_BATCH_SIZE // ranks)
         row = _build_row(name, "float32", f"the trainer of commit {_EARLIER_COMMIT}", 0.995, setup=setup)
-        yield _compare_loops(
-            row, LoopProgram("swarmtrain_trainer", config, ranks), LoopProgram("swarmtrain_trainer", config, ranks, root=root)
-        )
+        programs = LoopProgram("swarmtrain_trainer", config, ranks), LoopProgram("swarmtrain_trainer", config, ranks, root=root)
+        yield _compare_loops(row, *programs, starts=_EARLIER_STARTS)
 
 
 def measure_hugging_face() -> Iterator[BenchmarkRow]:
@@ -173,16 +174,23 @@ def _mark_compiled(row: BenchmarkRow, goal: float | None) -> BenchmarkRow:
     return replace(row, name=f"{row.name}/compiled", description=f"{row.description}, trainer.compile", goal=goal)
 
 
-def _compare_loops(row: BenchmarkRow, program: LoopProgram, baseline_program: LoopProgram) -> BenchmarkRow:
+def _compare_loops(row: BenchmarkRow, program: LoopProgram, baseline_program: LoopProgram, starts: int = 1) -> BenchmarkRow:
+    """Return `row` with the measurements of both programs, which are started `starts` times."""
     if "/bfloat16" in row.name and not machine_description.has_bfloat16():
         return replace(row, skip_reason="this processor does not support bfloat16")
-    with SteppedLoop(program) as loop, SteppedLoop(baseline_program) as baseline_loop:
-        for stepped_loop in (loop, baseline_loop):
-            stepped_loop.measure_step_seconds(2)  # warm-up, with all one-time work
-        result, baseline = measure_in_turns_for(
-            _SECONDS, partial(_measure_tokens_per_second, loop), partial(_measure_tokens_per_second, baseline_loop)
-        )
-    return replace(row, result=result, baseline=baseline, note=f"{len(result.values)} pairs of steps")
+    results: list[float] = []
+    baselines: list[float] = []
+    for _ in range(starts):
+        with SteppedLoop(program) as loop, SteppedLoop(baseline_program) as baseline_loop:
+            for stepped_loop in (loop, baseline_loop):
+                stepped_loop.measure_step_seconds(2)  # warm-up, with all one-time work
+            samples = measure_in_turns_for(
+                _SECONDS, partial(_measure_tokens_per_second, loop), partial(_measure_tokens_per_second, baseline_loop)
+            )
+        for values, sample in zip((results, baselines), samples, strict=True):
+            values.extend(sample.values)
+    note = f"{len(results)} pairs of steps" + (f" in {starts} runs" if starts > 1 else "")
+    return replace(row, result=Sample.from_values(results), baseline=Sample.from_values(baselines), note=note)
 
 
 def _measure_tokens_per_second(stepped_loop: SteppedLoop) -> float:

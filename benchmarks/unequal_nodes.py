@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from benchmarks.lab_runs import measure_step_seconds
+from benchmarks.lab_runs import measure_step_cost
 from benchmarks.lab_startup import run_lab
 from benchmarks.measurement import BenchmarkRow, Sample, print_progress, wait_until
 from benchmarks.run_startup import provide_image
@@ -14,12 +15,26 @@ from swarmtrain.lab import Lab
 _REPEATS, _RUN = 3, "unequal"
 _CORES, _SLOW_CORES = 0.5, 0.25
 _SEQUENCE_LENGTH, _MICRO_BATCH = 128, 4
-_MICRO_BATCHES, _MICRO_BATCHES_ALONE = 60, 12
-_STEPS, _STEPS_ALONE = 16, 6
-_WARMUP_STEPS, _WARMUP_STEPS_ALONE = 26, 2
-"""Ranks compare their speed every 10 s or every eight steps, whichever is longer: at the end of the warmup, shares have followed it."""
-_ASSIGNMENTS = {"equal": ([], None), "by-speed": (["topology.micro_batch_assignment=by_speed"], 0.93)}
-"""The options of each assignment, and its goal."""
+_MICRO_BATCHES, _MICRO_BATCHES_ALONE = 150, 12
+"""A step takes some seconds. Linux stops a process that has used its CPU quota until the next tenth of a second, and others wait for it."""
+_STEPS, _STEPS_ALONE = 12, 6
+_WARMUP_STEPS_ALONE = 2
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """A way of assigning micro batches. `goal`: least ratio of its tokens per second to the sum of the nodes."""
+
+    options: Sequence[str]
+    warmup_steps: int
+    goal: float | None
+
+
+_ASSIGNMENTS = {
+    "equal": _Assignment([], 2, None),
+    # Ranks compare their speed after eight steps for the first time.
+    "by-speed": _Assignment(["topology.micro_batch_assignment=by_speed"], 10, 0.93),
+}
 
 
 def measure_unequal_nodes() -> Iterator[BenchmarkRow]:
@@ -29,9 +44,9 @@ def measure_unequal_nodes() -> Iterator[BenchmarkRow]:
         rounds = []
         for _ in range(_REPEATS):
             fast, slow = (_measure_node_alone(lab, cores) for cores in (_CORES, _SLOW_CORES))
-            rounds.append([2 * fast + slow, *(_measure_three_nodes(lab, options) for options, _ in _ASSIGNMENTS.values())])
+            rounds.append([2 * fast + slow, *(_measure_three_nodes(lab, assignment) for assignment in _ASSIGNMENTS.values())])
         total, *samples = [Sample.from_values(values) for values in zip(*rounds, strict=True)]
-        for (name, (_, goal)), sample in zip(_ASSIGNMENTS.items(), samples, strict=True):
+        for (name, assignment), sample in zip(_ASSIGNMENTS.items(), samples, strict=True):
             yield BenchmarkRow(
                 f"unequal/{name}",
                 f"three nodes, one of which has half the speed, micro_batch_assignment: {name.replace('-', '_')}",
@@ -39,7 +54,7 @@ def measure_unequal_nodes() -> Iterator[BenchmarkRow]:
                 sample,
                 total,
                 "the sum of the three nodes' own speeds",
-                goal=goal,
+                goal=assignment.goal,
                 note=f"{_MICRO_BATCHES} micro batches per step",
             )
 
@@ -50,10 +65,12 @@ def _measure_node_alone(lab: Lab, cores: float) -> float:
     return _measure_tokens_per_second(lab, options, micro_batches=_MICRO_BATCHES_ALONE, steps=_STEPS_ALONE, warmup=_WARMUP_STEPS_ALONE)
 
 
-def _measure_three_nodes(lab: Lab, assignment_options: Sequence[str]) -> float:
+def _measure_three_nodes(lab: Lab, assignment: _Assignment) -> float:
     """Return the tokens per second of all nodes, after the container of the last one has lost half of its cores."""
-    options = ["runner.nodes=3", "runner.min_nodes=3", f"runner.docker_config.cpus={_CORES}", *assignment_options]
-    return _measure_tokens_per_second(lab, options, micro_batches=_MICRO_BATCHES, steps=_STEPS, warmup=_WARMUP_STEPS, slows_node=True)
+    options = ["runner.nodes=3", "runner.min_nodes=3", f"runner.docker_config.cpus={_CORES}", *assignment.options]
+    return _measure_tokens_per_second(
+        lab, options, micro_batches=_MICRO_BATCHES, steps=_STEPS, warmup=assignment.warmup_steps, slows_node=True
+    )
 
 
 def _measure_tokens_per_second(
@@ -61,7 +78,7 @@ def _measure_tokens_per_second(
 ) -> float:
     tokens_per_step = micro_batches * _MICRO_BATCH * _SEQUENCE_LENGTH
     sizes = [f"topology.micro_batch_size={_MICRO_BATCH}", f"topology.global_batch_size={micro_batches * _MICRO_BATCH}"]
-    seconds = measure_step_seconds(
+    seconds = measure_step_cost(
         lab,
         _RUN,
         [*options, *sizes, f"transformer_architecture.sequence_length={_SEQUENCE_LENGTH}"],
@@ -69,7 +86,7 @@ def _measure_tokens_per_second(
         steps=steps,
         warmup_steps=warmup,
         while_training=(lambda: _limit_cores(lab, "node2", _SLOW_CORES)) if slows_node else None,
-    )
+    ).seconds
     print_progress(f"{' '.join(options)}: {tokens_per_step / seconds:,.0f} tokens/s")
     return tokens_per_step / seconds
 
