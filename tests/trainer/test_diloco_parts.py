@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.optimizer import DilocoConfig, Quantization
 from swarmtrain.errors import ConfigError, TrainingError
 from swarmtrain.trainer import Optimizer, Transformer, parallelize, start_runtime
-from swarmtrain.trainer.diloco.exchange import PseudoGradientExchange
+from swarmtrain.trainer.diloco.exchange import PendingMean, PseudoGradientExchange
 from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
 from swarmtrain.trainer.diloco.learner import Learner
 from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer
@@ -253,6 +253,36 @@ def test_a_fragment_is_updated_after_the_overlap_and_mixed(tmp_path: Path) -> No
             torch.testing.assert_close(learner.parameters[name], 0.25 * own[name] + 0.75 * sent[name])
 
 
+def test_an_overlapped_exchange_is_spread_over_the_steps_of_the_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first process is replaced after step 5 by one that loads its state: that starts the parts that are due, and later the others."""
+    started: list[str] = []
+
+    def record(exchange: PseudoGradientExchange, pseudo_gradients: Sequence[Mapping[str, torch.Tensor]]) -> PendingMean:
+        started.extend(pseudo_gradients[0])
+        return start(exchange, pseudo_gradients)
+
+    start = PseudoGradientExchange.start
+    monkeypatch.setattr(PseudoGradientExchange, "start", record)
+    diloco = {"inner_steps": 4, "overlap": 3}
+    with start_runtime(_build_config(tmp_path, learners=2, diloco=diloco, train_iterations=9)) as runtime:
+        first, second = _build_optimizer(runtime), _build_optimizer(runtime)
+        for learner in first.learners:
+            _change_parameters(learner)
+        sizes = {name: parameter.numel() for name, parameter in _get_global_parameters(first).items()}
+        sent = []
+        for optimizer, step in ((first, 3), (first, 4), (first, 5), (second, 5), (second, 6), (second, 7)):
+            if (optimizer, step) == (second, 5):
+                for name, tensor in second.collect_state_tensors().items():
+                    tensor.copy_(first.collect_state_tensors()[name])
+            started.clear()
+            optimizer.finish_round(step, StepTimer(runtime.device), CollectiveTimeout([]), lambda: None)
+            sent.append(list(started))
+        assert sent[0] == sent[5] == []
+        assert sent[1] + sent[2] == sent[3]
+        assert sent[3] + sent[4] == list(sizes)
+        assert all(0.2 < sum(map(sizes.__getitem__, names)) / sum(sizes.values()) < 0.6 for names in (sent[1], sent[2], sent[4]))
+
+
 def test_an_objective_that_compares_all_samples_is_refused(tmp_path: Path) -> None:
     """A custom one: the config of the shipped one is refused."""
     with start_runtime(_build_config(tmp_path, learners=2)) as runtime:
@@ -282,12 +312,12 @@ def test_the_assignment_of_learners_to_replicas() -> None:
 def _in_one_process(_single_process: Iterator[None]) -> None: ...
 
 
-def _build_config(folder: Path, *, learners: int, diloco: Mapping[str, Any] | None = None) -> Config:
+def _build_config(folder: Path, *, learners: int, diloco: Mapping[str, Any] | None = None, train_iterations: int = 5) -> Config:
     architecture = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_attention_heads": 2, "sequence_length": 8}
     values = {
         "topology": {"learners": learners, "global_batch_size": 2 * learners, "micro_batch_size": 1},
         "diloco": {"inner_steps": 2, **(diloco or {})},
-        "trainer": {"train_iterations": 5, "save_dir": str(folder)},
+        "trainer": {"train_iterations": train_iterations, "save_dir": str(folder)},
         "transformer_architecture": architecture,
     }
     return Config.model_validate_json(json.dumps(values))

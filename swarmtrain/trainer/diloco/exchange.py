@@ -6,7 +6,7 @@ sum is in the order of the learners, the mean has the same bits however the lear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from swarmtrain.config.schema.optimizer import Quantization
 from swarmtrain.trainer.diloco.quantization import compute_encoded_size, decode_tensor, encode_tensor
 
-_BUCKET_ELEMENTS = 1 << 23
-"""Maximum number of elements that are gathered at a time: 32 MiB of float32. A larger tensor has a bucket of its own."""
+MAX_BUCKET_ELEMENTS = 1 << 23
+"""Maximum number of elements that are gathered at a time: 32 MiB of float32."""
 
 
 class PseudoGradientExchange:
@@ -73,15 +73,14 @@ class PendingMean:
         return means
 
 
-def divide_into_buckets(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names of consecutive parameters that are gathered together."""
-    names: list[str] = []
+def divide_into_buckets(parameters: Mapping[str, Tensor], max_elements: int = MAX_BUCKET_ELEMENTS) -> list[list[str]]:
+    """Return the names of consecutive parameters that are gathered together. A parameter of more elements has a bucket of its own."""
+    buckets: list[list[str]] = []
     count = 0
     for name, parameter in parameters.items():
-        if names and count + parameter.numel() > _BUCKET_ELEMENTS:
-            yield names
-            names, count = [], 0
-        names.append(name)
+        if not buckets or count + parameter.numel() > max_elements:
+            buckets.append([])
+            count = 0
+        buckets[-1].append(name)
         count += parameter.numel()
-    if names:
-        yield names
+    return buckets

@@ -9,7 +9,8 @@ The global parameters are those of the model while no learner uses it, so valida
                  Then all learners continue from p. They keep their optimizer state.
 
 With fragments, each part of the model has its own outer steps (see fragments.py). With an overlap, learners train on while a fragment is
-exchanged. They then continue from a mixture of their own parameters and the global ones.
+exchanged. They then continue from a mixture of their own parameters and the global ones. The parameters of the fragment are sent one after
+another, over the steps of the overlap: if all were sent at once, the reductions of each step would wait behind them on a slow link.
 
 The step after which exchanges last started or ended is part of the state. So a checkpoint that surviving ranks save between the last inner
 step of a round and its outer step is complete: the outer step runs when it is loaded. So are the pseudo-gradients that are being exchanged:
@@ -19,15 +20,17 @@ their exchange starts again when they are loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.diloco.exchange import PendingMean, PseudoGradientExchange, divide_into_buckets
+from swarmtrain.trainer.diloco.exchange import MAX_BUCKET_ELEMENTS, PendingMean, PseudoGradientExchange, divide_into_buckets
 from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
 from swarmtrain.trainer.diloco.learner import PARAMETERS, Learner
 from swarmtrain.trainer.health.step_timer import COMMUNICATION, StepTimer
@@ -71,6 +74,7 @@ class DilocoOptimizer:
         groups = config.topology.assign_learners(runtime.world_size)
         self._exchange = PseudoGradientExchange(groups, model.mesh.learner_group, config.diloco.quantization)
         self._pending_means: list[PendingMean] = []
+        """The parts of the overlapped exchange that have started."""
         self._velocity = {name: torch.zeros_like(parameter.data) for name, parameter in self._parameters.items()}
         self._progress = torch.zeros(2, dtype=torch.int64)
         """The step after which exchanges last started or ended, and the one after which that in progress started; 0 if there is none."""
@@ -114,6 +118,9 @@ class DilocoOptimizer:
         is_ending = 0 < start_step < step and (is_last or step >= start_step + self._settings.overlap)
         starting = range(len(self._fragments)) if is_last else list_starting_fragments(self._settings, step)
         if step == changed_step or not (is_ending or starting):
+            if start_step:
+                with timer.time_phase(COMMUNICATION), timeout.use_initial_timeout():
+                    self._continue_overlapped_exchange(start_step, step)
             return
         # If a rank fails before all ranks have reached the barrier, no rank has changed anything. If one fails later, ranks do not know
         # which others have completed the changes. The exception then leaves `is_updating` set, so that their state is not part of a
@@ -127,7 +134,7 @@ class DilocoOptimizer:
                 start_step = 0
             for fragment in starting:
                 if self._settings.overlap and not is_last:
-                    self._start_overlapped_exchange(self._fragments[fragment])
+                    self._start_overlapped_exchange(step)
                     start_step = step
                 else:
                     self._exchange_fragment(self._fragments[fragment], check_results)
@@ -175,31 +182,39 @@ class DilocoOptimizer:
         """Exchange the pseudo-gradients of the parameters `names`, one bucket after the other, and run the outer step."""
         pending = (
             self._exchange.start([learner.compute_pseudo_gradients(self._global_parameters, bucket) for learner in self.learners])
-            for bucket in self._divide_into_buckets(names)
+            for bucket in divide_into_buckets({name: self._parameters[name] for name in names})
         )
         self._run_outer_step(pending, check_results)
 
-    def _start_overlapped_exchange(self, names: Sequence[str]) -> None:
-        """Start to exchange the pseudo-gradients of the parameters `names`, which become part of the learners' state."""
+    def _start_overlapped_exchange(self, step: int) -> None:
+        """Start the exchange that is due after `step`. Its pseudo-gradients become part of the learners' state."""
         for learner in self.learners:
-            for name, gradient in learner.compute_pseudo_gradients(self._global_parameters, names).items():
+            for name, gradient in learner.compute_pseudo_gradients(self._global_parameters, self._list_in_flight_names(step)).items():
                 learner.in_flight[name].copy_(gradient)
-        self._pending_means = self._start_in_flight_exchange(names)
+        self._continue_overlapped_exchange(step, step)
+
+    def _continue_overlapped_exchange(self, start_step: int, step: int) -> None:
+        """Start the parts of the exchange that are due after `step` and have not started in this world.
+
+        `start_step`: step after which the exchange started, maybe in an earlier world.
+        """
+        parameters = {name: self._parameters[name] for name in self._list_in_flight_names(start_step)}
+        part_elements = sum(parameter.numel() for parameter in parameters.values()) / self._settings.overlap
+        buckets = divide_into_buckets(parameters, min(ceil(part_elements), MAX_BUCKET_ELEMENTS))
+        sizes = [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
+        due = sum(earlier < part_elements * (step - start_step + 1) for earlier in accumulate(sizes[:-1], initial=0))
+        for bucket in buckets[len(self._pending_means) : due]:
+            self._pending_means.append(self._exchange.start([{name: each.in_flight[name] for name in bucket} for each in self.learners]))
 
     def _end_overlapped_exchange(self, start_step: int, check_results: Callable[[], None]) -> None:
-        """Run the outer step of the exchange that started after `start_step`, maybe in an earlier world: then it starts again."""
-        for fragment in list_starting_fragments(self._settings, start_step):
-            self._run_outer_step(self._pending_means or self._start_in_flight_exchange(self._fragments[fragment]), check_results)
+        """Run the outer step of the exchange that started after `start_step`."""
+        self._continue_overlapped_exchange(start_step, start_step + self._settings.overlap)
+        self._run_outer_step(self._pending_means, check_results)
         self._pending_means = []
 
-    def _start_in_flight_exchange(self, names: Sequence[str]) -> list[PendingMean]:
-        return [
-            self._exchange.start([{name: learner.in_flight[name] for name in bucket} for learner in self.learners])
-            for bucket in self._divide_into_buckets(names)
-        ]
-
-    def _divide_into_buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        return divide_into_buckets({name: self._parameters[name] for name in names})
+    def _list_in_flight_names(self, start_step: int) -> list[str]:
+        """Return the names of the parameters whose overlapped exchange starts after `start_step`."""
+        return [name for fragment in list_starting_fragments(self._settings, start_step) for name in self._fragments[fragment]]
 
     def _run_outer_step(self, pending_means: Iterable[PendingMean], check_results: Callable[[], None]) -> None:
         """Wait for the mean pseudo-gradients, update the global parameters with them, and let the learners continue from these."""
