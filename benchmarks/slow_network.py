@@ -26,9 +26,7 @@ _OPTIONS = [
     "transformer_architecture.num_attention_heads=8",
 ]
 """A model of 19 million parameters and a small batch: at 1 Gbit/s, plain DDP spends more than 80 % of a step on its exchange."""
-_WARMUP_STEPS = 2
 _ROUND_STEPS = 100
-_LEARNERS = ["topology.learners=2", "diloco.quantization=int8"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class _Method:
     name: str
     options: Sequence[str]
     steps: int
+    warmup_steps: int = 2
     goals: Sequence[float | None] = (None, None)
     byte_goals: Sequence[float | None] = (None, None)
     """Instead of `goals`: the ratio, as a fraction of the one that plain DDP would have if its links had to carry only these bytes."""
@@ -46,13 +45,22 @@ class _Method:
 _DDP = _Method("ddp", [], 4)
 _COMPRESSIONS = (
     _Method("bf16", ["topology.gradient_compression=bf16"], 6, byte_goals=(0.9, None)),
-    _Method("powersgd", ["topology.gradient_compression=powersgd", "topology.powersgd.start_step=0"], 16, (2.0, 6.0)),
+    _Method("powersgd", ["topology.gradient_compression=powersgd", "topology.powersgd.start_step=0"], 16, goals=(2.0, 6.0)),
 )
+_LEARNER_STEPS, _LEARNER_WARMUP_STEPS = 2 * _ROUND_STEPS, _ROUND_STEPS // 2
+"""The measured steps contain two exchanges, also with an overlap."""
+
+
+def _build_learner_method(name: str, *options: str, goals: Sequence[float | None] = (None, None)) -> _Method:
+    options = ("topology.learners=2", "diloco.quantization=int8", *options)
+    return _Method(name, options, _LEARNER_STEPS, _LEARNER_WARMUP_STEPS, goals)
+
+
 _LEARNER_METHODS = (
-    _Method("diloco", [*_LEARNERS, f"diloco.inner_steps={_ROUND_STEPS}"], 2 * _ROUND_STEPS, (4.0, 10.0)),
-    _Method("diloco-overlap", [*_LEARNERS, f"diloco.inner_steps={_ROUND_STEPS}", "diloco.overlap=20"], 2 * _ROUND_STEPS, (4.0, 10.0)),
+    _build_learner_method("diloco", f"diloco.inner_steps={_ROUND_STEPS}", goals=(4.0, 10.0)),
+    _build_learner_method("diloco-overlap", f"diloco.inner_steps={_ROUND_STEPS}", "diloco.overlap=20", goals=(4.0, 10.0)),
 )
-_WITHOUT_EXCHANGE = _Method("diloco without an exchange", [*_LEARNERS, "diloco.inner_steps=1000"], 2 * _ROUND_STEPS)
+_WITHOUT_EXCHANGE = _build_learner_method("diloco without an exchange", "diloco.inner_steps=1000")
 _REPEATS, _LEARNER_REPEATS = 3, 5
 """DiLoCo is compared with its own computation, which is nearly as fast: that needs more repeats and longer runs."""
 _COMPUTE_GOAL = 0.95
@@ -97,7 +105,7 @@ def measure_slow_network() -> Iterator[BenchmarkRow]:
                     without_exchange.steps_per_second,
                     "the same run without an exchange between the nodes",
                     goal=_COMPUTE_GOAL,
-                    note=f"rounds of {_ROUND_STEPS} steps, {method.steps} steps in each run",
+                    note=f"rounds of {_ROUND_STEPS} steps, {method.steps} steps of each run",
                 )
 
 
@@ -122,7 +130,7 @@ def _measure_step_cost(lab: Lab, method: _Method) -> StepCost:
         [*_OPTIONS, *method.options],
         tokens_per_step=_GLOBAL_BATCH * _SEQUENCE_LENGTH,
         steps=method.steps,
-        warmup_steps=_WARMUP_STEPS,
+        warmup_steps=method.warmup_steps,
     )
     print_progress(f"{method.name}: {cost.seconds:.3g} s and {_format_megabytes(cost.sent_bytes)} per step")
     return cost
