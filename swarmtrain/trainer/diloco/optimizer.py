@@ -115,6 +115,8 @@ class DilocoOptimizer:
         """
         is_last = step > 0 and step == self._runtime.config.trainer.train_iterations
         changed_step, start_step = map(int, self._progress)
+        if not self._settings.overlap:
+            start_step = 0  # it is 0, except in a memory estimate, where tensors have no values
         is_ending = 0 < start_step < step and (is_last or step >= start_step + self._settings.overlap)
         starting = range(len(self._fragments)) if is_last else list_starting_fragments(self._settings, step)
         if step == changed_step or not (is_ending or starting):
