@@ -17,7 +17,7 @@ from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.optimizer import DilocoConfig, Quantization
 from swarmtrain.errors import ConfigError, TrainingError
 from swarmtrain.trainer import Optimizer, Transformer, parallelize, start_runtime
-from swarmtrain.trainer.diloco.exchange import PendingMean, PseudoGradientExchange
+from swarmtrain.trainer.diloco.exchange import MAX_BUCKET_ELEMENTS, PendingMean, PseudoGradientExchange
 from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
 from swarmtrain.trainer.diloco.learner import Learner
 from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer
@@ -119,7 +119,11 @@ def test_each_learner_sends_its_bytes_once_per_round(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(together.wait()[name], expected, rtol=0, atol=tolerance * float(expected.abs().max() + 1e-6) * 3)
 
 
-def test_the_outer_step_is_that_of_torch_with_nesterov_momentum(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bucket_elements", [MAX_BUCKET_ELEMENTS, 1], ids=["one-bucket", "a-bucket-per-parameter"])
+def test_the_outer_step_is_that_of_torch_with_nesterov_momentum(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bucket_elements: int
+) -> None:
+    monkeypatch.setattr("swarmtrain.trainer.diloco.optimizer.MAX_BUCKET_ELEMENTS", bucket_elements)
     with start_runtime(_build_config(tmp_path, learners=2)) as runtime:
         optimizer = _build_optimizer(runtime)
         expected = {name: torch.nn.Parameter(value.clone()) for name, value in _get_global_parameters(optimizer).items()}

@@ -73,7 +73,7 @@ class PendingMean:
         return means
 
 
-def divide_into_buckets(parameters: Mapping[str, Tensor], max_elements: int = MAX_BUCKET_ELEMENTS) -> list[list[str]]:
+def divide_into_buckets(parameters: Mapping[str, Tensor], max_elements: int) -> list[list[str]]:
     """Return the names of consecutive parameters that are gathered together. A parameter of more elements has a bucket of its own."""
     buckets: list[list[str]] = []
     count = 0

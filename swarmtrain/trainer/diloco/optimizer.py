@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from math import ceil
 
 import torch
@@ -108,7 +108,9 @@ class DilocoOptimizer:
 
     @torch.no_grad()
     def finish_round(self, step: int, timer: StepTimer, timeout: CollectiveTimeout, check_results: Callable[[], None]) -> None:
-        """Run the outer steps, and start the exchanges, that are due after `step`, unless they ran already. All ranks must call it.
+        """Run the outer steps, and start or continue the exchanges, that are due after `step`. All ranks must call it.
+
+        It may be called again after the same step, also in a new world: what ran already does not run again.
 
         `check_results` is called when collectives are complete, before their results are used, and raises an exception if they are invalid.
         `timeout`: that of collectives; exchanges may take much longer than a step.
@@ -181,12 +183,15 @@ class DilocoOptimizer:
         return {name: parameter.data for name, parameter in self._parameters.items()}
 
     def _exchange_fragment(self, names: Sequence[str], check_results: Callable[[], None]) -> None:
-        """Exchange the pseudo-gradients of the parameters `names`, one bucket after the other, and run the outer step."""
+        """Exchange the pseudo-gradients of the parameters `names`, and run the outer step.
+
+        A bucket is encoded while the one before it is sent.
+        """
         pending = (
             self._exchange.start([learner.compute_pseudo_gradients(self._global_parameters, bucket) for learner in self.learners])
-            for bucket in divide_into_buckets({name: self._parameters[name] for name in names})
+            for bucket in divide_into_buckets({name: self._parameters[name] for name in names}, MAX_BUCKET_ELEMENTS)
         )
-        self._run_outer_step(pending, check_results)
+        self._run_outer_step((current for current, _next in pairwise(chain(pending, [None])) if current), check_results)
 
     def _start_overlapped_exchange(self, step: int) -> None:
         """Start the exchange that is due after `step`. Its pseudo-gradients become part of the learners' state."""
