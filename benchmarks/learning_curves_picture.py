@@ -12,8 +12,15 @@ import matplotlib as mpl  # type: ignore[import-not-found]  # the benchmark inst
 mpl.use("svg")
 from matplotlib import pyplot
 
-_LABELS = {"ddp": "data parallelism", "powersgd": "PowerSGD, rank 16", "powersgd-4": "PowerSGD, rank 4", "diloco": "DiLoCo, two learners"}
-_COLORS = {"ddp": "#4b5563", "powersgd": "#2456c8", "powersgd-4": "#7aa5ff", "diloco": "#b8400e"}
+_STYLES = {
+    "ddp": ("data parallelism", "#4b5563", "-"),
+    "powersgd": ("PowerSGD, rank 16", "#2456c8", "-"),
+    "powersgd-4": ("PowerSGD, rank 4", "#7aa5ff", "-"),
+    "diloco": ("DiLoCo, two learners", "#b8400e", "-"),
+    "ddp-muon": ("data parallelism, Muon", "#4b5563", "--"),
+    "diloco-muon": ("DiLoCo, two learners, Muon", "#b8400e", "--"),
+}
+"""Label, colour and line style of each method."""
 _ENLARGED_FROM = 0.6
 """Part of the steps after which the second plot begins."""
 _ENLARGED_HEIGHT = 0.2
@@ -30,9 +37,10 @@ def main() -> None:
         steps = sorted(map(int, curves[0]))
         losses = [[curve[str(step)] for curve in curves] for step in steps]
         lowest = min(lowest, *losses[-1])
+        label, color, style = _STYLES[name]
         for axes in (whole, enlarged):
-            axes.plot(steps, [statistics.fmean(each) for each in losses], color=_COLORS[name], label=_LABELS[name], linewidth=1.6)
-            axes.fill_between(steps, [*map(min, losses)], [*map(max, losses)], color=_COLORS[name], alpha=0.2, linewidth=0)
+            axes.plot(steps, [statistics.fmean(each) for each in losses], style, color=color, label=label, linewidth=1.6)
+            axes.fill_between(steps, [*map(min, losses)], [*map(max, losses)], color=color, alpha=0.2, linewidth=0)
             axes.grid(color="#e5e7eb")
             axes.set_xlabel("step")
         enlarged.set_xlim(_ENLARGED_FROM * steps[-1], steps[-1])
