@@ -12,6 +12,11 @@ from swarmtrain.errors import SwarmtrainError
 
 T = TypeVar("T")
 
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch.distributed.all_gather_single, by the name that torch 2.13 has deprecated if this torch is older."""
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""torch.distributed.reduce_scatter_single, by the name that torch 2.13 has deprecated if this torch is older."""
+
 
 def barrier() -> None:
     """Block until every rank has called this function."""

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.optimizer import DilocoConfig, Quantization
 from swarmtrain.errors import ConfigError, TrainingError
-from swarmtrain.trainer import Optimizer, Transformer, parallelize, start_runtime
+from swarmtrain.trainer import Optimizer, Transformer, collectives, parallelize, start_runtime
 from swarmtrain.trainer.diloco.exchange import MAX_BUCKET_ELEMENTS, PendingMean, PseudoGradientExchange
 from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
 from swarmtrain.trainer.diloco.learner import Learner
@@ -100,7 +99,7 @@ def test_each_learner_sends_its_bytes_once_per_round(monkeypatch: pytest.MonkeyP
             parameters = _get_global_parameters(optimizer)
             return torch.cat([encode_tensor(value - remote[0].parameters[name], quantization) for name, value in parameters.items()])
 
-        monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+        monkeypatch.setattr(collectives, "all_gather_single", gather)
         parameters, groups = _get_global_parameters(optimizer), [range(2), range(2, 3)]
         names = list(parameters)
         divided = PseudoGradientExchange(groups, object(), quantization).start(  # type: ignore[arg-type]  # `gather` does not use it

@@ -91,9 +91,10 @@ class LocalWorld:
 
 
 def run_training(folder: Path, config: Mapping[str, Any], size: int = 1, environ: Mapping[str, str] | None = None) -> dict[int, float]:
-    """Train to the end, and return the loss of every step."""
+    """Train to the end, and return the loss of every step. Fails if a rank uses something that torch has deprecated."""
     world = LocalWorld(folder, config, size, environ)
     assert world.wait() == [0] * size, world.read_log()
+    assert "FutureWarning" not in world.read_log()
     return read_losses(folder)
 
 

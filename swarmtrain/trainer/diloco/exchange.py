@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swarmtrain.config.schema.optimizer import Quantization
+from swarmtrain.trainer import collectives
 from swarmtrain.trainer.diloco.quantization import compute_encoded_size, decode_tensor, encode_tensor
 
 MAX_BUCKET_ELEMENTS = 1 << 23
@@ -41,7 +42,7 @@ class PseudoGradientExchange:
         most = max(map(len, self._learners_by_group))
         stacked = torch.stack([*local, *[torch.zeros_like(local[0])] * (most - len(local))])
         gathered = stacked.new_empty((len(self._learners_by_group), *stacked.shape))
-        work = dist.all_gather_into_tensor(gathered.flatten(0, 1), stacked, group=self._group, async_op=True)
+        work = collectives.all_gather_single(gathered.flatten(0, 1), stacked, group=self._group, async_op=True)
         encoded = [rows[index] for rows, learners in zip(gathered, self._learners_by_group, strict=True) for index in range(len(learners))]
         return PendingMean(encoded, work, like, self._quantization)
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
+from swarmtrain.trainer import collectives
+
 _c10d = torch.ops._c10d_functional
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -90,7 +92,7 @@ def _gather(part: Tensor, group: RankGroup, dim: int) -> Tensor:
         gathered: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(values, group.size, group.name))
     else:
         gathered = values.new_empty(group.size * len(values))
-        dist.all_gather_into_tensor(gathered, values, group.process_group)
+        collectives.all_gather_single(gathered, values, group.process_group)
     parts = gathered.view(group.size, *shape).movedim(0, dim)
     return parts.reshape(*shape[:dim], group.size * shape[dim], *shape[dim + 1 :])  # a copy only if a dimension before `dim` is not 1
 
@@ -102,7 +104,7 @@ def _reduce_scatter(values: Tensor, group: RankGroup, dim: int) -> Tensor:
         result: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(parts, "sum", group.size, group.name))
     else:
         result = parts.new_empty(len(parts) // group.size)
-        dist.reduce_scatter_tensor(result, parts, group=group.process_group)
+        collectives.reduce_scatter_single(result, parts, group=group.process_group)
     return result.view(*shape[:dim], size, *shape[dim + 1 :])
 
 
