@@ -212,7 +212,7 @@ def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
         print_message(f"{run} was {description}")
         return EXIT_JOB_FAILED
     if outcome.is_success:
-        print_message(f"{run} is done\nhint: swarmtrain down {run} removes its services; checkpoints are kept")
+        print_message(f"{run} is done\nhint: swarmtrain down {run} removes the run; checkpoints are kept")
         return EXIT_OK
     _explain_failure(launcher, run, outcome)
     return EXIT_JOB_FAILED

@@ -114,7 +114,7 @@ def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
         node = str(event.data.get("node", ""))
         cause = ""
         if event.kind == protocol.EVENT_NODE_JOINED:
-            cause = "its container was restarted" if node in joined_nodes else ""
+            cause = "the node was restarted" if node in joined_nodes else ""
             joined_nodes.add(node)
         elif event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
             joined_nodes.discard(node)  # a node that exited gracefully has not been restarted when it comes back
