@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import machine_description, third_party_tools
-from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, measure_in_turns_for
+from benchmarks.measurement import BUILD, ROOT, BenchmarkRow, Sample, measure_in_turns_for, print_progress
 from benchmarks.training_loop_processes import LoopProgram, SteppedLoop
 from swarmtrain import process
 
@@ -23,8 +23,8 @@ _PLAIN_PYTORCH_TEXT = "the same model in a handwritten loop"
 _THROUGHPUT_UNIT = "tokens/s of CPU"
 _EARLIER_COMMIT = "70e22b19"
 _SECONDS = 60.0
-_EARLIER_STARTS = 5
-"""How often both versions are started: where the system places a process in memory can change its speed by a percent until its end."""
+_EARLIER_STARTS, _EARLIER_SECONDS = 15, 20.0
+"""How often both versions are started, and measured for how long: the speed of a process can differ by a percent from start to start."""
 _BATCH_SIZE, _SEQUENCE_LENGTH = 8, 256
 _FULL_RUN_STEPS = 30
 _CHECKPOINT_COUNT = 10
@@ -77,7 +77,7 @@ def measure_earlier_version() -> Iterator[BenchmarkRow]:
         config = _build_config(_LLAMA_SHAPE, "float32", micro_batch_size=_BATCH_SIZE // ranks)
         row = _build_row(name, "float32", f"the trainer of commit {_EARLIER_COMMIT}", 0.995, setup=setup)
         programs = LoopProgram("swarmtrain_trainer", config, ranks), LoopProgram("swarmtrain_trainer", config, ranks, root=root)
-        yield _compare_loops(row, *programs, starts=_EARLIER_STARTS)
+        yield _compare_loops_over_starts(row, *programs)
 
 
 def measure_hugging_face() -> Iterator[BenchmarkRow]:
@@ -174,23 +174,33 @@ def _mark_compiled(row: BenchmarkRow, goal: float | None) -> BenchmarkRow:
     return replace(row, name=f"{row.name}/compiled", description=f"{row.description}, trainer.compile", goal=goal)
 
 
-def _compare_loops(row: BenchmarkRow, program: LoopProgram, baseline_program: LoopProgram, starts: int = 1) -> BenchmarkRow:
-    """Return `row` with the measurements of both programs, which are started `starts` times."""
+def _compare_loops(row: BenchmarkRow, program: LoopProgram, baseline_program: LoopProgram) -> BenchmarkRow:
+    """Return `row` with the measurements of both programs."""
     if "/bfloat16" in row.name and not machine_description.has_bfloat16():
         return replace(row, skip_reason="this processor does not support bfloat16")
-    results: list[float] = []
-    baselines: list[float] = []
-    for _ in range(starts):
-        with SteppedLoop(program) as loop, SteppedLoop(baseline_program) as baseline_loop:
-            for stepped_loop in (loop, baseline_loop):
-                stepped_loop.measure_step_seconds(2)  # warm-up, with all one-time work
-            samples = measure_in_turns_for(
-                _SECONDS, partial(_measure_tokens_per_second, loop), partial(_measure_tokens_per_second, baseline_loop)
-            )
-        for values, sample in zip((results, baselines), samples, strict=True):
-            values.extend(sample.values)
-    note = f"{len(results)} pairs of steps" + (f" in {starts} runs" if starts > 1 else "")
-    return replace(row, result=Sample.from_values(results), baseline=Sample.from_values(baselines), note=note)
+    result, baseline = _measure_in_one_start((program, baseline_program), _SECONDS)
+    return replace(row, result=result, baseline=baseline, note=f"{len(result.values)} pairs of steps")
+
+
+def _compare_loops_over_starts(row: BenchmarkRow, program: LoopProgram, baseline_program: LoopProgram) -> BenchmarkRow:
+    """Return `row` with the medians of both programs in each of many starts. Each program is the first to start in every other one."""
+    medians = []
+    for start in range(_EARLIER_STARTS):
+        direction = 1 if start % 2 == 0 else -1
+        samples = _measure_in_one_start((program, baseline_program)[::direction], _EARLIER_SECONDS)
+        result, baseline = (sample.median for sample in samples[::direction])
+        medians.append((result, baseline))
+        print_progress(f"start {start + 1} of {_EARLIER_STARTS}: {result / baseline:.4f}")
+    results, baselines = map(Sample.from_values, zip(*medians, strict=True))
+    return replace(row, result=results, baseline=baselines, note=f"medians of {_EARLIER_STARTS} starts")
+
+
+def _measure_in_one_start(programs: Sequence[LoopProgram], seconds: float) -> Sequence[Sample]:
+    """Start two programs, and return the tokens per second of CPU of their steps, which they run in turns for `seconds`."""
+    with SteppedLoop(programs[0]) as first, SteppedLoop(programs[1]) as second:
+        for loop in (first, second):
+            loop.measure_step_seconds(2)  # warm-up, with all one-time work
+        return measure_in_turns_for(seconds, *(partial(_measure_tokens_per_second, loop) for loop in (first, second)))
 
 
 def _measure_tokens_per_second(stepped_loop: SteppedLoop) -> float:
