@@ -203,7 +203,7 @@ class Launcher(Protocol):
         ...
 
     def read_overviews(self) -> list[RunOverview]:
-        """Return an overview of each existing run."""
+        """Return an overview of each existing run, and of each run that waits for free GPUs before anything of it is created."""
         ...
 
     def list_terminating_runs(self) -> list[str]:

@@ -113,6 +113,8 @@ def test_runs_that_want_the_same_gpus_wait_as_a_whole_and_in_order(
     third = DeployThread(gpu_lab, plan_gpu_run("third", 1))
     assert third.has_reported_waiting("node0 has 2, 1 requested, first has 1, run second waits for 2")
     assert launcher.list_runs() == ["first"]
+    states = {overview.run: {task.state for task in overview.tasks} for overview in launcher.read_overviews()}
+    assert states == {"first": {"running"}, "second": {"queued"}, "third": {"queued"}}
     with pytest.raises(RunNotFound, match="waits for NVIDIA-GPU held by other runs"):
         launcher.list_tasks("second")
     # A restarted container keeps its GPU.

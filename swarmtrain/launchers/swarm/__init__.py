@@ -96,7 +96,7 @@ class SwarmLauncher:
 
         deploy_stack(
             self._engine,
-            ResourceRequest(plan.run) if is_queued else _build_resource_request(plan),
+            ResourceRequest(plan.run) if is_queued else _build_resource_request(plan, new_identity),
             plan_steps,
             report_progress,
             self._timeouts,
@@ -123,7 +123,7 @@ class SwarmLauncher:
         return cluster_state.list_runs(self._engine)
 
     def read_overviews(self) -> list[RunOverview]:
-        return overviews.read_overviews(self._engine)
+        return overviews.read_overviews(self._engine, self._timeouts)
 
     def list_terminating_runs(self) -> list[str]:
         return cluster_state.list_terminating_runs(self._engine)
@@ -308,12 +308,16 @@ class SwarmLauncher:
                 report_progress(f"{update.data['node']} {update.data['message']}")
 
 
-def _build_resource_request(plan: Plan) -> ResourceRequest:
+def _build_resource_request(plan: Plan, identity: RunIdentity) -> ResourceRequest:
     swarm = plan.config.runner.swarm
     if plan.gpu_mode is not GpuMode.reserve:
         return ResourceRequest(plan.run)
     return ResourceRequest(
-        plan.run, swarm.generic_resource, {node.constraint: node.slots for node in plan.available_nodes}, can_wait=not plan.is_probe
+        plan.run,
+        swarm.generic_resource,
+        {node.constraint: node.slots for node in plan.available_nodes},
+        can_wait=not plan.is_probe,
+        identity=identity,
     )
 
 

@@ -31,6 +31,7 @@ from swarmtrain.launchers.swarm.resources.resource_accounting import (
 )
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
+from swarmtrain.run_identity import RunIdentity
 
 _AMOUNTS_LABEL = "swarmtrain.queue.amounts"
 _KIND_LABEL = "swarmtrain.queue.resource"
@@ -51,6 +52,8 @@ class ResourceRequest:
     kind: str = ""
     amounts: RequestedAmounts = field(default_factory=dict)
     can_wait: bool = True
+    identity: RunIdentity | None = None
+    """The identity that the run gets if it does not exist yet."""
 
 
 @contextlib.contextmanager
@@ -70,7 +73,11 @@ def wait_for_resources(
         yield
         return
     queue_entry = RunLock(engine, request.run, f"waits for {request.kind} held by other runs", timeouts, kind_label=LABEL_QUEUE)
-    queue_entry.labels = {_KIND_LABEL: request.kind, _AMOUNTS_LABEL: json.dumps(dict(request.amounts), sort_keys=True)}
+    queue_entry.labels = {
+        **(request.identity.labels if request.identity else {}),
+        _KIND_LABEL: request.kind,
+        _AMOUNTS_LABEL: json.dumps(dict(request.amounts), sort_keys=True),
+    }
     with queue_entry.hold_lock(report_progress):
         # The entry's position in the queue is its first version index; later updates change the index.
         queue_entry.labels[_POSITION_LABEL] = str(_read_own_queue_entry(engine, request)["Version"]["Index"])
@@ -156,21 +163,25 @@ def _read_own_queue_entry(engine: DockerEngine, request: ResourceRequest) -> Api
 
 
 def list_earlier_requests(queue_entries: list[ApiObject], request: ResourceRequest, ttl_seconds: float) -> list[ResourceRequest]:
-    """Return the requests for the same resource kind that entered the queue before `request`, in queue order.
+    """Return the requests for the same resource kind that entered the queue before `request`, in queue order. See list_requests."""
+    positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_queue_position(entry) for entry in queue_entries}
+    return [
+        live_request
+        for live_request in list_requests(queue_entries, ttl_seconds)
+        if live_request.kind == request.kind and positions[live_request.run] < positions.get(request.run, 0)
+    ]
+
+
+def list_requests(queue_entries: list[ApiObject], ttl_seconds: float) -> list[ResourceRequest]:
+    """Return the requests of the config objects `queue_entries`, in queue order.
 
     A request that was not renewed for `ttl_seconds` seconds is omitted. Its age is computed from the managers' timestamps only, so this
     machine's clock does not matter.
     """
-    positions = {entry["Spec"]["Labels"][LABEL_QUEUE]: _get_queue_position(entry) for entry in queue_entries}
     renewed_at = {entry["ID"]: datetime.fromisoformat(entry["UpdatedAt"]).timestamp() for entry in queue_entries}
     now = max(renewed_at.values(), default=0.0)
     live_entries = [entry for entry in queue_entries if now - renewed_at[entry["ID"]] < ttl_seconds]
-    live_requests = [_parse_resource_request(entry) for entry in sorted(live_entries, key=_get_queue_position)]
-    return [
-        live_request
-        for live_request in live_requests
-        if live_request.kind == request.kind and positions[live_request.run] < positions.get(request.run, 0)
-    ]
+    return [_parse_resource_request(entry) for entry in sorted(live_entries, key=_get_queue_position)]
 
 
 def _get_queue_position(entry: ApiObject) -> int:
@@ -179,4 +190,5 @@ def _get_queue_position(entry: ApiObject) -> int:
 
 def _parse_resource_request(entry: ApiObject) -> ResourceRequest:
     labels = entry["Spec"]["Labels"]
-    return ResourceRequest(labels[LABEL_QUEUE], labels.get(_KIND_LABEL, ""), json.loads(labels.get(_AMOUNTS_LABEL, "{}")))
+    amounts = json.loads(labels.get(_AMOUNTS_LABEL, "{}"))
+    return ResourceRequest(labels[LABEL_QUEUE], labels.get(_KIND_LABEL, ""), amounts, identity=RunIdentity.from_labels(labels))
