@@ -371,8 +371,9 @@ class RunOutcome:
 
 
 def format_micro_batch_counts(counts_by_node: Mapping[str, Sequence[int]]) -> str:
-    """Return the number of micro batches per step of each replica, by node, as text."""
-    return ", ".join(f"{node} {' + '.join(map(str, counts))}" for node, counts in counts_by_node.items())
+    """Return the number of micro batches per step of each replica, by node, as text. Nodes are in the order of their numbers."""
+    nodes = sorted(counts_by_node, key=lambda node: (len(node), node))
+    return ", ".join(f"{node} {' + '.join(map(str, counts_by_node[node]))}" for node in nodes)
 
 
 def describe_outcome(outcome: Mapping[str, Any]) -> str:

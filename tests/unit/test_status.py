@@ -117,10 +117,11 @@ def test_the_rank_that_others_wait_for_is_shown_as_long_as_its_world_lives() -> 
 
 
 def test_micro_batches_that_are_assigned_by_speed_are_shown_by_node() -> None:
-    progress = Event(protocol.EVENT_PROGRESS, {"step": 11, "steps": 40, "micro_batches": {"node0": [4, 4], "node1": [2]}}, 120.0)
+    counts = {"node10": [3], "node1": [2], "node0": [4, 4]}
+    progress = Event(protocol.EVENT_PROGRESS, {"step": 11, "steps": 40, "micro_batches": counts}, 120.0)
     found = build_status("demo", [*TRAINING, progress], TASKS, 180.0)
-    assert "  assignment  node0 4 + 4, node1 2 micro batches per step, by speed\n" in str(found)
-    assert found.to_dict()["progress"]["micro_batches"] == {"node0": [4, 4], "node1": [2]}
+    assert "  assignment  node0 4 + 4, node1 2, node10 3 micro batches per step, by speed\n" in str(found)
+    assert found.to_dict()["progress"]["micro_batches"] == counts
 
 
 def test_json_has_every_field_and_what_it_means() -> None:
