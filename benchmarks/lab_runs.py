@@ -52,21 +52,21 @@ def measure_step_cost(
     total, metrics_file = steps + warmup_steps, lab.shared_disk / run / "metrics.jsonl"
     pids = [node.pid for node in lab.get_status() if node.pid]
     argv = [*SWARMTRAIN_ARGV, "deploy", "examples/quickstart.yml", "--name", run, *build_options(run, total, options)]
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            deploy = pool.submit(process.run_command, argv, cwd=ROOT, env=environment, timeout=_TIMEOUT_SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        deploy = pool.submit(process.run_command, argv, cwd=ROOT, env=environment, timeout=_TIMEOUT_SECONDS)
+        try:
             if while_training:
                 while_training()
             first_bytes, last_bytes = (_read_sent_bytes_at(step, metrics_file, pids, deploy) for step in (warmup_steps, total - 1))
             deploy.result()
-        elapsed = {
-            line["step"]: min(line["step"], _WINDOW_STEPS) * tokens_per_step / line["tokens_per_second"]
-            for line in map(json.loads, metrics_file.read_text().splitlines())
-            if "learning_rate" in line
-        }
-    finally:
-        process.run_command([*SWARMTRAIN_ARGV, "down", run, "--yes"], env=environment)
-        shutil.rmtree(lab.shared_disk / run, ignore_errors=True)
+            elapsed = {
+                line["step"]: min(line["step"], _WINDOW_STEPS) * tokens_per_step / line["tokens_per_second"]
+                for line in map(json.loads, metrics_file.read_text().splitlines())
+                if "learning_rate" in line
+            }
+        finally:  # `down` also ends a deploy that still follows the run
+            process.run_command([*SWARMTRAIN_ARGV, "down", run, "--yes"], env=environment)
+            shutil.rmtree(lab.shared_disk / run, ignore_errors=True)
     if total <= _WINDOW_STEPS:
         seconds = elapsed[total] - elapsed[warmup_steps]
     else:
