@@ -17,6 +17,14 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """torch.distributed.reduce_scatter_single, by the name that torch 2.13 has deprecated if this torch is older."""
 
+MESSAGE_BYTES = 1 << 20
+"""Size up to which a message over a slow link should be divided, if all ranks send at the same time.
+
+gloo sends a message once the other rank has announced that it is ready to receive it. The announcement uses the same connection, and waits
+there behind the message that this other rank is sending. So large messages in opposite directions follow one another, and use half of the
+link: 38 MB of each of two ranks take 6.3 s at 100 Mbit/s in one message, and 3.2 s in messages of this size.
+"""
+
 
 def barrier() -> None:
     """Block until every rank has called this function."""

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
@@ -90,16 +92,19 @@ def test_each_learner_sends_its_bytes_once_per_round(monkeypatch: pytest.MonkeyP
             _change_parameters(learner)
         sent: list[int] = []
 
-        def gather(output: torch.Tensor, local_bytes: torch.Tensor, *, group: object, async_op: bool) -> None:  # named
+        def gather(outputs: Sequence[torch.Tensor], local_bytes: torch.Tensor, **_: Any) -> SimpleNamespace:
+            outputs[0][:] = local_bytes
+            remote_bytes = encode_remote()[sum(sent) :][: len(local_bytes)]
+            outputs[1][: len(remote_bytes)] = remote_bytes
             sent.append(local_bytes.numel())
-            output[: len(local_bytes)] = local_bytes
-            output[len(local_bytes)] = encode_remote()
+            return SimpleNamespace(wait=lambda: None)
 
         def encode_remote() -> torch.Tensor:
             parameters = _get_global_parameters(optimizer)
             return torch.cat([encode_tensor(value - remote[0].parameters[name], quantization) for name, value in parameters.items()])
 
-        monkeypatch.setattr(collectives, "all_gather_single", gather)
+        monkeypatch.setattr(dist, "all_gather", gather)
+        monkeypatch.setattr(collectives, "MESSAGE_BYTES", 1000)
         parameters, groups = _get_global_parameters(optimizer), [range(2), range(2, 3)]
         names = list(parameters)
         divided = PseudoGradientExchange(groups, object(), quantization).start(  # type: ignore[arg-type]  # `gather` does not use it
@@ -109,6 +114,7 @@ def test_each_learner_sends_its_bytes_once_per_round(monkeypatch: pytest.MonkeyP
             [learner.compute_pseudo_gradients(parameters, names) for learner in optimizer.learners]
         )
         assert sum(sent) == 2 * optimizer.bytes_per_learner
+        assert max(sent) == 1000 < min(sent[:-1]) + 1
         assert all(torch.equal(divided.wait()[name], mean) for name, mean in together.wait().items())
         differences = {
             name: sum(value - learner.parameters[name] for learner in optimizer.learners) / 3 for name, value in parameters.items()

@@ -26,7 +26,7 @@ from worlds import (
 from benchmarks.counting.swarmtrain_step import count_step_costs
 from swarmtrain.config import Config
 from swarmtrain.config.schema.fields.gradient_compression import PowerSgdConfig
-from swarmtrain.trainer.parallel.gradient_compression import powersgd
+from swarmtrain.trainer.parallel.gradient_compression import bfloat16, powersgd
 
 POWERSGD = {"gradient_compression": "powersgd", "powersgd": {"matrix_approximation_rank": 2, "start_step": 3}}
 BF16 = {"gradient_compression": "bf16"}
@@ -152,6 +152,8 @@ class Ranks:
     def __init__(self, count: int) -> None:
         self._count, self._barrier, self._local = count, threading.Barrier(count), threading.local()
         self._tensors: list[torch.Tensor] = [torch.empty(0)] * count
+        self.message_elements: list[int] = []
+        """Number of values that each call of all_to_all_single sends to a rank."""
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Return what `function` returns on each rank."""
@@ -170,6 +172,12 @@ class Ranks:
         tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
         return self
 
+    def all_to_all_single(self, output: torch.Tensor, values: torch.Tensor, **_: Any) -> Ranks:
+        self.message_elements.append(len(values) // self._count)
+        parts = [each.view(self._count, -1)[self._local.rank] for each in self._exchange(values)]
+        output.copy_(torch.cat(parts))
+        return self
+
     def wait(self) -> None:
         """Do nothing: each collective waits."""
 
@@ -179,6 +187,29 @@ class Ranks:
         tensors = list(self._tensors)
         self._barrier.wait()
         return tensors
+
+
+def test_bf16_sends_large_gradients_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of three replicas are the same as those of all values at once, bit for bit."""
+    replicas, random = Ranks(3), torch.Generator().manual_seed(1)
+    monkeypatch.setattr(bfloat16, "dist", replicas)
+    monkeypatch.setattr(bfloat16, "_PART_ELEMENTS", 8)
+    weights = [nn.Parameter(torch.zeros(size)) for size in (100, 1, 23, 24)]
+    gradients = [[torch.randn(weight.shape, generator=random) for weight in weights] for _ in range(3)]
+
+    def run_step(replica: int) -> list[torch.Tensor]:
+        compressor = bfloat16.Bfloat16Compression(replicas)  # type: ignore[arg-type]  # see Ranks
+        sums = [gradient.clone() for gradient in gradients[replica]]
+        for group in (slice(0, 3), slice(3, 4)):
+            compressor.start_sum(dict(zip(weights[group], sums[group], strict=True)))
+        compressor.finish_sums()
+        return sums
+
+    rounded = [[gradient.bfloat16().float() for gradient in each] for each in gradients]
+    expected = [(first + second + third).bfloat16().float() for first, second, third in zip(*rounded, strict=True)]
+    for sums in replicas.run(run_step):
+        assert all(torch.equal(mine, total) for mine, total in zip(sums, expected, strict=True))
+    assert sorted(replicas.message_elements) == sorted(3 * 2 * [*[8] * 5, 2, 8])
 
 
 def sum_by_powersgd(

@@ -38,13 +38,18 @@ class PseudoGradientExchange:
         local = [torch.cat([encode_tensor(each, self._quantization) for each in learner.values()]) for learner in pseudo_gradients]
         like = pseudo_gradients[0]
         if self._group is None:
-            return PendingMean(local, None, like, self._quantization)
+            return PendingMean(local, (), like, self._quantization)
         most = max(map(len, self._learners_by_group))
         stacked = torch.stack([*local, *[torch.zeros_like(local[0])] * (most - len(local))])
         gathered = stacked.new_empty((len(self._learners_by_group), *stacked.shape))
-        work = collectives.all_gather_single(gathered.flatten(0, 1), stacked, group=self._group, async_op=True)
+        pieces = torch.split(stacked.flatten(), collectives.MESSAGE_BYTES)
+        outputs = torch.split(gathered.flatten(1), collectives.MESSAGE_BYTES, dim=1)
+        works = [
+            dist.all_gather(list(output.unbind()), piece, group=self._group, async_op=True)
+            for output, piece in zip(outputs, pieces, strict=True)
+        ]
         encoded = [rows[index] for rows, learners in zip(gathered, self._learners_by_group, strict=True) for index in range(len(learners))]
-        return PendingMean(encoded, work, like, self._quantization)
+        return PendingMean(encoded, works, like, self._quantization)
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class PendingMean:
     """A mean pseudo-gradient whose parts are being gathered."""
 
     encoded: Sequence[Tensor]
-    """The bytes of each learner, in the order of the learners. They are valid once `work` is complete."""
-    work: dist.Work | None
-    """The collective that gathers the bytes; None if this rank has all learners."""
+    """The bytes of each learner, in the order of the learners. They are valid once `works` are complete."""
+    works: Sequence[dist.Work]
+    """The collectives that gather the bytes; none if this rank has all learners."""
     like: Mapping[str, Tensor]
     """A tensor with the shape and type of each pseudo-gradient, by parameter name."""
     quantization: Quantization
@@ -62,8 +67,8 @@ class PendingMean:
     @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
         """Wait until all parts are gathered, and return the mean by parameter name."""
-        if self.work:
-            self.work.wait()
+        for work in self.works:
+            work.wait()
         means, start = {}, 0
         for name, like in self.like.items():
             end = start + compute_encoded_size(like.shape, like.dtype, self.quantization)

@@ -5,8 +5,8 @@ rounded gradients of all replicas are added in float32, in the order of the rank
 twice, whatever the number of replicas. An all-reduce of bfloat16 values, as in torch's bf16_compress_hook, rounds after each addition, and
 sends as many bytes. (DDP refuses that hook on gloo.)
 
-Each rank adds a part of the values of all ranks, and sends the sums to all ranks. The first collective is started while the backward pass
-runs, the second one at its end, so that all ranks start their collectives in the same order.
+Each rank adds a part of the values of all ranks, and sends the sums to all ranks. The first collectives are started while the backward pass
+runs, the second ones at its end, so that all ranks start their collectives in the same order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from swarmtrain.trainer.collectives import MESSAGE_BYTES
+
+_PART_ELEMENTS = MESSAGE_BYTES // torch.bfloat16.itemsize
+"""Maximum number of values that a rank sends to another one at a time."""
 
 
 class Bfloat16Compression:
@@ -38,23 +43,24 @@ class Bfloat16Compression:
         rounded = torch.empty(-(-size // rank_count) * rank_count, dtype=torch.bfloat16, device=targets[0].device)
         rounded[size:] = 0
         torch._foreach_copy_(_split_like(rounded, targets), targets)
-        received = torch.empty_like(rounded)
-        work = dist.all_to_all_single(received, rounded, group=self._group, async_op=True)
-        self._pending.append(_PendingSum(list(gradients.values()), rounded, received, work))
+        pieces = [_Piece(piece, torch.empty_like(piece)) for piece in torch.split(rounded, _PART_ELEMENTS * rank_count)]
+        works = [dist.all_to_all_single(piece.received, piece.rounded, group=self._group, async_op=True) for piece in pieces]
+        self._pending.append(_PendingSum(list(gradients.values()), rounded, pieces, works))
 
     def finish_sums(self) -> None:
         """Add the values that this rank has received, and replace all gradients with the sums of all ranks."""
-        distributing = []
         for pending in self._pending:
-            pending.work.wait()
-            parts = pending.received.view(self._group.size(), -1)
-            total = parts[0].float()
-            for part in parts[1:]:
-                total += part
-            parts.copy_(total)  # rounded, once for each rank
-            distributing.append(dist.all_to_all_single(pending.rounded, pending.received, group=self._group, async_op=True))
-        for pending, work in zip(self._pending, distributing, strict=True):
-            work.wait()
+            for index, piece in enumerate(pending.pieces):
+                pending.works[index].wait()
+                parts = piece.received.view(self._group.size(), -1)
+                total = parts[0].float()
+                for part in parts[1:]:
+                    total += part
+                parts.copy_(total)  # rounded, once for each rank
+                pending.works[index] = dist.all_to_all_single(piece.rounded, piece.received, group=self._group, async_op=True)
+        for pending in self._pending:
+            for work in pending.works:
+                work.wait()
             for gradient, values in zip(pending.gradients, _split_like(pending.rounded, pending.gradients), strict=True):
                 gradient.copy_(values.view_as(gradient))
         self._pending.clear()
@@ -67,13 +73,22 @@ class Bfloat16Compression:
         """Do nothing."""
 
 
+class _Piece(NamedTuple):
+    """Values that are added at the same time, as many by each rank."""
+
+    rounded: Tensor
+    """The values of this rank; later the sums of all ranks."""
+    received: Tensor
+    """One part of the values of each rank, in the order of the ranks; later its sum, once for each rank."""
+
+
 class _PendingSum(NamedTuple):
     gradients: Sequence[Tensor]
     rounded: Tensor
-    """The gradients of this rank, padded to a multiple of the number of ranks; later the sums of all ranks."""
-    received: Tensor
-    """One part of the gradients of each rank, in the order of the ranks; later its sum, once for each rank."""
-    work: dist.Work
+    """The values of all pieces: the gradients, padded to a multiple of the number of ranks."""
+    pieces: Sequence[_Piece]
+    works: list[dist.Work]
+    """The newest collective of each piece."""
 
 
 def _split_like(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
