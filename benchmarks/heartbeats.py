@@ -6,6 +6,7 @@ thread of the server.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import statistics
 import threading
@@ -69,9 +70,12 @@ def _measure_signatures(key: bytes) -> float:
 def _serve_coordinator(key: bytes) -> Iterator[CoordinatorClient]:
     budget = {"max_restarts": 1, "max_restarts_per_hour": 1, "min_nodes": 1}
     coordinator = Coordinator(run="bench", boot_id="bench", run_id="", **budget, clock=time.monotonic, publish_event=lambda event: None)
-    with CoordinatorServer(("127.0.0.1", 0), coordinator, key) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield CoordinatorClient(f"127.0.0.1:{server.server_address[1]}", key=key)
-        server.shutdown()
-        thread.join()
+    loop, server = asyncio.new_event_loop(), CoordinatorServer(coordinator, key)
+    port = loop.run_until_complete(server.listen("127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield CoordinatorClient(f"127.0.0.1:{port}", key=key)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    server.close()
+    loop.close()

@@ -31,6 +31,8 @@ from swarmtrain.protocol import (
     PROTOCOL_VERSION,
     RUN_OVER_FIELD,
     UNRESOLVED_COORDINATOR_TEXT,
+    ConnectingRank,
+    ConnectingWorld,
     Event,
     EventResponse,
     RescueAssignment,
@@ -38,7 +40,15 @@ from swarmtrain.protocol import (
     SupervisorResponse,
     SurvivorState,
 )
-from swarmtrain.run_key import NEXT_NONCE_FIELD, REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, load_run_key, open_signed_message
+from swarmtrain.run_key import (
+    MAX_FIRST_REQUEST_BYTES,
+    NEXT_NONCE_FIELD,
+    REQUEST_PURPOSE,
+    RESPONSE_PURPOSE,
+    build_signed_message,
+    load_run_key,
+    open_signed_message,
+)
 
 _RETRY_SECONDS = 0.5
 _OFFSET_SAMPLES = 5
@@ -116,6 +126,14 @@ class CoordinatorClient:
         """
         self._run_is_over = bool(self._send_request_of_supervisor("remain", node=node)[RUN_OVER_FIELD])
 
+    def report_connecting_rank(self, rank: ConnectingRank) -> ConnectingWorld:
+        """Report a rank that waits in init_process_group, or no longer does. Return the state of its world.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
+        response = self._send_request("report_connecting_rank", **asdict(rank))
+        return ConnectingWorld(response["waiting_ranks"], response["seconds_since_last_arrival"])
+
     def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Report the state of surviving rank `rank` of the failed world `world`. Return the ranks that write a checkpoint.
 
@@ -146,21 +164,12 @@ class CoordinatorClient:
         """
         return int(self._send_request("generation", above=highest_generation)["generation"])
 
-    def read_rendezvous_state(self, round: str) -> tuple[str, int]:
-        """Return the state of torch's rendezvous in `round`, base64-encoded, and its version; "" and 0 if none was written.
+    def send_store_command(self, round: str, command: str, **fields: Any) -> dict[str, Any]:
+        """Run a command for the store of torch's agents in `round`, and return its result (coordinator.round_stores).
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        response = self._send_request("read_rendezvous_state", round=round)
-        return str(response["state"]), int(response["version"])
-
-    def replace_rendezvous_state(self, round: str, state: str, version: int) -> tuple[str, int]:
-        """Replace the state of torch's rendezvous in `round` if it still has `version`. Return the state after that, and its version.
-
-        Raises CoordinatorError if the coordinator cannot be reached.
-        """
-        response = self._send_request("replace_rendezvous_state", round=round, state=state, version=version)
-        return str(response["state"]), int(response["version"])
+        return self._send_request("store", round=round, command=command, **fields)
 
     def measure_clock_offset(self) -> float:
         """Return by how many seconds this machine's wall clock is ahead of the coordinator's (negative if behind).
@@ -274,7 +283,10 @@ class CoordinatorClient:
         with self._nonce_lock:
             nonce = self._nonce if self._nonce_pid == os.getpid() else ""  # not that of the process from which this one was forked
             self._nonce = ""
-        line = _send_line(stream, build_signed_message(key, REQUEST_PURPOSE, nonce, request))
+        line = build_signed_message(key, REQUEST_PURPOSE, nonce, request)
+        if not nonce or len(line) > MAX_FIRST_REQUEST_BYTES:
+            line = build_signed_message(key, REQUEST_PURPOSE, "", "")  # shows that this client has the key, and requests a nonce
+        line = _send_line(stream, line)
         if (new_nonce := _parse_new_nonce(line)) is not None:
             nonce = new_nonce
             line = _send_line(stream, build_signed_message(key, REQUEST_PURPOSE, nonce, request))

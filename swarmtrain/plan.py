@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def master_port(self) -> int:
-        """Port of the rendezvous store.
+        """Port of the coordinator.
 
         If no port is configured, a run on the host network uses a port that is derived from the run's name.
         """

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, NoReturn
 
@@ -167,3 +168,13 @@ def defer_signals() -> Iterator[None]:
             signal.signal(number, handler)
         for pending_signal in pending_signals:
             signal.raise_signal(pending_signal)
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit, for this process and all processes that it starts.
+
+    Containers of a fresh Docker 29 installation have a soft limit of 1,024, which data loader workers and connections between ranks exceed.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS reports an unlimited hard limit, but refuses it as the soft limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

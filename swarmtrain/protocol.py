@@ -17,7 +17,7 @@ from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
 misread a message.
 """
@@ -154,8 +154,6 @@ class NodeEnv(_EnvironmentMessage):
     """Maximum number of nodes that can join."""
     coordinator: str
     """host:port of the coordinator."""
-    store: str
-    """host:port of the rendezvous store."""
     config: str
     """Path of the resolved config, JSON."""
     code_folder: str
@@ -200,14 +198,12 @@ class ProbeEnv(_EnvironmentMessage):
 
 @dataclass(frozen=True)
 class CoordinatorEnv(_EnvironmentMessage):
-    """Environment of the rendezvous service, which runs the coordinator and the rendezvous store."""
+    """Environment of the rendezvous service, which runs the coordinator."""
 
     run: str
     """Name of the run."""
     coordinator_port: int
     """Port that the coordinator listens on."""
-    store_port: int
-    """Port that the rendezvous store listens on."""
     bind: str
     """Address to listen on: 0.0.0.0 inside the run's own network, 127.0.0.1 for a run on one machine."""
     max_restarts: int
@@ -255,6 +251,8 @@ EVENT_COORDINATOR_STARTED = "coordinator"
 EVENT_NODE_JOINED = "joined"
 # world, world_size, nodes, ranks: {node: [rank, …]}; printed once every node of the world has joined it
 EVENT_WORLD_FORMED = "world"
+# world, world_size, address, ranks: {node: [rank, …]} that wait in init_process_group for rank 0 at this address; no ranks: none waits
+EVENT_RANKS_CONNECTING = "connecting"
 # node, world, and from each rank its number: the script has returned; printed once it has returned on all ranks of that node
 EVENT_SCRIPT_RETURNED = "script_returned"
 # step, steps, loss, tokens_per_second, eta_seconds, learning_rate; if known gradient_norm, max_replica_loss, accuracy, tflops, mfu, phases:
@@ -394,6 +392,29 @@ class EventResponse:
     """Whether the event is a failure whose reason another rank of the same world has already reported."""
     run_failed: bool = False
     """Whether the run has failed, so that no process may be restarted."""
+
+
+@dataclass(frozen=True)
+class ConnectingRank:
+    """A rank that waits in init_process_group, or no longer does."""
+
+    world: str
+    world_size: int
+    rank: int
+    node: str
+    address: str
+    """host:port of rank 0, for which it waits."""
+    waits: bool
+
+
+@dataclass(frozen=True)
+class ConnectingWorld:
+    """The coordinator's response to a connecting rank."""
+
+    waiting_ranks: int
+    """Number of ranks of the world that wait in init_process_group."""
+    seconds_since_last_arrival: float
+    """Seconds since the last of them has reported that it waits."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ REQUEST_PURPOSE, RESPONSE_PURPOSE = "request", "response"
 """Purposes of signed messages to and from the coordinator."""
 NEXT_NONCE_FIELD = "next_nonce"
 """Field of a signed response: the nonce of the client's next request."""
+MAX_FIRST_REQUEST_BYTES = 4096
+"""Maximum bytes of the first line of a connection. A longer request follows an empty one, which shows that the client has the key."""
 _KEY_BYTES, _NONCE_BYTES = 32, 16
 
 

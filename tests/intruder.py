@@ -1,27 +1,29 @@
-"""A client without the key of a run, which attacks the run's ports: unsigned, replayed and altered requests, and a pickle in the store.
+"""A client without the key of a run, which attacks the coordinator's port: it must change nothing, and cost little.
 
-As a program, it runs on a machine that reaches the ports: `intruder.py COORDINATOR STORE ROUND FILE`, with the key on standard input, which
-it needs only to sign what a process of the run would sign.
+As a program, it runs on a machine that reaches the port: `intruder.py COORDINATOR SECONDS`, with the key on standard input, which it needs
+only to sign what a process of the run would sign. It prints how often it has tried each attack, as JSON.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import os
-import pickle
 import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from swarmtrain.lab import Lab
-from swarmtrain.protocol import EVENT_FAILURE, PROTOCOL_VERSION
+from swarmtrain.protocol import EVENT_FAILURE, EVENT_OUTCOME, EVENT_WORLD_FORMED, PROTOCOL_VERSION, Event
 from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, open_signed_message
 
 REFUSAL = {"error": "the request is not signed with the run's key"}
@@ -30,68 +32,109 @@ PING = json.dumps({"op": "ping", "protocol": PROTOCOL_VERSION})
 FATAL_FAILURE = json.dumps(
     {"op": "post", "protocol": PROTOCOL_VERSION, "kind": EVENT_FAILURE, "data": {"node": "node0", "error": "planted", "permanent": True}}
 )
-
-
-class _CodeInPickle:
-    """Object whose pickle creates a file when it is loaded."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._file}",)
+FALSE_LEADER = json.dumps(
+    {"op": "store", "protocol": PROTOCOL_VERSION, "round": "b-1", "command": "set", "key": "MASTER_ADDR", "value": "192.0.2.1"}
+)
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s
+_RESETS, _HELD_CONNECTIONS = 50, 20
 
 
 class Intruder:
-    """Client that reaches the coordinator and the store of a run, without its key."""
+    """Client that reaches the coordinator of a run, without its key."""
 
-    def __init__(self, coordinator: str, store: str) -> None:
-        self._coordinator, self._store = coordinator, store
+    def __init__(self, coordinator: str) -> None:
+        host, _, port = coordinator.rpartition(":")
+        self._address = host, int(port)
 
-    def send_unsigned_request(self) -> Any:
-        """Request the end of the run, and return the response."""
-        with self._connect() as stream:
-            return json.loads(send_line(stream, FATAL_FAILURE.encode() + b"\n"))
+    def send_unsigned_request(self, request: str) -> Any:
+        """Send `request` without a signature, and return the response."""
+        with self._open_stream() as stream:
+            return json.loads(send_line(stream, request.encode() + b"\n"))
 
     def replay_request(self, key: bytes) -> Any:
         """Send a request again that a process of the run has signed and sent, and return the response."""
-        with self._connect() as stream:
+        with self._open_stream() as stream:
             recorded = build_signed_message(key, REQUEST_PURPOSE, request_nonce(stream, key), PING)
             assert open_signed_message(key, RESPONSE_PURPOSE, send_line(stream, recorded))
-        with self._connect() as stream:
+        with self._open_stream() as stream:
             return json.loads(send_line(stream, recorded))
 
     def alter_request(self, key: bytes) -> Any:
         """Send a signed request whose body was changed on its way, and return the response."""
-        with self._connect() as stream:
+        with self._open_stream() as stream:
             signed = build_signed_message(key, REQUEST_PURPOSE, request_nonce(stream, key), PING)
             return json.loads(send_line(stream, signed.replace(PING.encode(), FATAL_FAILURE.encode())))
 
-    def poison_store(self, round: str, file: Path) -> None:
-        """Write to the store, as the state of torch's rendezvous, a pickle that creates `file` when it is loaded."""
+    def request_nonce(self, key: bytes) -> str:
+        """Request a nonce, and disconnect."""
+        with self._open_stream() as stream:
+            return request_nonce(stream, key)
+
+    def send_long_line(self) -> Any:
+        """Send a line that is longer than an unverified client may send, without its end, and return the response."""
+        with self._open_stream() as stream:
+            return json.loads(send_line(stream, b"x" * 5000))
+
+    def reset_connections(self, count: int) -> None:
+        """Open connections, send a byte, and reset them."""
+        for _ in range(count):
+            with self.connect() as connection:
+                connection.send(b"x")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
+
+    def open_tcp_store(self) -> None:
+        """Write to the port as a client of torch's TCPStore does. Raises RuntimeError if nobody serves such a store there."""
         from torch.distributed import TCPStore
 
-        host, _, port = self._store.rpartition(":")
-        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
-        store.set(f"torch.rendezvous.{round}", base64.b64encode(pickle.dumps(_CodeInPickle(file))).decode())
+        TCPStore(*self._address, is_master=False, timeout=timedelta(seconds=3)).set("MASTER_ADDR", "192.0.2.1")
 
-    def attack(self, key: bytes, round: str, file: Path) -> None:
-        """Try everything, and check that every request is refused."""
-        for _ in range(3):
-            assert self.send_unsigned_request() == REFUSAL
+    def wait_until_reachable(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self.connect().close()
+                return
+            except OSError:
+                assert time.monotonic() < end, self._address
+                time.sleep(0.1)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self._address, timeout=10.0)
+
+    def attack(self, key: bytes, seconds: float) -> dict[str, int]:
+        """Try everything for so many seconds, check that every request is refused, and return the number of attempts of each kind."""
+        self.wait_until_reachable(120)
+        with pytest.raises(RuntimeError):
+            self.open_tcp_store()
+        counts: Counter[str] = Counter()
+        held: list[socket.socket] = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.send_unsigned_request(FATAL_FAILURE) == REFUSAL
+            assert self.send_unsigned_request(FALSE_LEADER) == REFUSAL
             assert self.replay_request(key) == REFUSAL
             assert self.alter_request(key) == REFUSAL
-        self.poison_store(round, file)
+            assert self.send_long_line() == REFUSAL
+            self.reset_connections(_RESETS)
+            if len(held) < 400:
+                held += [self.connect() for _ in range(_HELD_CONNECTIONS)]
+            for connection in held:
+                with suppress(OSError):  # the coordinator has closed it
+                    connection.send(b"x")
+            counts.update(unsigned=2, replayed=1, altered=1, long=1, reset=_RESETS, held=len(held))
+            time.sleep(0.2)
+        for connection in held:
+            connection.close()
+        return dict(counts)
 
     @contextmanager
-    def _connect(self) -> Iterator[BufferedRWPair]:
-        host, _, port = self._coordinator.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=10.0) as connection, connection.makefile("rwb") as stream:
+    def _open_stream(self) -> Iterator[BufferedRWPair]:
+        with self.connect() as connection, connection.makefile("rwb") as stream:
             yield stream
 
 
 def request_nonce(stream: BufferedRWPair, key: bytes) -> str:
-    return str(json.loads(send_line(stream, build_signed_message(key, REQUEST_PURPOSE, "", PING)))["nonce"])
+    return str(json.loads(send_line(stream, build_signed_message(key, REQUEST_PURPOSE, "", "")))["nonce"])
 
 
 def send_line(stream: BufferedRWPair, line: bytes) -> bytes:
@@ -100,12 +143,31 @@ def send_line(stream: BufferedRWPair, line: bytes) -> bytes:
     return stream.readline()
 
 
-def run_attack(lab: Lab, node: str, key: bytes, *arguments: str) -> None:
-    """Run the attack on `node` of the lab with these command line arguments. Raises CalledProcessError if a request was not refused."""
-    argv = [*lab.build_enter_command(node), "env", f"PYTHONPATH={ROOT}", sys.executable, __file__, *arguments]
-    subprocess.run(argv, input=key, check=True, timeout=120)
+@contextmanager
+def attack_from(lab: Lab, node: str, key: bytes, coordinator: str, seconds: float) -> Iterator[None]:
+    """Context manager that attacks `coordinator` from `node` of the lab for so many seconds, from its start.
+
+    At the end of the block, wait for the end of the attack, and check that it succeeded in nothing.
+    """
+    argv = [*lab.build_enter_command(node), "env", f"PYTHONPATH={ROOT}", sys.executable, __file__, coordinator, str(seconds)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin
+        process.stdin.write(key)
+        process.stdin.close()
+        process.stdin = None
+        yield
+        output, errors = process.communicate(timeout=seconds + 60)
+    assert process.returncode == 0, errors.decode()
+    assert json.loads(output)["held"], output
+
+
+def assert_run_is_undisturbed(events: Sequence[Event]) -> None:
+    """Check that the events of a run under attack show one world, no failure, and few lines about the attack."""
+    kinds = [event.kind for event in events]
+    assert (kinds.count(EVENT_WORLD_FORMED), kinds.count(EVENT_FAILURE), kinds.count(EVENT_OUTCOME)) == (1, 0, 0)
+    reports = [event for event in events if "not signed with the run's key" in str(event.data.get("message"))]
+    assert 1 <= len(reports) <= 3, "the attack takes less than 2 min"
 
 
 if __name__ == "__main__":
-    coordinator, store, round_name, file_name = sys.argv[1:]
-    Intruder(coordinator, store).attack(sys.stdin.buffer.read(), round_name, Path(file_name))
+    print(json.dumps(Intruder(sys.argv[1]).attack(sys.stdin.buffer.read(), float(sys.argv[2]))))

@@ -29,7 +29,6 @@ class NodeLayout:
     code_folder: PurePath
     secrets_dir: PurePath
     log_dir: str
-    store_port: int
     coordinator_port: int
     key_file: str = ""
     """Path of the run's key, if it has one."""
@@ -49,7 +48,6 @@ def build_node_env(plan: Plan, node: PlannedNode, layout: NodeLayout) -> dict[st
         min_nodes=plan.min_nodes,
         max_nodes=plan.max_nodes,
         coordinator=f"{layout.coordinator_host}:{layout.coordinator_port}",
-        store=f"{layout.coordinator_host}:{layout.store_port}",
         config=layout.config_path,
         code_folder=str(layout.code_folder),
         script="" if runner.module else str(layout.code_folder / runner.script_name),
@@ -107,7 +105,6 @@ def build_coordinator_env(plan: Plan, layout: NodeLayout, run_id: str = "") -> d
     variables = CoordinatorEnv(
         run=plan.run,
         coordinator_port=layout.coordinator_port,
-        store_port=layout.store_port,
         bind=layout.bind_address,
         max_restarts=plan.config.runner.max_restarts,
         max_restarts_per_hour=plan.config.runner.effective_max_restarts_per_hour,

@@ -175,11 +175,10 @@ def _build_job_environment(plan: Plan, job_layout: JobLayout) -> dict[str, str]:
         secrets_dir=files_folder / "secrets",
         key_file=str(job_layout.run_folder / RUN_KEY_NAME),
         log_dir=str(job_layout.run_folder / "logs"),
-        store_port=0,
         coordinator_port=0,
     )
     variables = {**build_node_env(plan, plan.nodes[0], layout), **build_coordinator_env(plan, layout)}
-    for name in ("COORDINATOR", "STORE", "NODE", "COORDINATOR_PORT", "STORE_PORT", "RUN_ID"):
+    for name in ("COORDINATOR", "NODE", "COORDINATOR_PORT", "RUN_ID"):
         del variables[f"SWARMTRAIN_{name}"]
     port_variables = {"SWARMTRAIN_MASTER_PORT": json.dumps(plan.config.runner.master_port)} if plan.config.runner.master_port else {}
     path_variables = (

@@ -285,20 +285,19 @@ def _build_coordinator_constraints(plan: Plan) -> list[str]:
 
 
 def _build_node_layout(plan: Plan, swarm_objects: _SwarmObjects) -> NodeLayout:
-    port, docker = plan.master_port, plan.config.runner.docker_config
+    docker = plan.config.runner.docker_config
     address = plan.coordinator_machine.address if plan.coordinator_machine else ""
     return NodeLayout(
         coordinator_host=address or RENDEZVOUS_SERVICE,
-        # The store has no authentication. In the run's own network, nobody else can reach it. Elsewhere it binds only to its own
-        # address, except for a host name, which may resolve to loopback on the machine itself.
+        # In the run's own network, nobody else can reach the coordinator. Elsewhere it binds only to its own address, except for a host
+        # name, which may resolve to loopback on the machine itself.
         bind_address=address if _IPV4_PATTERN.fullmatch(address) else "0.0.0.0",
         config_path=CONFIG_PATH,
         code_folder=WORKSPACE,
         secrets_dir=SECRETS_FOLDER,
         key_file=str(SECRETS_FOLDER / RUN_KEY_NAME) if swarm_objects.has_run_key else "",
         log_dir="/tmp/swarmtrain",
-        store_port=port,
-        coordinator_port=port + 1,
+        coordinator_port=plan.master_port,
         mounts=tuple(target for _, target in docker.docker_mounts),
         environment={**docker.cache_variables, **_build_home_env(docker)},
     )

@@ -68,16 +68,14 @@ class SmallRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.coordinator_port, self.store_port = find_free_port(), find_free_port()
+        self.coordinator_port = find_free_port()
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.coordinator: subprocess.Popen[bytes] | None = None
         self.state = folder / "state"
         (folder / "config.json").write_text("{}")
 
     def start_coordinator(self, *, max_restarts: int = 3, min_nodes: int = 2, environment: Mapping[str, str] | None = None) -> None:
-        env = CoordinatorEnv(
-            "small", self.coordinator_port, self.store_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20, min_nodes=min_nodes
-        )
+        env = CoordinatorEnv("small", self.coordinator_port, "127.0.0.1", max_restarts, max_restarts_per_hour=20, min_nodes=min_nodes)
         self.coordinator = self._start_process("rendezvous", {**env.to_env(), **(environment or {})}, self.folder / "events.jsonl")
 
     def post_event(self, event: Event) -> None:
@@ -217,7 +215,6 @@ class SmallRun:
             min_nodes=node_range[0],
             max_nodes=node_range[1],
             coordinator=f"127.0.0.1:{self.coordinator_port}",
-            store=f"127.0.0.1:{self.store_port}",
             config=str(self.folder / "config.json"),
             code_folder=str(self.folder),
             script=str(self.folder / "script.py"),

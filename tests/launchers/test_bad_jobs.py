@@ -154,8 +154,7 @@ def test_no_torch(error_case: ErrorCase) -> None:
 def test_ports_in_use(error_case: ErrorCase) -> None:
     """Port is in use
 
-    The rendezvous store listens on `master_port`, the coordinator on the next port. In a swarm, the run's own network has no other users. A
-    local run chooses free ports.
+    The coordinator listens on `master_port`. In a swarm, the run's own network has no other users. A local run chooses a free port.
     """
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -163,7 +162,6 @@ def test_ports_in_use(error_case: ErrorCase) -> None:
             "PROTOCOL": PROTOCOL_VERSION,
             "RUN": "demo",
             "COORDINATOR_PORT": port,
-            "STORE_PORT": 1,
             "BIND": "127.0.0.1",
             "MAX_RESTARTS": 0,
             "MAX_RESTARTS_PER_HOUR": 0,
@@ -173,10 +171,6 @@ def test_ports_in_use(error_case: ErrorCase) -> None:
         }
         error_case.env |= {f"SWARMTRAIN_{name}": str(value) for name, value in values.items()}
         error_case("python -m swarmtrain.entrypoint rendezvous")
-        error_case.add_paragraph("Without the store, no rendezvous is possible. The coordinator still reports that the run has failed.")
-        error_case.env |= {"SWARMTRAIN_COORDINATOR_PORT": str(port + 1), "SWARMTRAIN_STORE_PORT": str(port)}
-        done = error_case("python -m swarmtrain.entrypoint rendezvous", code=0)
-    assert json.loads(done.stdout.splitlines()[-1])["status"] == "failed"
 
 
 def test_missing_data(error_case: ErrorCase) -> None:

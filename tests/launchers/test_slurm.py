@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from intruder import run_attack
+from intruder import assert_run_is_undisturbed, attack_from
 from processes import find_run_pids
 from ssh_hosts import start_lab
 
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
+from swarmtrain.distributed_env import compute_slurm_base_port
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
@@ -181,20 +182,15 @@ def release_job(job_id: str, *changes: str) -> None:
 
 
 def test_an_intruder_cannot_end_a_run_or_run_code_on_its_nodes(launcher: SlurmLauncher, lab: Lab, tmp_path: Path) -> None:
-    write_ports = 'import os\nopen("ports", "w").write(f"{os.environ[\'SWARMTRAIN_COORDINATOR\']} {os.environ[\'SWARMTRAIN_STORE\']}")\n'
-    launcher.deploy_run(plan_run(script=write_ports + TRAIN), print)
-    world = wait_for_event(launcher, "demo", "world").data["world"]
-    wait_for_event(launcher, "demo", "progress")
+    launcher.deploy_run(plan_run(), print)
+    port = compute_slurm_base_port({"SLURM_JOB_ID": read_job_id(launcher, "demo")})
     [key_file] = (tmp_path / "home").rglob(RUN_KEY_NAME)
     assert key_file.stat().st_mode & 0o777 == 0o600
-    servers = Path("ports").read_text().split()
-    run_attack(lab, "n04", key_file.read_bytes(), *servers, world.partition("/")[0], str(tmp_path / "executed"))
-    step = wait_for_event(launcher, "demo", "progress").data["step"]
+    with attack_from(lab, "n04", key_file.read_bytes(), f"n01:{port}", seconds=20):
+        wait_for_event(launcher, "demo", "progress")
+    step = launcher.read_events("demo")[-1].data.get("step", 0)
     wait_for_event(launcher, "demo", "progress", lambda event: event.data["step"] > step + 100)
-    events = launcher.read_events("demo")
-    assert [event.data["world"] for event in events if event.kind == "world"] == [world]
-    assert len([event for event in events if "is not signed with the run's key" in str(event.data.get("message"))]) == 1
-    assert not (tmp_path / "executed").exists()
+    assert_run_is_undisturbed(launcher.read_events("demo"))
 
 
 def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path: Path) -> None:

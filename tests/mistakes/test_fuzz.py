@@ -126,7 +126,6 @@ def build_hosts(plan: Plan) -> tuple[SshRunRecord, dict[str, HostContext]]:
         interpreters=dict.fromkeys(names, "/usr/bin/python3"),
         nodes={node.name: node.host for node in plan.nodes},
         address=names[0],
-        store_port=29400,
         coordinator_port=29401,
         cwd="/home/me",
         stop_grace=plan.config.runner.stop_grace,

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import determined_service as of_determined  # noqa: E402  # needs the path above
 import torch.distributed as dist  # noqa: E402  # needs torch
 import worlds  # noqa: E402  # needs the path above
+from coordinator_thread import serve_coordinator  # noqa: E402  # as above
 
-from swarmtrain.entrypoint.coordinator.server import CoordinatorServer  # noqa: E402  # as above
-from swarmtrain.entrypoint.coordinator.state_machine import Coordinator  # noqa: E402  # as above
 from swarmtrain.protocol import Event  # noqa: E402
 from swarmtrain.trainer.data import memory_map  # noqa: E402
 
@@ -52,19 +50,8 @@ def published_events() -> list[Event]:
 @pytest.fixture
 def coordinator_address(published_events: list[Event]) -> Iterator[str]:
     """The address of a real coordinator, which publishes its events to `published_events`."""
-    coordinator = Coordinator(
-        run="test",
-        max_restarts=3,
-        max_restarts_per_hour=20,
-        min_nodes=1,
-        boot_id="b",
-        clock=time.monotonic,
-        publish_event=published_events.append,
-    )
-    with CoordinatorServer(("127.0.0.1", 0), coordinator) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serve_coordinator(events=published_events) as served:
+        yield served.address
 
 
 @pytest.fixture

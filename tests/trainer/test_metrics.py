@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from coordinator_thread import serve_coordinator
 from worlds import LocalWorld, merge_config, read_audit, read_validation_losses, run_training
 
 from swarmtrain import protocol
-from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
-from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.protocol import Event
 from swarmtrain.trainer.metrics.event_sender import EventSender
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile, append_missing_step_metrics
@@ -90,19 +88,8 @@ def test_events_outlive_an_unreachable_coordinator(published_events: list[Event]
         poster.queue_progress_event(Event(protocol.EVENT_PROGRESS, {"step": step}))
         poster.queue_event(Event(protocol.EVENT_CHECKPOINT, {"step": step}))
         time.sleep(0.2)
-    coordinator = Coordinator(
-        run="test",
-        max_restarts=3,
-        max_restarts_per_hour=20,
-        min_nodes=1,
-        boot_id="b",
-        clock=time.monotonic,
-        publish_event=published_events.append,
-    )
-    with CoordinatorServer(("127.0.0.1", port), coordinator) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    with serve_coordinator(port=port, events=published_events):
         poster.close(10)
-        server.shutdown()
     assert [event["step"] for event in filter_events(published_events, protocol.EVENT_CHECKPOINT)] == [0, 1, 2]
     assert [event["step"] for event in filter_events(published_events, protocol.EVENT_PROGRESS)] in ([], [2]), (
         "old progress is nobody's business"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from coordinator_thread import serve_coordinator
 from worlds import CONTEXT, LocalWorld, merge_config, read_metric
 
 from swarmtrain import protocol
-from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
-from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.protocol import Event
 from swarmtrain.trainer.health.rank_timing import RankTiming
 from swarmtrain.trainer.health.stragglers import CONSECUTIVE_COMPARISONS, Straggler, StragglerDetector, StragglerReport, find_slow_ranks
@@ -115,12 +112,8 @@ def published_events() -> list[Event]:
 
 @pytest.fixture
 def coordinator_address(published_events: list[Event]) -> Iterator[str]:
-    limits = {"max_restarts": 3, "max_restarts_per_hour": 20, "min_nodes": 1}
-    coordinator = Coordinator(run="test", **limits, boot_id="b", clock=time.monotonic, publish_event=published_events.append)
-    with CoordinatorServer(("127.0.0.1", 0), coordinator) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serve_coordinator(events=published_events) as served:
+        yield served.address
 
 
 @pytest.mark.test_all_only("measures for 10 s and more which rank is slow")

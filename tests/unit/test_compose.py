@@ -217,16 +217,15 @@ def test_on_the_host_network_the_coordinator_is_at_a_managers_address() -> None:
     board = get_service(found, "rendezvous")
     assert board["deploy"]["placement"]["constraints"] == ["node.role==manager", "node.id==two"]
     assert board["environment"]["SWARMTRAIN_BIND"] == "10.0.0.6"
-    port = int(board["environment"]["SWARMTRAIN_STORE_PORT"])
-    assert get_service(found)["environment"]["SWARMTRAIN_COORDINATOR"] == f"10.0.0.6:{port + 1}"
-    assert get_service(found)["environment"]["SWARMTRAIN_STORE"] == f"10.0.0.6:{port}"
+    port = board["environment"]["SWARMTRAIN_COORDINATOR_PORT"]
+    assert get_service(found)["environment"]["SWARMTRAIN_COORDINATOR"] == f"10.0.0.6:{port}"
 
 
 def test_ports_on_the_host_network_are_the_runs_own_and_always_the_same() -> None:
     def port(run: str, *overrides: str) -> int:
         return int(
             get_service(build_host_network_stack(*overrides, machines=MACHINES, run=run), "rendezvous")["environment"][
-                "SWARMTRAIN_STORE_PORT"
+                "SWARMTRAIN_COORDINATOR_PORT"
             ]
         )
 
@@ -235,7 +234,7 @@ def test_ports_on_the_host_network_are_the_runs_own_and_always_the_same() -> Non
     assert len(set(ports)) > 15
     assert [port(f"run-{number}") for number in range(20)] == ports
     assert port("demo", "runner.master_port=4000") == 4000
-    assert get_service(build_demo_stack(), "rendezvous")["environment"]["SWARMTRAIN_STORE_PORT"] == "29500"
+    assert get_service(build_demo_stack(), "rendezvous")["environment"]["SWARMTRAIN_COORDINATOR_PORT"] == "29500"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import resource
-from swarmtrain.entrypoint.supervisor.node_supervisor import raise_open_file_limit
+from swarmtrain.process import raise_open_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 raise_open_file_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

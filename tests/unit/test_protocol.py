@@ -17,7 +17,6 @@ NODE = NodeEnv(
     min_nodes=1,
     max_nodes=4,
     coordinator="rendezvous:29501",
-    store="rendezvous:29500",
     config="/etc/swarmtrain/config.json",
     code_folder="/workspace",
     script="/workspace/training_code.py",
@@ -33,9 +32,7 @@ NODE = NodeEnv(
 
 def test_a_nodes_environment_comes_back_as_it_was() -> None:
     assert NodeEnv.from_env({"PATH": "/bin", **NODE.to_env()}) == NODE
-    board = CoordinatorEnv(
-        "demo", coordinator_port=1, store_port=2, bind="127.0.0.1", max_restarts=3, max_restarts_per_hour=20, min_nodes=2
-    )
+    board = CoordinatorEnv("demo", coordinator_port=1, bind="127.0.0.1", max_restarts=3, max_restarts_per_hour=20, min_nodes=2)
     assert CoordinatorEnv.from_env(board.to_env()) == board
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import socket
 import threading
 import time
@@ -12,68 +13,51 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from intruder import REFUSAL, Intruder
+from coordinator_thread import ServedCoordinator, serve_coordinator
+from intruder import FALSE_LEADER, FATAL_FAILURE, REFUSAL, Intruder
 
 from swarmtrain import coordinator_client
 from swarmtrain.coordinator_client import CoordinatorClient
-from swarmtrain.entrypoint.coordinator.rendezvous_states import RendezvousStates
-from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
-from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, Event
+from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME
 from swarmtrain.run_key import IssuedNonces, SignedMessage, build_signed_message, create_run_key, load_run_key, open_signed_message
 
 KEY = create_run_key()
 
 
-class Served:
-    """A coordinator with a key, its address, and its events."""
-
-    def __init__(self, key: bytes) -> None:
-        self.events: list[Event] = []
-        budget = {"max_restarts": 1, "max_restarts_per_hour": 1, "min_nodes": 1}
-        coordinator = Coordinator(run="r", **budget, boot_id="b", clock=time.monotonic, publish_event=self.events.append)
-        self.server = CoordinatorServer(("127.0.0.1", 0), coordinator, key)
-        self.address = f"127.0.0.1:{self.server.server_address[1]}"
-
-
 @pytest.fixture
-def served() -> Iterator[Served]:
-    served = Served(KEY)
-    with served.server:
-        thread = threading.Thread(target=served.server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+def served() -> Iterator[ServedCoordinator]:
+    with serve_coordinator(KEY) as served:
         yield served
-        served.server.shutdown()
-        thread.join()
 
 
-def test_a_process_with_the_key_is_answered(served: Served) -> None:
+def test_a_process_with_the_key_is_answered(served: ServedCoordinator) -> None:
     client = CoordinatorClient(served.address, key=KEY)
     client.register_node("node0")
     assert client.send_heartbeat("node0").round == "b-1"
 
 
-def test_requests_of_an_intruder_are_refused_and_logged_once(served: Served) -> None:
-    intruder = Intruder(served.address, "")
+def test_requests_of_an_intruder_are_refused_and_counted(served: ServedCoordinator) -> None:
+    intruder = Intruder(served.address)
     for _ in range(2):
-        assert intruder.send_unsigned_request() == REFUSAL
+        assert intruder.send_unsigned_request(FATAL_FAILURE) == REFUSAL
+        assert intruder.send_unsigned_request(FALSE_LEADER) == REFUSAL
         assert intruder.replay_request(KEY) == REFUSAL
         assert intruder.alter_request(KEY) == REFUSAL
-    assert [event for event in served.events if event.kind == EVENT_OUTCOME] == []
-    notes = [event.data["message"] for event in served.events if event.kind == EVENT_NOTE]
-    assert notes == ["refused a request from 127.0.0.1 that is not signed with the run's key"]
+    assert served.list_events(EVENT_OUTCOME) == []
+    time.sleep(0.1)  # longer than the interval at which the server processes timeouts
+    [note] = served.list_events(EVENT_NOTE)
+    assert re.fullmatch(r"refused \d requests? from 127\.0\.0\.1 that (is|are) not signed with the run's key", note.data["message"])
 
 
-def test_a_connection_without_a_request_is_not_logged(served: Served) -> None:
-    host, _, port = served.address.rpartition(":")
-    with socket.create_connection((host, int(port))) as connection:
+def test_a_connection_without_a_request_is_not_logged(served: ServedCoordinator) -> None:
+    with Intruder(served.address).connect() as connection:
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
-    assert [event for event in served.events if event.kind == EVENT_NOTE] == []
+    assert served.list_events(EVENT_NOTE) == []
 
 
-def test_a_client_without_the_key_or_with_another_one_reports_that(served: Served) -> None:
+def test_a_client_without_the_key_or_with_another_one_reports_that(served: ServedCoordinator) -> None:
     with pytest.raises(CoordinatorError, match="the request is not signed with the run's key"):
         CoordinatorClient(served.address, key=b"").register_node("node0")
     with pytest.raises(CoordinatorError, match="the request is not signed with the run's key"):
@@ -114,7 +98,7 @@ def test_a_signature_is_valid_for_its_purpose_its_nonce_and_its_body_only() -> N
         assert open_signed_message(key, purpose, altered) is None
 
 
-def test_a_client_asks_for_a_nonce_only_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_asks_for_a_nonce_only_once(served: ServedCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     client = CoordinatorClient(served.address, key=KEY)
     sent: list[bytes] = []
     send = coordinator_client._send_line
@@ -125,16 +109,16 @@ def test_a_client_asks_for_a_nonce_only_once(served: Served, monkeypatch: pytest
     assert len(sent) == 3
 
 
-def test_a_client_continues_with_a_restarted_coordinator_and_in_several_threads(served: Served) -> None:
+def test_a_client_continues_with_a_restarted_coordinator_and_in_several_threads(served: ServedCoordinator) -> None:
     client = CoordinatorClient(served.address, key=KEY)
     client.register_node("node0")
     served.server.nonces = IssuedNonces()  # as in a restarted coordinator
     with ThreadPoolExecutor(8) as pool:
         assert {response.round for response in pool.map(client.send_heartbeat, ["node0"] * 100)} == {"b-1"}
-    assert [event for event in served.events if event.kind == EVENT_NOTE] == []
+    assert served.list_events(EVENT_NOTE) == []
 
 
-def test_a_forked_process_does_not_use_the_nonce_of_its_parent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_does_not_use_the_nonce_of_its_parent(served: ServedCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     client = CoordinatorClient(served.address, key=KEY)
     client.register_node("node0")
     child = copy.copy(client)
@@ -142,7 +126,7 @@ def test_a_forked_process_does_not_use_the_nonce_of_its_parent(served: Served, m
     child.send_heartbeat("node0")
     monkeypatch.undo()
     client.send_heartbeat("node0")
-    assert [event for event in served.events if event.kind == EVENT_NOTE] == []
+    assert served.list_events(EVENT_NOTE) == []
 
 
 def test_old_nonces_are_dropped() -> None:
@@ -160,14 +144,3 @@ def test_the_key_is_read_from_the_file_that_the_environment_names(tmp_path: Path
     for name, reason in (("missing", "No such file"), ("empty", "has 0 characters, not 64")):
         with pytest.raises(CoordinatorError, match=reason):
             load_run_key({"SWARMTRAIN_KEY_FILE": str(tmp_path / name)})
-
-
-def test_the_state_of_a_round_is_replaced_only_if_its_version_is_current() -> None:
-    states = RendezvousStates()
-    assert states.read_state("a") == ("", 0)
-    assert states.replace_state("a", "one", 0) == ("one", 1)
-    assert states.replace_state("a", "two", 0) == ("one", 1)
-    assert states.replace_state("a", "two", 1) == ("two", 2)
-    for name in "bcde":
-        states.replace_state(name, name, 0)
-    assert (states.read_state("a"), states.read_state("e")) == (("", 0), ("e", 1))

@@ -400,9 +400,8 @@ class RunnerConfig(Section):
         None,
         ge=1,
         le=65534,
-        description="Port of the rendezvous store; the coordinator listens on the next port. null: 29500; with "
-        "swarm.network: host and over SSH, a port from 20000 to 29996 derived from the run's name, to avoid "
-        "collisions between runs.",
+        description="Port of the coordinator. null: 29500; with swarm.network: host and over SSH, a port from 20000 to 29996 derived "
+        "from the run's name, to avoid collisions between runs.",
     )
     interface: NetworkInterface | None = Field(
         None,

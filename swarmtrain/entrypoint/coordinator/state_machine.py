@@ -11,7 +11,8 @@ A pure state machine: `publish_event` publishes its events, `clock` returns the 
 - An outcome is final: a coordinator that replaces one that was lost adopts the outcome that a node knows.
 
 membership.py tracks which nodes are present, rendezvous_barrier.py decides when a round begins, event_log.py limits the rate of log lines,
-world_tracker.py tracks worlds and their failures, restart_budget.py limits failures, and node_quarantine.py excludes flaky nodes.
+world_tracker.py tracks worlds and their failures, connecting_ranks.py the ranks that wait for their process group, restart_budget.py
+limits failures, and node_quarantine.py excludes flaky nodes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from swarmtrain.entrypoint.coordinator.connecting_ranks import ConnectingRanks
 from swarmtrain.entrypoint.coordinator.event_log import EventLogWriter
 from swarmtrain.entrypoint.coordinator.membership import Membership
 from swarmtrain.entrypoint.coordinator.node_quarantine import NodeQuarantine, is_machine_failure
@@ -43,6 +45,8 @@ from swarmtrain.protocol import (
     EVENT_WORLD_FORMED,
     EXIT_PLANNED,
     PERMANENT_BEFORE_FIRST_STEP,
+    ConnectingRank,
+    ConnectingWorld,
     Event,
     EventResponse,
     RunOutcome,
@@ -85,6 +89,7 @@ class Coordinator:
         self._membership = Membership(clock)
         self._barrier = RendezvousBarrier(clock)
         self._worlds = WorldTracker()
+        self._connecting_ranks = ConnectingRanks(clock)
         self._reported_failures = ReportedFailures()
         self._reported_gpu_faults: set[tuple[str, str]] = set()
         self._round_number = 1
@@ -168,6 +173,10 @@ class Coordinator:
             self._fail_run_with_incomplete_world(f"{node} exited with exit code {exit_code}")
         return self.supervisor_response
 
+    def record_connecting_rank(self, rank: ConnectingRank) -> ConnectingWorld:
+        """Record whether a rank waits in init_process_group, and return the state of its world."""
+        return self._connecting_ranks.record_rank(rank)
+
     def adopt_outcome(self, outcome: RunOutcome) -> None:
         """Adopt the outcome that an earlier coordinator, which was lost, sent to a node; the nodes that know it train no further."""
         self._set_outcome(outcome)
@@ -213,6 +222,8 @@ class Coordinator:
         if not (self._outcome or self._worlds.has_finished_node):
             for event in self._quarantine.quarantine_faulty_nodes(self._membership.members):
                 self._apply_quarantine(event)
+        if connecting_event := self._connecting_ranks.take_event():
+            self._event_log.write_event(connecting_event)
         self._event_log.write_pending_progress()
         if self._give_up_at is not None and self._clock() >= self._give_up_at:
             self._fail_run()

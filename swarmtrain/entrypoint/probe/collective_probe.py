@@ -1,4 +1,4 @@
-"""Probe of the first collective: import torch, connect all nodes through the store, and run an all-reduce.
+"""Probe of the first collective: import torch, connect all nodes, and run an all-reduce.
 
 One process per node. It prints a line when torch is imported, then reads one JSON line from standard input: variables to add to its
 environment, and link errors of this node. It then prints one JSON line: versions, devices, and for each backend the durations
@@ -18,6 +18,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from swarmtrain.entrypoint.network_interface import choose_route
 from swarmtrain.errors import EXIT_OK
 from swarmtrain.protocol import NodeEnv, ProbeEnv
 
@@ -51,22 +52,23 @@ def main() -> NoReturn:
 def _probe_collective(link_errors: str) -> dict[str, Any]:
     try:
         import torch
-        from torch.distributed import TCPStore
+
+        from swarmtrain.entrypoint.coordinator_store import CoordinatorStore
     except ImportError as error:
         return {"error": str(error)}
     env, probe_env = NodeEnv.from_env(os.environ), ProbeEnv.from_env(os.environ)
     report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": torch.cuda.device_count()}
-    host, _, port = env.store.rpartition(":")
     rank, world_size = probe_env.peers.index(env.node), len(probe_env.peers)
     try:
-        store = TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
-        if first_error := _exchange_link_errors(store, rank, world_size, link_errors):
+        coordinator_store = CoordinatorStore(env.coordinator, "collective probe", _GROUP_TIMEOUT)
+        if first_error := _exchange_link_errors(coordinator_store, rank, world_size, link_errors):
             return {**report, "error": f"skipped, because {first_error}"}
+        store = _connect_rank_store(coordinator_store, env, is_server=rank == 0)
         report["gloo"] = _measure_backend("gloo", store, rank, world_size)
         if torch.cuda.is_available() and torch.distributed.is_nccl_available():
             report["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # not typed in torch
             report["nccl"] = _measure_backend("nccl", store, rank, world_size)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         return {**report, "error": _SOURCE_LOCATION_PATTERN.sub("", str(error).splitlines()[0])}
     return report
 
@@ -79,6 +81,22 @@ def _exchange_link_errors(store: Store, rank: int, world_size: int, link_errors:
     store.set(f"broken/{rank}", link_errors)
     all_errors = [store.get(f"broken/{peer_rank}").decode() for peer_rank in range(world_size)]
     return next(filter(None, all_errors), "")
+
+
+def _connect_rank_store(coordinator_store: Store, env: NodeEnv, *, is_server: bool) -> Store:
+    """Return the store of the process groups. As in training, rank 0 serves it, and the others find its address through the coordinator.
+
+    Raises RuntimeError or OSError.
+    """
+    from torch.distributed import TCPStore
+
+    if is_server:
+        address = choose_route(env.interface, env.coordinator).address
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
+        coordinator_store.set("address", f"{address}:{store.port}")
+        return store
+    address, _, port = coordinator_store.get("address").decode().rpartition(":")
+    return TCPStore(address, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
 
 
 def _measure_backend(backend: str, store: Store, rank: int, world_size: int) -> dict[str, float]:

@@ -64,7 +64,7 @@ def run_agent(round: str, advertised_address: str | None, environment: dict[str,
 
     from swarmtrain.entrypoint.supervisor.coordinator_rendezvous import register_rendezvous_backend
 
-    register_rendezvous_backend(CoordinatorClient(env.coordinator))
+    register_rendezvous_backend()
     with contextlib.suppress(CoordinatorError):  # without the coordinator there is no store either, which torch will report
         coordinator_clock.use_coordinator_clock(CoordinatorClient(env.coordinator))
     make_node_identity_unique()
@@ -103,7 +103,7 @@ def _build_launch_config(env: NodeEnv, round: str, advertised_address: str | Non
         run_id=round,
         role="rank",
         rdzv_backend=BACKEND_NAME,
-        rdzv_endpoint=env.store,
+        rdzv_endpoint=env.coordinator,
         rdzv_configs=dict(_RENDEZVOUS_SETTINGS),
         max_restarts=_UNLIMITED_RESTARTS,  # torch counts a planned exit as a failure; the coordinator has the restart budget
         start_method="forkserver",

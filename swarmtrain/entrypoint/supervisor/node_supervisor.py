@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from swarmtrain.entrypoint.resource_usage import UsageReporter
 from swarmtrain.entrypoint.supervisor import fork_server
 from swarmtrain.entrypoint.supervisor.elastic_agent import run_agent
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, CoordinatorError
+from swarmtrain.process import raise_open_file_limit
 from swarmtrain.protocol import (
     ENV_PREFIX,
     ENV_RUN_ID,
@@ -275,16 +275,6 @@ class _StopRequested(BaseException):
 
     It is a BaseException, so that `except Exception` does not swallow it.
     """
-
-
-def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, for this process and all processes that it starts.
-
-    Containers of a fresh Docker 29 installation have a soft limit of 1,024, which data loader workers and connections between ranks exceed.
-    """
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS reports an unlimited hard limit, but refuses it as the soft limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _build_torch_environment(env: NodeEnv) -> dict[str, str]:

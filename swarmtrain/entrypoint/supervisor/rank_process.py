@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.entrypoint.supervisor.process_group_watch import ProcessGroupWatch
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.process import set_parent_death_signal, set_process_name
 from swarmtrain.protocol import (
@@ -54,6 +55,7 @@ def run_rank() -> None:
     _reseed_numpy()
     _keep_process_groups_alive()
     response = EventResponse()
+    ProcessGroupWatch(env).start()
     try:
         if os.environ["LOCAL_RANK"] == "0":
             CoordinatorClient(env.coordinator).try_post_event(build_world_event(env))

@@ -79,7 +79,6 @@ class LocalRunRecord:
     protocol: int = 0
     """Version of the protocol of the run's processes."""
     identity: RunIdentity = UNKNOWN_IDENTITY
-    store_port: int = 0
     coordinator_port: int = 0
     cwd: str = ""
     stop_grace: float = 90.0

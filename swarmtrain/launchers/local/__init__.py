@@ -244,12 +244,10 @@ def _compare_processes_with_plan(run_folder: LocalRunFolder, plan: Plan) -> tupl
 
 
 def _build_run_record(plan: Plan, identity: RunIdentity, previous_record: LocalRunRecord | None) -> LocalRunRecord:
-    store_port, coordinator_port = (previous_record.store_port, previous_record.coordinator_port) if previous_record else _find_free_ports()
     return LocalRunRecord(
         protocol=PROTOCOL_VERSION,
         identity=identity,
-        store_port=store_port,
-        coordinator_port=coordinator_port,
+        coordinator_port=previous_record.coordinator_port if previous_record else _find_free_port(),
         cwd=previous_record.cwd if previous_record else str(Path.cwd()),
         stop_grace=plan.config.runner.stop_grace,
         hosts={node.name: node.host for node in plan.nodes},
@@ -266,7 +264,6 @@ def _build_process_specs(run_folder: LocalRunFolder, plan: Plan, record: LocalRu
         code_folder=run_folder.path / "code",
         secrets_dir=run_folder.path / "secrets",
         log_dir=str(run_folder.path / "logs"),
-        store_port=record.store_port,
         coordinator_port=record.coordinator_port,
         key_file=str(run_folder.path / "secrets" / RUN_KEY_NAME),
     )
@@ -312,8 +309,7 @@ def _list_visible_gpus() -> list[str]:
     return [str(index) for index in range(len(list(_NVIDIA_GPUS_FOLDER.glob("*"))))]
 
 
-def _find_free_ports() -> tuple[int, int]:
-    with socket.socket() as first_socket, socket.socket() as second_socket:
-        for probe in (first_socket, second_socket):
-            probe.bind((_LOOPBACK, 0))
-        return int(first_socket.getsockname()[1]), int(second_socket.getsockname()[1])
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])

@@ -109,7 +109,6 @@ def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
         code_folder=Path.cwd(),
         secrets_dir=private_folder,
         log_dir=str(private_folder),
-        store_port=0,
         coordinator_port=0,
     )
     node_environment = build_node_env(plan, plan.nodes[0], layout)

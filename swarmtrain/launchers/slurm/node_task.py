@@ -65,10 +65,8 @@ def main(run_path: Path) -> int:
     head_address = resolve_head_node_address(host_names[0])
     environ |= {
         "SWARMTRAIN_NODE": f"node{node_index}",
-        "SWARMTRAIN_STORE": f"{head_address}:{port}",
-        "SWARMTRAIN_COORDINATOR": f"{head_address}:{port + 1}",
-        "SWARMTRAIN_STORE_PORT": str(port),
-        "SWARMTRAIN_COORDINATOR_PORT": str(port + 1),
+        "SWARMTRAIN_COORDINATOR": f"{head_address}:{port}",
+        "SWARMTRAIN_COORDINATOR_PORT": str(port),
         "SWARMTRAIN_BIND": _choose_bind_address(head_address),
     }
     run_folder = SlurmRunFolder(run_path.name, run_path)
@@ -93,7 +91,7 @@ def main(run_path: Path) -> int:
     node.start()
     if coordinator is None:
         finished = threading.Event()
-        args = (host_names[0], (head_address, port + 1), attempt.job, finished)
+        args = (host_names[0], (head_address, port), attempt.job, finished)
         threading.Thread(target=requeue_if_head_node_dies, args=args, daemon=True).start()
         node.wait()
         finished.set()

@@ -129,7 +129,7 @@ class SshLauncher:
         """Return the problems of each host that would prevent nodes from running on it."""
         with self._connect_planned_hosts(plan) as host_group:
             is_deployed = plan.run in self.list_runs()
-            return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port, plan.master_port + 1))
+            return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port,))
 
     @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
@@ -461,8 +461,7 @@ def _compute_desired_state(plan: Plan, host_group: HostGroup, previous_record: S
         interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable, *absent_nodes.values())},
         nodes={node.name: node.host for node in plan.nodes} | absent_nodes,
         address=address,
-        store_port=plan.master_port,
-        coordinator_port=plan.master_port + 1,
+        coordinator_port=plan.master_port,
         cwd=cwd,
         stop_grace=runner.stop_grace,
         code=tuple(item.name for item in plan.cargo.code),

@@ -111,7 +111,6 @@ def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostConte
         secrets_dir=_SECRETS_FOLDER if uses_docker else host_context.folder / "secrets",
         key_file=str((_SECRETS_FOLDER if uses_docker else host_context.folder / "secrets") / RUN_KEY_NAME),
         log_dir=_LOGS_FOLDER if uses_docker else str(host_context.folder / "logs"),
-        store_port=record.store_port,
         coordinator_port=record.coordinator_port,
         mounts=tuple(target for _, target in plan.config.runner.docker_config.docker_mounts) if uses_docker else (),
         environment=_build_container_env(plan.config.runner.docker_config) if uses_docker else {},

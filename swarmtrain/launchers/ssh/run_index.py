@@ -29,7 +29,6 @@ class SshRunRecord:
     """Host of each node, by node name."""
     address: str
     """Address at which the other hosts reach the coordinator."""
-    store_port: int
     coordinator_port: int
     cwd: str
     stop_grace: float

@@ -23,9 +23,9 @@ from swarmtrain.launchers.swarm.service_specs import StackSpecs
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS
 
-_STORE_PORT_PREFIX = f"{ENV_PREFIX}STORE_PORT="
+_COORDINATOR_PORT_PREFIX = f"{ENV_PREFIX}COORDINATOR_PORT="
 # Number of consecutive ports that a run uses: for the store, the coordinator, and a probe.
-_PORTS_PER_RUN = 3
+_PORTS_PER_RUN = 2
 _ANY = 999  # a version number that no engine has reached
 
 
@@ -218,12 +218,17 @@ def _check_ports(engine: DockerEngine, plan: Plan) -> list[Finding]:
     for item in engine.list_objects("/services", label=f"{LABEL_ROLE}={ROLE_RENDEZVOUS}"):
         run, template = item["Spec"]["Labels"].get(LABEL_RUN, ""), item["Spec"]["TaskTemplate"]
         port = next(
-            (int(variable.partition("=")[2]) for variable in template["ContainerSpec"]["Env"] if variable.startswith(_STORE_PORT_PREFIX)), 0
+            (
+                int(variable.partition("=")[2])
+                for variable in template["ContainerSpec"]["Env"]
+                if variable.startswith(_COORDINATOR_PORT_PREFIX)
+            ),
+            0,
         )
         if run == plan.run or abs(port - plan.master_port) >= _PORTS_PER_RUN:
             continue
         if HOST_NETWORK in {cluster_state.read_network_name(engine, network["Target"]) for network in template.get("Networks") or []}:
-            hint = f"-o runner.master_port={port + _PORTS_PER_RUN}, or any port that is followed by two free ports"
+            hint = f"-o runner.master_port={port + _PORTS_PER_RUN}, or any port that is followed by a free port"
             findings.append(
                 Finding("config runner.master_port", f"run {run} listens on {port} and the ports after it, which this run needs too", hint)
             )
