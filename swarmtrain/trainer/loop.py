@@ -210,7 +210,7 @@ def _is_step_due(step: int, interval: int | None) -> bool:
 
 def _check_same_data_on_all_ranks(runtime: Runtime, data: TokenDataset, validation_data: TokenDataset | None) -> None:
     """Raise TrainingError if the training or validation data of any rank differs from rank 0's."""
-    fingerprints = collectives.all_gather_objects((data.fingerprint, validation_data.fingerprint if validation_data else "", runtime.node))
+    fingerprints = collectives.all_gather_values((data.fingerprint, validation_data.fingerprint if validation_data else "", runtime.node))
     for rank, (*rank_fingerprints, node) in enumerate(fingerprints):
         if rank_fingerprints != list(fingerprints[0][:-1]):
             raise TrainingError(

@@ -61,7 +61,7 @@ def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -
 
     `generation`: generation of the current world (rendezvous round).
     """
-    placements = collectives.all_gather_objects(_collect_rank_placement(runtime, model))
+    placements = collectives.all_gather_values(asdict(_collect_rank_placement(runtime, model)))
     config = runtime.config.model_dump(mode="json")
     config["runner"]["env"] = dict.fromkeys(config["runner"].get("env") or {}, "…")
     environment = {name: value for name, value in sorted(os.environ.items()) if _REPORTED_VARIABLES.match(name)}
@@ -71,9 +71,9 @@ def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -
         "time": time.time(),
         "parameters": model.parameter_count,
         "tokens_per_step": runtime.config.topology.samples_per_step * runtime.config.transformer_architecture.sequence_length,
-        "versions": _collect_versions(placements[0].driver),
+        "versions": _collect_versions(placements[0]["driver"]),
         "communication": {"backend": "nccl and gloo" if runtime.device.type == "cuda" else "gloo", "environment": environment},
-        "ranks": [asdict(placement) for placement in placements],
+        "ranks": placements,
         "config": config,
     }
 

@@ -222,7 +222,7 @@ def _destroy_process_group(already_initialized: bool) -> None:
 
 def _check_same_device_type(runtime: Runtime) -> None:
     """Raise TrainingError if some ranks have a GPU and others do not: they would wait for each other on different backends."""
-    devices = collectives.all_gather_objects((runtime.device.type, runtime.node))
+    devices = collectives.all_gather_values((runtime.device.type, runtime.node))
     if len({device_type for device_type, _ in devices}) > 1:
         rank, node = next((rank, node) for rank, (device_type, node) in enumerate(devices) if device_type == "cpu")
         hint = (

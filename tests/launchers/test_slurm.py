@@ -342,7 +342,7 @@ def test_plain_srun_finds_its_world(launcher: SlurmLauncher, lab: Lab, tmp_path:
         "import training_code\nfrom swarmtrain.trainer import collectives, train_model\n"
         "def shown(runtime, *rest, **facts):\n"
         "    place = (runtime.rank, runtime.local_rank, runtime.node)\n"
-        "    print('world', sorted(collectives.all_gather_objects(place)), flush=True)\n"
+        "    print('world', sorted(collectives.all_gather_values(place)), flush=True)\n"
         "    return train_model(runtime, *rest, **facts)\n"
         "training_code.train_model = shown\ntraining_code.main()\n"
     )

@@ -13,14 +13,14 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
-from worlds import merge_config, read_manifest, run_training
+from worlds import merge_config, run_training
 
 from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
-from swarmtrain.trainer.checkpoint.storage.tensor_reader import TensorStorageReader
+from swarmtrain.trainer.checkpoint import manifest as manifests
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import load_tensors
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model.initialization import LoadedParameters
@@ -182,8 +182,8 @@ def _load_newest_model(folder: Path, config: dict[str, Any]) -> Transformer:
     shape = TransformerArchitectureConfig.model_validate_json(json.dumps(config["transformer_architecture"]))
     model = Transformer(shape, 0).init_weights()
     tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    content = read_manifest(folder, 2)
-    dcp.load(tensors, storage_reader=TensorStorageReader(folder / "run" / "step-00000002", content["tensors"]), no_dist=True)
+    path = folder / "run" / "step-00000002"
+    load_tensors(tensors, path, manifests.read_manifest(path), is_collective=False)
     return model.eval()
 
 

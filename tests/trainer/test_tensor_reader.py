@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
@@ -23,7 +22,13 @@ from swarmtrain.trainer.checkpoint import manifest as manifests
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests, FileHasher
 from swarmtrain.trainer.checkpoint.manifest import Manifest
 from swarmtrain.trainer.checkpoint.storage import tensor_reader
-from swarmtrain.trainer.checkpoint.storage.tensor_reader import DamagedFiles, FileVerification, TensorStorageReader, load_tensors
+from swarmtrain.trainer.checkpoint.storage.tensor_reader import (
+    DamagedFiles,
+    FileVerification,
+    TensorStorageReader,
+    assign_files_to_verify,
+    load_tensors,
+)
 
 SHAPES = {"matrix": (7, 6), "vector": (5,), "scalar": (), "words": (3, 4), "empty": (0, 4)}
 DTYPES = {"words": torch.int64}
@@ -89,7 +94,7 @@ def test_any_part_of_a_chunk_is_read(tmp_path_factory: pytest.TempPathFactory, d
     """Parts as a planner asks for them when the topology has changed: some rows and columns of a chunk, several times."""
     folder = tmp_path_factory.mktemp("parts")
     manifest, expected = write_checkpoint(folder, files=1)
-    reader = TensorStorageReader(folder, manifest.tensors, verify_alone(manifest) if verify else None)
+    reader = TensorStorageReader(folder, manifest.tensors, manifest.files)
     targets: dict[ReadItem, Tensor] = {}
     for number in range(data.draw(st.integers(1, 4))):
         name = data.draw(st.sampled_from(["matrix", "vector", "words"]))
@@ -105,8 +110,7 @@ def test_any_part_of_a_chunk_is_read(tmp_path_factory: pytest.TempPathFactory, d
 
         def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None: ...
 
-    [plan] = reader.prepare_global_plan([LoadPlan(list(targets))])
-    reader.read_data(plan, Planner()).wait()  # type: ignore[arg-type]  # it uses these two methods only
+    reader.read_items(list(targets), Planner(), manifest.files if verify else ())  # type: ignore[arg-type]  # it uses these two methods only
     for item, target in targets.items():
         ranges = tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True))
         assert torch.equal(target, expected[item.storage_index.fqn][ranges])
@@ -177,25 +181,9 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
 
 def test_each_group_verifies_each_file_once_and_prefers_those_who_read_it(tmp_path: Path) -> None:
     manifest, _ = write_checkpoint(tmp_path)
-    reader = TensorStorageReader(tmp_path, manifest.tensors, FileVerification(manifest.files, [[0, 1], [2]]))
-
-    def read(*rows: int) -> LoadPlan:
-        return LoadPlan(
-            [
-                ReadItem(
-                    LoadItemType.TENSOR,
-                    MetadataIndex("matrix"),
-                    torch.Size([0, 0]),
-                    MetadataIndex("matrix", torch.Size([row, 0])),
-                    torch.Size([0, 0]),
-                    torch.Size([1, 6]),
-                )
-                for row in rows
-            ]
-        )
-
-    plans = reader.prepare_global_plan([read(0), read(3, 6), read(0)])
-    assert [plan.storage_data for plan in plans] == [["part-0.bin"], ["part-1.bin", "part-2.bin"], sorted(manifest.files)]
+    names_by_rank = [{"part-0.bin"}, {"part-1.bin", "part-2.bin"}, {"part-0.bin"}]
+    verified_names = assign_files_to_verify(FileVerification(manifest.files, [[0, 1], [2]]), names_by_rank)
+    assert verified_names == [["part-0.bin"], ["part-1.bin", "part-2.bin"], sorted(manifest.files)]
 
 
 def test_file_sizes_tell_a_torn_checkpoint_without_reading_it(tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 import swarmtrain
 from swarmtrain.config import Config
@@ -43,7 +41,7 @@ from swarmtrain.trainer.checkpoint.storage import commit, storage_backend
 from swarmtrain.trainer.checkpoint.storage.completion_markers import write_completion_marker
 from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
 from swarmtrain.trainer.checkpoint.storage.tensor_reader import DamagedFiles, FileVerification
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter, describe_first_failure
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter
 from swarmtrain.trainer.checkpoint.training_state import CheckpointState
 from swarmtrain.trainer.runtime import Runtime
 
@@ -238,11 +236,7 @@ class CheckpointManager:
         tensors = self._state.collect_tensors()
         if storage.nodes is None:  # on a node's own disk, no other node could replace a lost file with these tensors
             tensors |= self._state.collect_rank_tensors()
-        try:
-            dcp.save(tensors, storage_writer=writer)
-        except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
-            raise CheckpointError(describe_first_failure(error), place=f"config trainer.save_dir {save_dir}") from None
-        storage.assign_shards(writer)
+        writer.stage_shards(tensors)
         stall_seconds = time.monotonic() - start_time
 
         def write_shard() -> None:

@@ -156,7 +156,7 @@ class _CheckpointLoader:
         source_of = assign_source_checkpoints([manifest.tensors for _, manifest in source_checkpoints])
         available = {name: tuple(source_checkpoints[number][1].tensors[name]["size"]) for name, number in source_of.items()}
         # torch's planner handles the sharding of each tensor. Tensors of other pipeline stages are not on this rank: gather their shapes.
-        shapes = collectives.all_gather_objects({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        shapes = collectives.all_gather_values({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         expected = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
         names = select_tensors_to_load(
             available, expected, place, rules, self._describe_config_changes(source_checkpoints[0][1], "transformer_architecture")

@@ -46,7 +46,15 @@ from swarmtrain.trainer.custom.training_loop import TrainingLoop
 from swarmtrain.trainer.custom.user_state import Stateful, UserState
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.metrics.event_sender import EventSender
-from swarmtrain.trainer.metrics.reduction import MetricValue, MetricValues, ReductionOp, flatten_metric_results, reduce_metrics
+from swarmtrain.trainer.metrics.reduction import (
+    MetricValue,
+    MetricValues,
+    ReductionOp,
+    decode_metrics,
+    encode_metrics,
+    flatten_metric_results,
+    reduce_metrics,
+)
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.jsonl import read_last_metrics_step
 from swarmtrain.trainer.object_factory import instantiate
@@ -314,11 +322,12 @@ class Run:
 
     def _write_pending_metrics(self) -> None:
         """Reduce the pending metrics over all ranks and write them to the sinks. Collective: all ranks must call it."""
-        local_metrics = {
-            step: {name: value.copy_to_host() for name, value in values.items()} for step, values in self._pending_metrics.items()
-        }
+        local_metrics = {step: encode_metrics(values) for step, values in self._pending_metrics.items()}
         self._pending_metrics.clear()
-        metrics_by_rank = collectives.all_gather_objects(local_metrics, self._group)
+        metrics_by_rank = [
+            {step: decode_metrics(values) for step, values in rank_metrics.items()}
+            for rank_metrics in collectives.all_gather_values(local_metrics, self._group)
+        ]
         if not self._is_open and self._resumed_step is not None:
             resumed_step = self._resumed_step
             collectives.run_on_all_ranks(lambda: self._sinks.open(self.runtime, resumed_step), self._group)

@@ -209,7 +209,7 @@ class TrainingLoop:
         for self.epoch in range(epochs or (1 if max_steps is None else 1 << 62)):
             prefetcher = BatchPrefetcher(data, partial(seed_everything, self._seed, "data", self._runtime.rank, self.epoch))
             self._check_all_ranks_have_batch(prefetcher)
-            steps_to_skip -= max(collectives.all_gather_objects(prefetcher.skip_batches(steps_to_skip), self._group))
+            steps_to_skip -= max(collectives.all_gather_values(prefetcher.skip_batches(steps_to_skip), self._group))
             if steps_to_skip:
                 continue
             (ranks_with_batch,) = collectives.all_reduce_sum([prefetcher.has_next], self._group)
@@ -223,7 +223,7 @@ class TrainingLoop:
 
     def _check_all_ranks_have_batch(self, prefetcher: BatchPrefetcher) -> None:
         """Raise TrainingError if the data of any rank is empty."""
-        has_batch_by_rank = collectives.all_gather_objects(prefetcher.has_next, self._group)
+        has_batch_by_rank = collectives.all_gather_values(prefetcher.has_next, self._group)
         if not any(has_batch_by_rank):
             hint = "pass a non-empty iterable; an iterator can be read only once"
             raise TrainingError("the data has no batches: it is empty or already exhausted", place="steps", hint=hint)

@@ -105,10 +105,13 @@ def scan_token_files(runtime: Runtime, files: Sequence[MemoryMap], max_seconds: 
         return
     start_time = time.monotonic()
     scans_by_rank = collectives.run_on_all_ranks(
-        lambda: _scan_assigned_blocks([by_name[name] for name in unscanned], runtime, start_time + max_seconds)
+        lambda: [asdict(scan) for scan in _scan_assigned_blocks([by_name[name] for name in unscanned], runtime, start_time + max_seconds)]
     )
     if runtime.is_rank_zero:
-        scans = {name: reduce(TokenScan.merge, file_scans) for name, *file_scans in zip(unscanned, *scans_by_rank, strict=True)}
+        scans = {
+            name: reduce(TokenScan.merge, (TokenScan(**scan) for scan in file_scans))
+            for name, *file_scans in zip(unscanned, *scans_by_rank, strict=True)
+        }
         _log_scan_coverage(scans, time.monotonic() - start_time)
         _write_scan_record(record_path, {**_read_scan_record(record_path), **scans})
 

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from statistics import fmean, median
 from typing import Any
@@ -120,20 +120,19 @@ class RankTimer:
         if self._runtime.world_size == 1:
             return None
         micro_batch_count = mesh.micro_batches_per_replica[mesh.data_rank] * len(mesh.local_learners)
-        timings = collectives.all_gather_objects(
-            RankTiming(
-                self._runtime.node,
-                mesh.pipe_rank,
-                step_seconds,
-                micro_batch_count,
-                self._block_count,
-                block_seconds,
-                data_seconds / max(1, micro_batch_count),
-                mesh.data_rank,
-                forward_seconds,
-                micro_batch_seconds,
-            )
+        timing = RankTiming(
+            self._runtime.node,
+            mesh.pipe_rank,
+            step_seconds,
+            micro_batch_count,
+            self._block_count,
+            block_seconds,
+            data_seconds / max(1, micro_batch_count),
+            mesh.data_rank,
+            forward_seconds,
+            micro_batch_seconds,
         )
+        timings = [RankTiming(**fields) for fields in collectives.all_gather_values(asdict(timing))]
         self._interval_steps = max(MIN_INTERVAL_STEPS, ceil(MIN_INTERVAL_SECONDS / max(timing.step_seconds for timing in timings)))
         return timings
 

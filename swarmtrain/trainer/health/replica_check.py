@@ -37,7 +37,7 @@ def check_replicas_match(runtime: Runtime, model: ParallelModel, optimizer: Stat
     }
     shard_keys = [(name, model.mesh.tensor_rank, _get_shard_coordinates(tensor)) for name, tensor in tensors.items()]
     checksums_by_shard = dict(zip(shard_keys, compute_checksums(list(tensors.values())), strict=True))
-    nodes, checksums_by_rank = zip(*collectives.all_gather_objects((runtime.node, checksums_by_shard)), strict=True)
+    nodes, checksums_by_rank = zip(*collectives.all_gather_values((runtime.node, checksums_by_shard)), strict=True)
     for rank, (reference_rank, names) in find_differing_ranks(checksums_by_rank).items():
         others_text = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise TrainingError(

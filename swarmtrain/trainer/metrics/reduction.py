@@ -34,12 +34,6 @@ class MetricValue:
     value: Any
     reduction: ReductionOp = ReductionOp.mean
 
-    def copy_to_host(self) -> MetricValue:
-        """Return a copy whose tensor is converted to Python numbers. Synchronizes with the device if the value is a tensor."""
-        if not isinstance(self.value, Tensor):
-            return self
-        return MetricValue(self.value.flatten().tolist() if self.reduction is ReductionOp.cat else self.value.item(), self.reduction)
-
 
 def flatten_metric_results(name: str, value: Any) -> Iterator[tuple[str, MetricValue]]:
     """Yield the name and value of each metric in `value`. A mapping or a torchmetrics object with several results yields several metrics.
@@ -68,6 +62,19 @@ def flatten_metric_results(name: str, value: Any) -> Iterator[tuple[str, MetricV
     yield name, MetricValue(raw_value, reduction)
 
 
+def encode_metrics(values: Mapping[str, MetricValue]) -> dict[str, tuple[Any, str]]:
+    """Return `values` as Python numbers and the names of their reductions, which collectives can send.
+
+    Synchronizes with the device if a value is a tensor.
+    """
+    return {name: (_copy_to_host(metric), str(metric.reduction)) for name, metric in values.items()}
+
+
+def decode_metrics(encoded: Mapping[str, tuple[Any, str]]) -> MetricValues:
+    """Return the metrics that `encode_metrics` has encoded."""
+    return {name: MetricValue(value, ReductionOp(reduction)) for name, (value, reduction) in encoded.items()}
+
+
 def reduce_metrics(metrics_by_rank: Sequence[Mapping[str, MetricValue]]) -> dict[str, Any]:
     """Reduce the metrics of all ranks to one value per metric, and return these values by name. NaN/Inf becomes None."""
     values_by_name: dict[str, list[MetricValue]] = {}
@@ -90,9 +97,15 @@ _REDUCERS: dict[ReductionOp, Callable[[list[Any]], Any]] = {
 }
 
 
+def _copy_to_host(metric: MetricValue) -> Any:
+    if not isinstance(metric.value, Tensor):
+        return metric.value
+    return metric.value.flatten().tolist() if metric.reduction is ReductionOp.cat else metric.value.item()
+
+
 def _convert_metric_to_number(name: str, value: Any) -> int | float:
-    if isinstance(value, int | float):
-        return value
+    if isinstance(value, int):
+        return int(value)
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -46,7 +46,7 @@ class TensorStatsRecorder:
         self._modules = {name: module for name, module in model.local_model.named_modules() if self._is_recorded_module(name, module)}
         self._statistics_by_key: dict[TensorKey, tuple[Statistic, ...]] = {}
         self._module_types = {
-            name: kind for rank_types in collectives.all_gather_objects(self._list_module_types()) for name, kind in rank_types.items()
+            name: kind for rank_types in collectives.all_gather_values(self._list_module_types()) for name, kind in rank_types.items()
         }
         for kind in config.kinds:
             for name in (
@@ -87,16 +87,12 @@ class TensorStatsRecorder:
         for name, parameter in self._model.parameters.items():
             if parameter.grad is not None:
                 self._accumulate_primary_shard(TensorKind.gradients, name, parameter.grad)
-        columns_by_rank = collectives.gather_objects_to_rank_zero(
-            torch.stack(
-                [self._columns_by_key.get(key, tensor_stats.create_empty_partial_statistics()).cpu() for key in self._statistics_by_key]
-            )
+        columns = torch.stack(
+            [self._columns_by_key.get(key, tensor_stats.create_empty_partial_statistics()).cpu() for key in self._statistics_by_key]
         )
-        rows = (
-            reduce(tensor_stats.merge_partial_statistics, columns_by_rank)
-            if columns_by_rank
-            else torch.empty(len(self._statistics_by_key), 0)
-        )
+        columns_by_rank = [torch.empty_like(columns) for _ in range(dist.get_world_size())] if self._file else None
+        dist.gather(columns, columns_by_rank)
+        rows = reduce(tensor_stats.merge_partial_statistics, columns_by_rank) if columns_by_rank else columns
         for row, (key, statistics) in zip(rows, self._statistics_by_key.items(), strict=True):
             histogram = None
             if tensor_stats.needs_histogram(statistics):

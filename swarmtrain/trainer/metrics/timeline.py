@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -95,9 +95,9 @@ class TimelineRecorder:
             PhaseSpan(self._step_numbers[step_index], phase, indices, start_seconds + offset, seconds)
             for step_index, phase, indices, start_seconds, seconds in self._spans
         )
-        timelines = collectives.gather_objects_to_rank_zero(RankTimeline(self._runtime.node, self._coordinates, clock_error, spans))
+        timelines = collectives.all_gather_values(asdict(RankTimeline(self._runtime.node, self._coordinates, clock_error, spans)))
         if self._runtime.is_rank_zero:
-            self._write_trace(timelines)
+            self._write_trace([_build_timeline(fields) for fields in timelines])
 
     def _write_trace(self, timelines: Sequence[RankTimeline]) -> None:
         path = self._runtime.output_folder / "timeline.json"
@@ -127,6 +127,11 @@ class TimelineRecorder:
         for (phase, indices), begin, end in zip(phases, start_times, start_times[1:], strict=False):
             if end - begin > _MIN_SPAN_SECONDS:
                 self._spans.append((step_index, phase, indices, begin, end - begin))
+
+
+def _build_timeline(fields: dict[str, Any]) -> RankTimeline:
+    """Return the timeline whose asdict() is `fields`."""
+    return RankTimeline(**{**fields, "spans": tuple(PhaseSpan(**span) for span in fields["spans"])})
 
 
 def build_trace(timelines: Sequence[RankTimeline]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def describe_non_finite_gradients(counts: Mapping[str, int]) -> str:
 
     `counts`: result of `count_non_finite_values` on this rank.
     """
-    counts_by_rank = collectives.all_gather_objects(dict(counts))
+    counts_by_rank = collectives.all_gather_values(dict(counts))
     rank = next((rank for rank, rank_counts in enumerate(counts_by_rank) if rank_counts), None)
     if rank is None:
         return "all gradients are finite"

@@ -130,7 +130,7 @@ def open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, bool
     """Yield the training data, and whether the data is synthetic: random tokens are used if token files are missing on any rank."""
     data_config = runtime.config.data
     prefixes = [*data_config.data_prefixes, *chain(*data_config.collect_companion_prefixes())]
-    if all(collectives.all_gather_objects(bool(prefixes) and all(map(memory_map.has_token_files, prefixes)))):
+    if all(collectives.all_gather_values(bool(prefixes) and all(map(memory_map.has_token_files, prefixes)))):
         yield open_data(runtime.config)[0], False
         return
     folder = Path(tempfile.gettempdir()) / collectives.run_on_rank_zero(lambda: f"swarmtrain-bench-{secrets.token_hex(8)}")

@@ -36,7 +36,7 @@ def find_newest_checkpoint_in_folder(runtime: Runtime, folder: Path, report_warn
     for path, text in collectives.run_on_rank_zero(lambda: _list_candidate_checkpoints(folder, report_warning)):
         content = Manifest.from_text(text, str(path))
         local_names = sorted(content.files)[runtime.rank :: runtime.world_size]
-        faults = [fault for _, fault in collectives.all_gather_objects(_find_valid_files(path, content, local_names)) if fault]
+        faults = [fault for _, fault in collectives.all_gather_values(_find_valid_files(path, content, local_names)) if fault]
         if not faults:
             return path, content
         report_warning(f"skipped {path}: {faults[0]}")
@@ -83,7 +83,7 @@ class NodeLocalFolders:
         collectives.run_on_all_ranks(lambda: scanned.extend(commit.scan_checkpoints(self.save_dir)))
         newest = _find_newest_with_right_sizes(scanned)
         content = Manifest.from_text(newest[1], str(newest[0])) if newest else None
-        identities = collectives.all_gather_objects(_build_checkpoint_identity(content) if content else None)
+        identities = collectives.all_gather_values(tuple(_build_checkpoint_identity(content)) if content else None)
         return (newest[0], content) if newest and content and len(set(identities)) == 1 else None
 
     def find_newest_checkpoint(self) -> CheckpointWithManifest | None:
@@ -97,7 +97,12 @@ class NodeLocalFolders:
         collectives.run_on_all_ranks(lambda: scanned.extend(commit.scan_checkpoints(self.save_dir)))
         local_copies = {_build_checkpoint_identity(content): (path, content) for path, content in scanned if isinstance(content, Manifest)}
         corrupt = [f"{path}: {content.message}" for path, content in scanned if isinstance(content, CheckpointError)]
-        copies_by_rank = collectives.all_gather_objects((tuple(local_copies), corrupt) if self.nodes.leader_group else ((), []))
+        copies_by_rank = [
+            ([_CheckpointIdentity(*copy) for copy in copies], messages)
+            for copies, messages in collectives.all_gather_values(
+                ([(copy.generation, copy.step, copy.digest) for copy in local_copies], corrupt) if self.nodes.leader_group else ([], [])
+            )
+        ]
         for rank, (_, messages) in enumerate(copies_by_rank):
             for message in messages:
                 self.report_warning(f"{self._find_node_name(rank)} skipped {message}")
@@ -122,7 +127,7 @@ class NodeLocalFolders:
             commit.build_checkpoint_path(self.save_dir, identity.step),
         )
         assigned_names = names[self.nodes.local_ranks.index(self.nodes.rank) :: len(self.nodes.local_ranks)]
-        file_checks_by_rank = collectives.all_gather_objects(
+        file_checks_by_rank = collectives.all_gather_values(
             (names, *(_find_valid_files(*local_checkpoint, assigned_names) if local_checkpoint else ([], None)))
         )
         valid_names: list[set[str]] = [set() for _ in self.nodes.node_names]
@@ -151,7 +156,7 @@ class NodeLocalFolders:
         """
         if self.nodes.leader_group is None:
             return
-        text = collectives.all_gather_objects(
+        text = collectives.all_gather_values(
             local_checkpoint[1].to_text() if local_checkpoint and self.nodes.node == source_node else "", self.nodes.leader_group
         )[source_node]
         content = Manifest.from_text(text, str(self.save_dir))

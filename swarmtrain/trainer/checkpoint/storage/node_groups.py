@@ -37,7 +37,7 @@ class NodeGroups:
 
         Several nodes may run on one machine, so they are distinguished by the rank of their torchrun agent (GROUP_RANK).
         """
-        locations = collectives.all_gather_objects((os.environ.get("GROUP_RANK", "0"), runtime.node))
+        locations = collectives.all_gather_values((os.environ.get("GROUP_RANK", "0"), runtime.node))
         unique_nodes = list(dict.fromkeys(locations))
         node_of_rank = tuple(unique_nodes.index(location) for location in locations)
         group = dist.new_group(

@@ -37,7 +37,7 @@ def exchange_files(folder: Path, local_file_digests: FileDigests, nodes: NodeGro
     the copy of the first node is sent to the others. `label`: name of the transfer in progress messages, which are logged if it takes long.
     Raises CheckpointError on every leader if the transfer fails on any leader.
     """
-    offers = collectives.all_gather_objects(local_file_digests, nodes.leader_group)
+    offers = collectives.all_gather_values(local_file_digests, nodes.leader_group)
     all_files = {name: dict(digest) for offer in reversed(offers) for name, digest in offer.items()}
     source_of = {
         name: next(number for number, offer in enumerate(offers) if offer.get(name) == digest) for name, digest in all_files.items()

@@ -26,7 +26,7 @@ def sync_sidecar_files(nodes: NodeGroups, save_dir: Path, step: int) -> None:
     """
     if nodes.leader_group is None:
         return
-    step_counts = collectives.all_gather_objects(_count_recorded_steps(save_dir / _METRICS_FILE, step), nodes.leader_group)
+    step_counts = collectives.all_gather_values(_count_recorded_steps(save_dir / _METRICS_FILE, step), nodes.leader_group)
     source_node = step_counts.index(max(step_counts))
     if source_node == 0:
         return

@@ -64,11 +64,7 @@ class StorageBackend(Protocol):
         ...
 
     def build_storage_writer(self, staging_folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
-        """Return the writer for this rank's shard of the checkpoint in `staging_folder`."""
-        ...
-
-    def assign_shards(self, writer: TensorStorageWriter) -> None:
-        """Assign to `writer` the shards that this rank writes. Called after save() of torch.distributed.checkpoint (DCP)."""
+        """Return the writer for this rank's shards of the checkpoint in `staging_folder`."""
         ...
 
     def commit_checkpoint(
@@ -126,8 +122,6 @@ class SharedStorage:
 
     def build_storage_writer(self, staging_folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
         return TensorStorageWriter(staging_folder, self._runtime.rank, staging_buffer)
-
-    def assign_shards(self, writer: TensorStorageWriter) -> None: ...
 
     def commit_checkpoint(
         self, staging_folder: Path, all_shards_written: threading.Event, commit_files: Callable[[FileDigests], Path]
@@ -189,10 +183,6 @@ class NodeLocalStorage:
 
     def build_storage_writer(self, staging_folder: Path, staging_buffer: StagingBuffer) -> TensorStorageWriter:
         return NodeLocalWriter(staging_folder, self.nodes, staging_buffer)
-
-    def assign_shards(self, writer: TensorStorageWriter) -> None:
-        if isinstance(writer, NodeLocalWriter):
-            writer.stage_assigned_shards()
 
     def commit_checkpoint(
         self, staging_folder: Path, all_shards_written: threading.Event, commit_files: Callable[[FileDigests], Path]

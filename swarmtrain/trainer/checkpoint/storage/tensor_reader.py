@@ -11,21 +11,20 @@ import hashlib
 import mmap
 import os
 import sys
-import warnings
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import LoadPlanner, Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,13 +33,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.futures import Future
 
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError
+from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests, FileHasher, read_into
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, describe_first_failure
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME, convert_errors
 
 _BLOCK_BYTES = 1 << 20
 """A block lies within one piece of the file (see file_digests), and is hashed while it is in the cache of the core that has read it."""
@@ -72,27 +71,53 @@ def load_tensors(
     Collective, unless `is_collective` is False: all ranks must call it. `verification`: also verify files. Raises DamagedFiles if a file
     cannot be read or differs from its digest; the tensors may have changed then. Raises CheckpointError if the manifest is invalid.
     """
-    reader = TensorStorageReader(path, manifest.tensors, verification)
-    with warnings.catch_warnings():
+    reader = TensorStorageReader(path, manifest.tensors, verification.digests if verification else {})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def plan_items() -> list[ReadItem]:
+        planner.set_up_planner(tensors, reader.metadata, is_coordinator=False)
+        items: list[ReadItem] = planner.create_local_plan().items
+        return items
+
+    try:
         if not is_collective:
-            warnings.simplefilter("ignore")  # torch announces that this process loads alone
-        try:
-            dcp.load(tensors, storage_reader=reader, no_dist=not is_collective)
-        except CheckpointException as error:  # a BaseException, which `except Exception` does not catch
-            raise DamagedFiles(describe_first_failure(error), place=str(path)) from None
+            convert_errors(lambda: reader.read_items(plan_items(), planner, verification.digests if verification else ()))
+            return
+        items: list[ReadItem] = []
+        # Plans are not exchanged: a rank's plan does not depend on those of the others, except for the files to verify.
+        collectives.run_on_all_ranks(lambda: items.extend(convert_errors(plan_items)))
+        verified_names: Collection[str] = ()
+        if verification:
+            names_by_rank = collectives.all_gather_values({*reader.list_files(items)})
+            verified_names = assign_files_to_verify(verification, names_by_rank)[dist.get_rank()]
+        collectives.run_on_all_ranks(lambda: convert_errors(lambda: reader.read_items(items, planner, verified_names)))
+    except CheckpointError as error:
+        rank_prefix = "" if error.rank is None else f"rank {error.rank}: "
+        raise DamagedFiles(f"{rank_prefix}{error.message}", place=error.place or str(path)) from None
 
 
-class TensorStorageReader(StorageReader):
+def assign_files_to_verify(verification: FileVerification, names_by_rank: Sequence[Collection[str]]) -> list[list[str]]:
+    """Return the files that each rank verifies: each file is assigned to a rank of each group, which reads the file anyway if any does.
+
+    `names_by_rank`: names of the files that each rank reads.
+    """
+    verified_names: list[list[str]] = [[] for _ in names_by_rank]
+    for group in verification.groups:
+        assigned_bytes = dict.fromkeys(group, 0)
+        for name in sorted(verification.digests):
+            rank = min(group, key=lambda rank: (name not in names_by_rank[rank], assigned_bytes[rank], rank))
+            assigned_bytes[rank] += verification.digests[name]["size"]
+            verified_names[rank].append(name)
+    return verified_names
+
+
+class TensorStorageReader:
     """Reads tensors from the shards of the checkpoint in `folder`. `tensor_index`: index built by a TensorStorageWriter."""
 
-    def __init__(self, folder: Path, tensor_index: Mapping[str, Any], verification: FileVerification | None = None) -> None:
-        """Parse `tensor_index`. Raises CheckpointError if it is invalid.
-
-        `verification`: also verify files. If one differs from its digest, load() of torch.distributed.checkpoint (DCP) fails on all ranks,
-        after tensors have changed.
-        """
+    def __init__(self, folder: Path, tensor_index: Mapping[str, Any], digests: FileDigests) -> None:
+        """Parse `tensor_index`. Raises CheckpointError if it is invalid. `digests`: digests of the files that can be verified."""
         self.folder = folder
-        self._verification = verification
+        self._digests = digests
         self._chunks: dict[MetadataIndex, _Chunk] = {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         try:
@@ -105,48 +130,26 @@ class TensorStorageReader(StorageReader):
                     self._chunks[MetadataIndex(name, chunk.offsets)] = _Chunk(file, offset, dtype, chunk.sizes)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the tensor index in its manifest is invalid: {error!r}", place=str(folder)) from None
-        self._metadata = Metadata(entries)
+        self.metadata = Metadata(entries)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+    def list_files(self, items: Sequence[ReadItem]) -> list[str]:
+        """Return the names of the files that contain `items`, without duplicates."""
+        return sorted({self._find_chunk(item).file for item in items})
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+    def read_items(self, items: Sequence[ReadItem], planner: LoadPlanner, verified_names: Collection[str]) -> None:
+        """Read `items` into the tensors of `planner`, and verify the files `verified_names`.
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Assign the files to verify: each to a rank of each group, which reads the file anyway if any does. Called on one rank."""
-        verified_names: list[list[str]] = [[] for _ in plans]
-        if self._verification:
-            digests = self._verification.digests
-            read_names = [{self._find_chunk(item).file for item in plan.items} for plan in plans]
-            for group in self._verification.groups:
-                assigned_bytes = dict.fromkeys(group, 0)
-                for name in sorted(digests):
-                    rank = min(group, key=lambda rank: (name not in read_names[rank], assigned_bytes[rank], rank))
-                    assigned_bytes[rank] += digests[name]["size"]
-                    verified_names[rank].append(name)
-        return [replace(plan, storage_data=names) for plan, names in zip(plans, verified_names, strict=True)]
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        targets = {item: planner.resolve_tensor(item).detach() for item in plan.items}
+        Raises CheckpointError if a file cannot be read or differs from its digest, in which case tensors may have changed.
+        """
+        targets = {item: planner.resolve_tensor(item).detach() for item in items}
         items_by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
+        for item in items:
             items_by_file[self._find_chunk(item).file].append(item)
-        names = sorted({*items_by_file, *plan.storage_data})
+        names = sorted({*items_by_file, *verified_names})
         with ThreadPoolExecutor(min(len(names), _MAX_FILES_AT_ONCE) or 1) as pool:
-            list(pool.map(lambda name: self._read_file(name, items_by_file[name], targets, verify=name in plan.storage_data), names))
+            list(pool.map(lambda name: self._read_file(name, items_by_file[name], targets, verify=name in verified_names), names))
         for item, target in targets.items():
             planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
     def _find_chunk(self, item: ReadItem) -> _Chunk:
         return self._chunks[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
@@ -156,7 +159,7 @@ class TensorStorageReader(StorageReader):
 
         Raises CheckpointError if the file cannot be read, is truncated, or differs from its digest.
         """
-        expected = self._verification.digests[name] if self._verification and verify else None
+        expected = self._digests[name] if verify else None
         hasher = FileHasher(expected) if expected else None
         try:
             with (self.folder / name).open("rb", buffering=0) as file, _BlockReader(file, hasher) as reader:

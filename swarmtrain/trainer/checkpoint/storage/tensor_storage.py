@@ -1,33 +1,33 @@
-"""Storage for torch's distributed checkpoint (DCP): raw tensor bytes in one file per rank (its shard), everything else as JSON.
+"""Storage for the planners of torch's distributed checkpoint (DCP): raw tensor bytes in one file per rank (its shard), the rest as JSON.
 
-torch's own storage pickles the metadata, and unpickling can execute code. Here torch's planners shard and reshard tensors as usual, but
-this module writes the files, and tensor_reader.py reads them: nothing is pickled or unpickled, and entries that are not tensors are
-rejected.
+DCP's own storage and its save() and load() pickle metadata and plans, and unpickling can execute code. Here torch's planners shard and
+reshard tensors as usual, but ranks exchange their plans as JSON, this module writes the files, and tensor_reader.py reads them: nothing is
+pickled or unpickled, and entries that are not tensors are rejected.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from swarmtrain.errors import CheckpointError
+from swarmtrain.errors import CheckpointError, SwarmtrainError
+from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests, hash_memory
 from swarmtrain.trainer.checkpoint.storage.pinned_memory import allocate_pinned_memory
 
+T = TypeVar("T")
 _BLOCK_BYTES = 1 << 24
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -77,11 +77,11 @@ def format_shard_file_name(number: int) -> str:
     return f"part-{number:05}.bin"
 
 
-class TensorStorageWriter(StorageWriter):
+class TensorStorageWriter:
     """Writes the shard with index `shard_number` of a checkpoint to `folder`, in two phases.
 
-    save() of torch.distributed.checkpoint (DCP) copies the shard into `staging_buffer`; then `write_staged_shards` writes it to disk. After
-    the first phase, `tensor_index` on rank 0 is the index of the tensors in all shards.
+    `stage_shards` copies the shard into `staging_buffer`; then `write_staged_shards` writes it to disk. After the first phase,
+    `tensor_index` is the index of the tensors in all shards: dtype, shape and chunks of each tensor, by name.
     """
 
     def __init__(self, folder: Path, shard_number: int, staging_buffer: StagingBuffer) -> None:
@@ -91,49 +91,38 @@ class TensorStorageWriter(StorageWriter):
         self._staging_buffer = staging_buffer
         self._staged_parts: dict[str, memoryview] = {}
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        staged = [(item.index, resolve_item_tensor(item, planner)) for item in plan.items]
-        self._stage_shards({self.file_name: [tensor for _, tensor in staged]})
-        offset, results = 0, []
-        for index, tensor in staged:
-            results.append(WriteResult(index, tensor.nbytes, (self.file_name, offset)))
-            offset += tensor.nbytes
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+    def stage_shards(self, tensors: Mapping[str, Any]) -> None:
+        """Divide `tensors` among the ranks, and copy this rank's shard into the staging buffer.
 
-    def _stage_shards(self, tensors_by_file: Mapping[str, Sequence[Tensor]]) -> None:
-        """Copy the tensors of each shard into the staging buffer. `tensors_by_file`: tensors of each shard, by file name."""
+        Collective: all ranks must call it, with their own tensors. Raises CheckpointError on all ranks if a value is not a tensor, or if
+        any rank cannot copy its shard.
+        """
+        planner = _set_up_planner(tensors)
+        encoded_plans = collectives.run_on_all_ranks(lambda: convert_errors(lambda: _encode_plan(planner.create_local_plan())))
+        plans = [_decode_plan(encoded) for encoded in encoded_plans]
+        divided_plans, _ = convert_errors(lambda: planner.create_global_plan(plans))  # each rank computes the same
+        self.tensor_index = build_tensor_index({format_shard_file_name(rank): plan for rank, plan in enumerate(divided_plans)})
+        collectives.run_on_all_ranks(lambda: convert_errors(lambda: self._stage_planned_tensors(planner, plans)))
+
+    def stage_local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Copy this rank's shard of `tensors` into the staging buffer, without communication, and return the tensor index of this shard."""
+        planner = _set_up_planner(tensors)
+        plan = planner.create_local_plan()
+        self.tensor_index = build_tensor_index({self.file_name: plan})
+        self._stage_planned_tensors(planner, [plan])
+        return self.tensor_index
+
+    def _stage_planned_tensors(self, planner: DefaultSavePlanner, plans: Sequence[SavePlan]) -> None:  # NodeLocalWriter needs `plans`
+        """Copy the tensors of this rank's shard into the staging buffer. `plans`: all tensors that each rank could write."""
+        indices = group_tensor_chunks_by_file(self.tensor_index).get(self.file_name, [])
+        self._stage_files({self.file_name: [find_tensor(planner, index) for index in indices]})
+
+    def _stage_files(self, tensors_by_file: Mapping[str, Sequence[Tensor]]) -> None:
+        """Copy the tensors of each file into the staging buffer. `tensors_by_file`: tensors of each shard, by file name."""
         staged, start = self._staging_buffer.stage_tensors([tensor for tensors in tensors_by_file.values() for tensor in tensors]), 0
         for name, tensors in tensors_by_file.items():
             end = start + sum(tensor.nbytes for tensor in tensors)
             self._staged_parts[name], start = staged[start:end], end
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        locations = {result.index: result.storage_data for rank_results in results for result in rank_results}
-        self.tensor_index = {name: _build_index_entry(name, entry, locations) for name, entry in metadata.state_dict_metadata.items()}
-
-    def stage_local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Copy this rank's shard of `tensors` into the staging buffer, without communication.
-
-        Return the tensor index of this shard: dtype, shape and chunks of each tensor, by name.
-        """
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(tensors), is_coordinator=True)
-        plan = planner.create_local_plan()
-        locations = {result.index: result.storage_data for result in self.write_data(plan, planner).wait()}
-        index = {}
-        for item in plan.items:
-            if item.tensor_data is None:
-                raise CheckpointError("the state to save contains a value that is not a tensor")
-            file, offset = locations[item.index]
-            chunk = item.tensor_data.chunk
-            index[item.index.fqn] = {
-                "dtype": str(item.tensor_data.properties.dtype).removeprefix("torch."),
-                "size": list(item.tensor_data.size),
-                "chunks": [{"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset}],
-            }
-        return index
 
     def write_staged_shards(self) -> FileDigests:
         """Write the staged shards to the folder, and return size and digest of each file by name; empty if this rank has no shard.
@@ -156,36 +145,83 @@ class TensorStorageWriter(StorageWriter):
             raise
         return hasher.result().build_entry(len(data))
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def group_tensor_chunks_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
+    """Return the tensor chunks in `tensor_index` by file name, in the order of their offsets in the file."""
+    chunks_by_file: dict[str, list[tuple[int, MetadataIndex]]] = defaultdict(list)
+    for name, entry in tensor_index.items():
+        for chunk in entry["chunks"]:
+            chunks_by_file[chunk["file"]].append((chunk["offset"], MetadataIndex(name, chunk["offsets"])))
+    return {file: [index for _, index in sorted(chunks, key=lambda pair: pair[0])] for file, chunks in sorted(chunks_by_file.items())}
 
 
-def resolve_item_tensor(write_item: WriteItem, planner: SavePlanner) -> Tensor:
-    """Return the tensor to write for `write_item`. Raises CheckpointError if `write_item` is not a tensor."""
-    data = planner.resolve_data(write_item)
-    if write_item.type is WriteItemType.BYTE_IO or not isinstance(data, Tensor):
-        raise CheckpointError("the state to save contains a value that is not a tensor")
-    return data
+def build_tensor_index(plans: Mapping[str, SavePlan]) -> dict[str, Any]:
+    """Return dtype, shape and chunks of the tensors in `plans`, by tensor name. `plans`: plan of each file, by file name."""
+    tensor_index: dict[str, Any] = {}
+    for file, plan in plans.items():
+        offset = 0
+        for item in plan.items:
+            data = _get_tensor_data(item)
+            dtype, chunk = data.properties.dtype, data.chunk
+            entry = tensor_index.setdefault(item.index.fqn, {"dtype": _format_dtype(dtype), "size": list(data.size), "chunks": []})
+            entry["chunks"].append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset})
+            offset += chunk.sizes.numel() * dtype.itemsize
+    return tensor_index
 
 
-def describe_first_failure(error: CheckpointException) -> str:
-    """Return rank and message of the first failure in `error`, the exception of a failed torch DCP operation."""
-    rank, (message, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {message}"
+def find_tensor(planner: DefaultSavePlanner, index: MetadataIndex) -> Tensor:
+    """Return the tensor chunk with `index` among the tensors of `planner`."""
+    tensor: Tensor = planner.lookup_object(index)
+    return tensor
 
 
-def _build_index_entry(tensor_name: str, tensor_metadata: Any, locations: Mapping[MetadataIndex, tuple[str, int]]) -> dict[str, Any]:
-    chunks = []
-    for chunk in tensor_metadata.chunks:
-        file, offset = locations[MetadataIndex(tensor_name, chunk.offsets)]
-        chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "offset": offset})
-    return {"dtype": str(tensor_metadata.properties.dtype).removeprefix("torch."), "size": list(tensor_metadata.size), "chunks": chunks}
+def convert_errors(action: Callable[[], T]) -> T:
+    """Run `action` and return its result. Raises CheckpointError if it fails, so that the failure can be raised on all ranks."""
+    try:
+        return action()
+    except SwarmtrainError:
+        raise
+    except Exception as error:  # the device, the memory or torch may raise any error
+        raise CheckpointError(str(error)) from error
+
+
+def _set_up_planner(tensors: Mapping[str, Any]) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # Each rank plans as the coordinator, so that tensors that are not sharded are in the plan of every rank that holds them.
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    return planner
+
+
+def _get_tensor_data(item: WriteItem) -> TensorWriteData:
+    """Return shape and dtype of the tensor to write for `item`. Raises CheckpointError if it is not a tensor."""
+    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise CheckpointError(f"{item.index.fqn} in the state to save is not a tensor")
+    return item.tensor_data
+
+
+def _encode_plan(plan: SavePlan) -> list[Any]:
+    """Return `plan` as JSON. Raises CheckpointError if it contains a value that is not a tensor."""
+    items = []
+    for item in plan.items:
+        data = _get_tensor_data(item)
+        chunk = list(data.chunk.offsets), list(data.chunk.sizes)
+        items.append([item.index.fqn, item.type.name, _format_dtype(data.properties.dtype), list(data.size), *chunk])
+    return items
+
+
+def _decode_plan(encoded: Sequence[Any]) -> SavePlan:
+    """Return the plan that `_encode_plan` has encoded."""
+    items = []
+    for name, kind, dtype, size, offsets, sizes in encoded:
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk, TensorProperties(DTYPES_BY_NAME[dtype]), torch.Size(size))
+        items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType[kind], tensor_data=data))
+    return SavePlan(items)
+
+
+def _format_dtype(dtype: torch.dtype) -> str:
+    """Return the name of `dtype`. Raises CheckpointError if checkpoints do not support it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES_BY_NAME:
+        raise CheckpointError(f"the state to save has a tensor of the type {name}; supported are {', '.join(DTYPES_BY_NAME)}")
+    return name
