@@ -261,7 +261,7 @@ EVENT_SCRIPT_RETURNED = "script_returned"
 EVENT_PROGRESS = "progress"
 # node, and the fields of swarmtrain.trainer.run_report: versions, devices, tokens_per_step …; values are strings, numbers, or mappings
 EVENT_RUN_REPORT = "report"
-# step, loss
+# step, loss (null if it is NaN/Inf)
 EVENT_EVALUATION = "evaluation"
 # step, path, seconds
 EVENT_CHECKPOINT = "checkpoint"

@@ -66,7 +66,7 @@ class StepResult:
     accuracy: float | None
     """Fraction of the loss units that are correct, such as pairs that are ranked correctly. None if the objective has no accuracy."""
     max_replica_loss: float
-    """Mean loss of the replica whose mean loss is highest, in nats."""
+    """Mean loss of the replica whose mean loss is highest, in nats; NaN if that of any replica is NaN."""
     update: OptimizerUpdate
     """Result of the optimizer's update: gradient norm, learning rates, loss scale."""
     stop_requested: bool
@@ -136,7 +136,7 @@ def train_step(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, dat
         batch.loss_tokens,
         loss_mean,
         get_accuracy(model, correct / loss_token_count),
-        max(replica_means),
+        max(replica_means, key=lambda mean: (math.isnan(mean), mean)),
         update,
         stop_requested=stop_requested,
         save_requested=save_requested,

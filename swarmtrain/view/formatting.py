@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -30,6 +31,11 @@ def remove_control_characters(text: str) -> str:
     """
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in _ESCAPE_SEQUENCE_PATTERN.sub("", text).split("\n")]
     return _CONTROL_PATTERN.sub(lambda match: match[0].encode("unicode_escape").decode(), "\n".join(lines))
+
+
+def format_loss(loss: object) -> str:
+    """Return `loss` as text; "NaN/Inf" if it is not a finite number, which events contain as null."""
+    return f"{loss:.4f}" if isinstance(loss, int | float) and math.isfinite(loss) else "NaN/Inf"
 
 
 def format_count(number: Any, noun: str) -> str:

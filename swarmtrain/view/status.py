@@ -11,7 +11,15 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import QUEUED_STATE, TaskState
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
-from swarmtrain.view.formatting import format_age, format_count, format_duration, format_end_time, format_memory_usage, format_table
+from swarmtrain.view.formatting import (
+    format_age,
+    format_count,
+    format_duration,
+    format_end_time,
+    format_loss,
+    format_memory_usage,
+    format_table,
+)
 from swarmtrain.view.worlds import (
     NodeGpuFault,
     NodeRestarts,
@@ -116,7 +124,7 @@ class RunStatus:
 
     def _format_validation_loss(self) -> str:
         evaluation = self.validation
-        return f"loss {evaluation.get('loss', float('nan')):.4f} at step {evaluation.get('step')}" if evaluation else ""
+        return f"loss {format_loss(evaluation.get('loss'))} at step {evaluation.get('step')}" if evaluation else ""
 
     def _format_checkpoint(self) -> str:
         checkpoint = self.checkpoint

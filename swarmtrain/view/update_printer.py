@@ -10,7 +10,7 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import has_color_support, print_message
-from swarmtrain.view.formatting import format_count, format_duration, remove_control_characters
+from swarmtrain.view.formatting import format_count, format_duration, format_loss, remove_control_characters
 from swarmtrain.view.progress_bar import show_progress_bar
 from swarmtrain.view.worlds import format_failure
 
@@ -79,7 +79,7 @@ _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
         f"a world of {format_count(data.get('world_size'), 'rank')} on {format_count(data.get('nodes'), 'node')} has formed"
     ),
     protocol.EVENT_RESUMED: lambda data: f"resumed at step {data.get('step')} from {data.get('path')}",
-    protocol.EVENT_EVALUATION: lambda data: f"validation loss {data.get('loss', float('nan')):.4f} at step {data.get('step')}",
+    protocol.EVENT_EVALUATION: lambda data: f"validation loss {format_loss(data.get('loss'))} at step {data.get('step')}",
     protocol.EVENT_CHECKPOINT: lambda data: (
         f"saved step {data.get('step')} in {format_duration(data.get('seconds', 0))}: {data.get('path')}"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import time
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 from coordinator_thread import serve_coordinator
-from worlds import LocalWorld, merge_config, read_audit, read_validation_losses, run_training
+from worlds import LocalWorld, list_saved_steps, merge_config, read_audit, read_validation_losses, run_training
 
 from swarmtrain import protocol
 from swarmtrain.protocol import Event
 from swarmtrain.trainer.metrics.event_sender import EventSender
+from swarmtrain.trainer.metrics.reduction import MetricValue, ReductionOp, reduce_metrics
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile, append_missing_step_metrics
 from swarmtrain.trainer.metrics.throughput import Throughput
 
@@ -221,3 +223,24 @@ def test_a_surviving_rank_writes_the_line_that_rank_0_died_before(tmp_path: Path
     append_missing_step_metrics(tmp_path, 7, {"loss": 2.25})
     append_missing_step_metrics(tmp_path, 9, {"loss": 2.0})
     assert MetricsFile(tmp_path, 7).path.read_text() == '{"step": 6, "loss": 2.5}\n{"step": 7, "loss": 2.25}\n'
+
+
+def test_a_nan_validation_loss_neither_wins_nor_breaks_the_metrics(
+    tmp_path: Path, config: dict[str, Any], coordinator_address: str, published_events: list[Event]
+) -> None:
+    """The best checkpoint, of step 2, stays; metrics and events contain null, which is valid JSON."""
+    keeps = {"keep_checkpoints": 1, "keep_best_checkpoints": 1, "eval_interval": 1, "save_interval": 1, "train_iterations": 5}
+    environ = {"SWARMTRAIN_COORDINATOR": coordinator_address}
+    world = LocalWorld(tmp_path, merge_config(config, trainer=keeps), 1, environ, script="nan_validation")
+    assert world.wait() == [0], world.read_log()
+    assert list_saved_steps(tmp_path) == [2, 5]
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    expected = [3.0, None, 1.0, None, 2.0, 4.0]
+    assert list(read_validation_losses(tmp_path).values()) == expected
+    assert [event["loss"] for event in filter_events(published_events, protocol.EVENT_EVALUATION)] == expected
+
+
+@pytest.mark.parametrize("reduction", [ReductionOp.min, ReductionOp.max])
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1, math.nan, 2]])
+def test_a_metric_that_is_nan_on_any_rank_has_no_minimum(reduction: ReductionOp, values: list[float]) -> None:
+    assert reduce_metrics([{"loss": MetricValue(value, reduction)} for value in values]) == {"loss": None}

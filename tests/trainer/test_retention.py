@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPol
 KEEPS = st.builds(
     RetentionPolicy, newest_count=st.integers(1, 4), best_count=st.integers(0, 3), step_multiple=st.none() | st.integers(1, 6)
 )
-LOSSES = st.none() | st.sampled_from([1.0, 2.0, 3.0])
+LOSSES = st.none() | st.sampled_from([1.0, 2.0, 3.0, math.nan, math.inf, -math.inf])
 CHECKPOINTS = st.builds(CheckpointInfo, generation=st.integers(1, 4), step=st.integers(1, 30), validation_loss=LOSSES)
 CHECKPOINT_SETS = st.lists(CHECKPOINTS, max_size=14, unique_by=lambda one: one.step)
 
@@ -26,7 +28,7 @@ def test_the_newest_always_stay_and_nothing_more_without_a_reason(checkpoints: l
     extra = stay - set(take_newest(checkpoints, policy.newest_count))
     multiples = {one for one in extra if policy.step_multiple and one.step % policy.step_multiple == 0}
     assert len(extra - multiples) <= policy.best_count
-    assert all(one.validation_loss is not None for one in extra - multiples)
+    assert all(one.validation_loss is not None and math.isfinite(one.validation_loss) for one in extra - multiples)
 
 
 @given(CHECKPOINT_SETS, KEEPS)

@@ -12,7 +12,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.protocol import EXIT_PLANNED, Event
 from swarmtrain.view.formatting import format_duration, parse_time
 from swarmtrain.view.status import build_status, format_progress
-from swarmtrain.view.update_printer import follow_updates
+from swarmtrain.view.update_printer import follow_updates, format_event
 from swarmtrain.view.worlds import list_worlds
 
 TASKS = [TaskState("node0", "a", "running"), TaskState("rendezvous", "a", "pending", "no suitable node")]
@@ -42,6 +42,13 @@ def test_a_training_run() -> None:
         "  node0       a     running\n"
         "  rendezvous  a     pending  no suitable node"
     )
+
+
+@pytest.mark.parametrize(("loss", "text"), [(1.5, "1.5000"), (None, "NaN/Inf"), (float("nan"), "NaN/Inf"), ("x", "NaN/Inf")])
+def test_a_non_finite_validation_loss_is_shown_as_such(loss: object, text: str) -> None:
+    evaluation = Event(protocol.EVENT_EVALUATION, {"step": 10, "loss": loss}, 111.0)
+    assert f"  validation  loss {text} at step 10\n" in str(build_status("demo", [*TRAINING, evaluation], TASKS, 272.0))
+    assert format_event(evaluation) == f"validation loss {text} at step 10"
 
 
 def test_a_custom_script_shows_its_step_without_a_total() -> None:

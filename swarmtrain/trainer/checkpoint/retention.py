@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 
 from swarmtrain.config.schema.trainer import BestCheckpointMode, TrainerConfig
 
@@ -24,7 +25,7 @@ class RetentionPolicy:
     newest_count: int
     """Number of newest checkpoints to keep, by (generation, step); at least one."""
     best_count: int = 0
-    """Number of checkpoints to keep with the best validation loss or custom metric."""
+    """Number of checkpoints to keep with the best validation loss or custom metric. NaN/Inf is never the best."""
     step_multiple: int | None = None
     """Keep all checkpoints whose step is a multiple of this number; None: no such rule."""
     higher_is_better: bool = False
@@ -48,7 +49,8 @@ def select_retained_checkpoints(checkpoints: Iterable[CheckpointInfo], policy: R
         if not active or one.step < active[-1].step:
             active.append(one)
     sign = -1.0 if policy.higher_is_better else 1.0
-    ranked = [(sign * one.validation_loss, -one.step, one) for one in active if one.validation_loss is not None]
+    evaluated = [(one.validation_loss, one) for one in active if one.validation_loss is not None and isfinite(one.validation_loss)]
+    ranked = [(sign * loss, -one.step, one) for loss, one in evaluated]
     best_first = [one for *_, one in sorted(ranked, key=lambda each: each[:2])]
     multiples = [one for one in active if policy.step_multiple and one.step % policy.step_multiple == 0]
     return {*newest_first[: policy.newest_count], *best_first[: policy.best_count], *multiples}

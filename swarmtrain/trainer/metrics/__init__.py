@@ -245,8 +245,9 @@ class RunReporter:
             "step %*d/%d  validation loss %.4f%s", len(str(self._total_steps)), step, self._total_steps, loss, _format_accuracy(accuracy)
         )
         accuracy_field = {} if accuracy is None else {"validation_accuracy": accuracy}
-        self._sinks.write_metrics({"step": step, "validation_loss": loss, **accuracy_field})
-        self._post_event(protocol.EVENT_EVALUATION, step=step, loss=loss)
+        finite_loss = replace_non_finite(loss)  # else the NaN would be the lowest loss to programs that compare metrics
+        self._sinks.write_metrics({"step": step, "validation_loss": finite_loss, **accuracy_field})
+        self._post_event(protocol.EVENT_EVALUATION, step=step, loss=finite_loss)
 
     def report_samples(self, step: int, samples: Sequence[GeneratedSample]) -> None:
         """Report the texts that the model generated from prompts after `step`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -90,11 +91,16 @@ def reduce_metrics(metrics_by_rank: Sequence[Mapping[str, MetricValue]]) -> dict
 _REDUCERS: dict[ReductionOp, Callable[[list[Any]], Any]] = {
     ReductionOp.mean: lambda values: sum(values) / len(values),
     ReductionOp.sum: sum,
-    ReductionOp.min: min,
-    ReductionOp.max: max,
+    ReductionOp.min: lambda values: _reduce_comparable(min, values),
+    ReductionOp.max: lambda values: _reduce_comparable(max, values),
     ReductionOp.last: lambda values: values[-1],
     ReductionOp.cat: lambda values: [number for part in values for number in part],
 }
+
+
+def _reduce_comparable(reduce: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+    """Return the minimum or maximum of `values`; NaN if any is NaN, as in torch. Python's result would depend on the order."""
+    return math.nan if any(isinstance(value, float) and math.isnan(value) for value in values) else reduce(values)
 
 
 def _copy_to_host(metric: MetricValue) -> Any:
