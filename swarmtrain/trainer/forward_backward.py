@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarmtrain.trainer.data.memory_map import Ids
-from swarmtrain.trainer.data.samples import TokenDataset
+from swarmtrain.trainer.data.samples import GlobalBatch, TokenDataset
 from swarmtrain.trainer.data.token_batch import TokenBatch
 from swarmtrain.trainer.health.step_timer import BACKWARD, DATA, FORWARD, StepTimer
 from swarmtrain.trainer.model import dropout
@@ -47,7 +47,9 @@ def run_forward_backward(
     Objective.pop_correct_count; 0 if the objective does not count them).
     """
     forward = partial(_prepare_forward, runtime, step, timer)
-    vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, forward)
+    vector_loss = _compute_embedding_loss(
+        runtime, model, data, micro_batches, forward, global_batch_size=runtime.config.topology.samples_per_step
+    )
     if isinstance(model.wrapped_model, PipelineModel):
         first_micro_batch = micro_batches[0][0] if micro_batches else 0
         rows = _load_all_micro_batches(runtime, data, micro_batches)
@@ -92,13 +94,16 @@ def _compute_embedding_loss(
     data: TokenDataset,
     micro_batches: MicroBatches,
     prepare_forward: Callable[..., AbstractContextManager[object]],
+    *,
+    global_batch_size: int,
+    first_counted_sample: int = 0,
 ) -> EmbeddingLoss | None:
     """Return the vector loss of this replica's samples (see EmbeddingObjective).
 
     The samples' vectors are computed without gradients, and compared with all vectors of the global batch. Return None if the objective
     does not compare vectors, or if this rank has no vectors (a pipeline rank without the last stage). `prepare_forward` takes the index of
     the micro batch in the global batch, and with pipeline parallelism also the index of the stage. It returns the context manager for that
-    forward pass.
+    forward pass. `first_counted_sample`: see EmbeddingObjective.compute_embedding_loss.
     """
     objective, topology = model.local_model.objective, runtime.config.topology
     if not isinstance(objective, EmbeddingObjective):
@@ -113,8 +118,9 @@ def _compute_embedding_loss(
             vectors = []
             padded = _pad_micro_batches(micro_batches, model.wrapped_model.micro_batches_per_step)
             for index, (micro_batch, rows) in enumerate(_load_micro_batches(runtime, data, padded, padded[0])):
+                sample_count = len(micro_batches[index][1]) if index < len(micro_batches) else 0  # the other rows are padding
                 with prepare_forward(micro_batch):
-                    vectors.append(model.local_model(*rows)[: None if index < len(micro_batches) else 0])
+                    vectors.append(model.local_model(*rows)[: sample_count * data.rows_per_sample])
             local_vectors = torch.cat(vectors)
     if local_vectors is None:
         return None
@@ -122,21 +128,34 @@ def _compute_embedding_loss(
         local_vectors,
         rows_per_sample=data.rows_per_sample,
         first_sample=first * topology.samples_per_micro_batch,
-        global_batch_size=topology.samples_per_step,
+        global_batch_size=global_batch_size,
         group=model.mesh.data_parallel_group,
+        first_counted_sample=first_counted_sample,
     )
 
 
 def run_validation_forward(
-    runtime: Runtime, model: ParallelModel, data: TokenDataset, micro_batches: MicroBatches
+    runtime: Runtime, model: ParallelModel, data: TokenDataset, batch: GlobalBatch, repeated_count: int
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward passes of this rank's micro batches for the validation loss.
+    """Run the forward passes of this rank's micro batches of `batch` for the validation loss.
 
     Return the loss summed over the micro batches, in nats, and the number of correct loss units (0 if the objective does not count them).
+    The first `repeated_count` samples of `batch` are not counted, since an earlier batch has counted them: the objective must be an
+    EmbeddingObjective then.
     """
+    mesh, micro_batch_size = model.mesh, runtime.config.topology.samples_per_micro_batch
+    micro_batches = batch.select_micro_batches(mesh.evaluation_micro_batches_per_replica, mesh.replica_rank, micro_batch_size)
     loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
     if isinstance(model.local_model.objective, EmbeddingObjective):
-        vector_loss = _compute_embedding_loss(runtime, model, data, micro_batches, lambda *_: nullcontext())
+        vector_loss = _compute_embedding_loss(
+            runtime,
+            model,
+            data,
+            micro_batches,
+            lambda *_: nullcontext(),
+            global_batch_size=len(batch.ids),
+            first_counted_sample=repeated_count,
+        )
         return _get_loss_and_correct_count(model, vector_loss, loss_sum)
     if isinstance(model.wrapped_model, PipelineModel):
         return _get_loss_and_correct_count(
@@ -180,6 +199,8 @@ def _load_micro_batches(
         batch = data.build_empty_sample() if ids is None else data.load_samples(ids)
         if next_ids is not None:
             data.start_loading(next_ids)
+        if ids is not None and (missing_count := runtime.config.topology.samples_per_micro_batch - len(ids)):
+            batch = batch.append([data.build_empty_sample()] * missing_count)  # of the same shape, for which the model is compiled
         yield index, _copy_batch_to_device(runtime, batch)
 
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from swarmtrain.config import Config
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.data.samples import GlobalBatch, TokenDataset
 from swarmtrain.trainer.forward_backward import MicroBatches, run_forward_backward, run_validation_forward
 from swarmtrain.trainer.health.step_timer import COMMUNICATION, DATA, LOGGING, OPTIMIZER, OTHER, StepTimer
 from swarmtrain.trainer.health.stop_flag import StopFlag
+from swarmtrain.trainer.model.objective import EmbeddingObjective
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate, gradient_checks
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.runtime import Runtime
@@ -150,31 +152,34 @@ def build_batches(data: TokenDataset, request: StepRequest, batch_size: int) -> 
     return data.build_batch(first, batch_size), data.build_batch(first + batch_size, batch_size)
 
 
+def count_validation_samples(config: Config, data: TokenDataset) -> int:
+    """Return the number of samples of the validation data `data` that an evaluation uses."""
+    return min(config.topology.samples_per_step * config.trainer.eval_iterations, len(data))
+
+
 @torch.no_grad()
 def evaluate_model(runtime: Runtime, model: ParallelModel, data: TokenDataset, stop_flag: StopFlag | None) -> ValidationResult | None:
-    """Evaluate `model` on the first `eval_iterations` global batches of `data`, and return the result.
+    """Evaluate `model` on the first `eval_iterations` global batches of `data`, at most on each sample once, and return the result.
 
     Return None if `stop_flag` is given and a stop was requested on any rank during the evaluation.
     """
-    topology, mesh = runtime.config.topology, model.mesh
     loss, correct, loss_token_count = 0.0, 0.0, 0
-    sample_count = min(topology.samples_per_step * runtime.config.trainer.eval_iterations, len(data))
-    for position in range(0, sample_count, topology.samples_per_step):
-        batch = data.build_batch(position, topology.samples_per_step)
+    sample_count, batch_size = count_validation_samples(runtime.config, data), runtime.config.topology.samples_per_step
+    for position in range(0, sample_count, batch_size):
+        end = min(position + batch_size, sample_count)
+        # If samples are compared with each other, the last batch also has earlier samples: each sample has equally many to compare with.
+        start = max(0, end - batch_size) if isinstance(model.local_model.objective, EmbeddingObjective) else position
+        batch, repeated_count = data.build_batch(start, end - start), position - start
         model.local_model.eval()
-        local_sums = run_validation_forward(
-            runtime,
-            model,
-            data,
-            batch.select_micro_batches(mesh.evaluation_micro_batches_per_replica, mesh.replica_rank, topology.samples_per_micro_batch),
-        )
+        local_sums = run_validation_forward(runtime, model, data, batch, repeated_count)
         model.local_model.train()
         (loss_sum, batch_correct), (stop_requested,) = reduce_values_over_ranks(
             model, [float(each) for each in local_sums], stop_flag is not None and stop_flag.is_set
         )
         if stop_requested:
             return None
-        loss, correct, loss_token_count = loss + loss_sum, correct + batch_correct, loss_token_count + batch.loss_denominator
+        loss, correct = loss + loss_sum, correct + batch_correct
+        loss_token_count += data.compute_loss_denominator(batch.ids[repeated_count:])
     loss_token_count = max(1, loss_token_count)
     return ValidationResult(loss / loss_token_count, get_accuracy(model, correct / loss_token_count))
 

@@ -48,7 +48,7 @@ class LocalWorld:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        port = _find_free_port()
+        port = find_free_port()
         self.processes = [
             CONTEXT.Process(
                 target=_run_rank,
@@ -198,7 +198,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -51,13 +51,15 @@ class GlobalBatch:
     def select_micro_batches(self, micro_batches_per_replica: Sequence[int], replica: int, micro_batch_size: int) -> list[tuple[int, Ids]]:
         """Return the micro batches of the replica with index `replica`: for each, its index in the global batch and its sample ids.
 
-        `micro_batches_per_replica`: number of micro batches assigned to each replica. `micro_batch_size`: samples per micro batch. Return
-        an empty list if the replica is assigned no micro batch.
+        `micro_batches_per_replica`: number of micro batches assigned to each replica. `micro_batch_size`: samples per micro batch. If the
+        global batch has fewer samples than these micro batches, the last micro batch is smaller, and those after it are omitted. The list
+        is empty if the replica has no sample.
         """
         first = sum(micro_batches_per_replica[:replica])
         return [
             (number, self.ids[number * micro_batch_size : (number + 1) * micro_batch_size])
             for number in range(first, first + micro_batches_per_replica[replica])
+            if number * micro_batch_size < len(self.ids)
         ]
 
 

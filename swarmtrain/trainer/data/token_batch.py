@@ -22,6 +22,11 @@ class TokenBatch(NamedTuple):
         columns = zip(self, *others, strict=True)
         return TokenBatch(*(None if column[0] is None else torch.stack(column, 1).flatten(0, 1) for column in columns))  # type: ignore[arg-type]
 
+    def append(self, others: Sequence[TokenBatch]) -> TokenBatch:
+        """Return a batch of the samples of this batch, followed by those of `others`."""
+        columns = zip(self, *others, strict=True)
+        return TokenBatch(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+
     def map_tensors(self, transform: Callable[[Tensor], Tensor]) -> TokenBatch:
         """Return the batch after applying `transform` to each tensor."""
         return TokenBatch(

@@ -20,7 +20,7 @@ from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import start_runtime
-from swarmtrain.trainer.step import evaluate_model
+from swarmtrain.trainer.step import count_validation_samples, evaluate_model
 
 _MAX_EXP_NATS = 700.0
 """Loss in nats above which the perplexity may overflow."""
@@ -105,7 +105,7 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
                 f"the validation loss is NaN/Inf or too large: {loss}", place=str(model.path), hint="try an earlier checkpoint"
             )
         if runtime.is_rank_zero:
-            samples = min(config.topology.samples_per_step * config.trainer.eval_iterations, len(data))
+            samples = count_validation_samples(config, data)
             report = {"model": str(model.path), "step": model.step, "loss": validation.loss, "samples": samples}
             if objective.has_perplexity:
                 report["perplexity"] = math.exp(validation.loss)

@@ -42,7 +42,7 @@ class Objective:
 
         `token_losses`: cross-entropy of each token in nats, 0 for tokens without a target; one dimension, with all rows, then those of the
         reference model. `targets`: IGNORE_INDEX for tokens without a loss; (rows, sequence), or one dimension if the loss is
-        a sum over tokens. The rows of a sample are consecutive.
+        a sum over tokens. The rows of a sample are consecutive. A sample without targets is padding, and its loss must be 0.
         """
         return token_losses.sum()
 
@@ -97,14 +97,22 @@ class EmbeddingObjective(Objective, ABC):
         """
 
     def compute_embedding_loss(
-        self, vectors: Tensor, *, rows_per_sample: int, first_sample: int, global_batch_size: int, group: dist.ProcessGroup
+        self,
+        vectors: Tensor,
+        *,
+        rows_per_sample: int,
+        first_sample: int,
+        global_batch_size: int,
+        group: dist.ProcessGroup,
+        first_counted_sample: int = 0,
     ) -> EmbeddingLoss:
         """Return this replica's part of the loss over the vectors of all replicas, and the gradients of this replica's vectors.
 
         Collective: the ranks of `group`, one rank per replica, must call it.
 
         `vectors` (this replica's samples x `rows_per_sample`, dimensions). `first_sample`: index of this replica's first sample in the
-        global batch, which has `global_batch_size` samples.
+        global batch, which has `global_batch_size` samples. The loss and the accuracy do not include samples before `first_counted_sample`,
+        to which the others are only compared.
         """
         local_vectors = vectors.view(-1, rows_per_sample, vectors.shape[1])
         local_slice = slice(first_sample, first_sample + len(local_vectors))
@@ -114,4 +122,6 @@ class EmbeddingObjective(Objective, ABC):
         with torch.enable_grad():
             losses, correct = self.compute_sample_losses(all_vectors.requires_grad_())
             (gradients,) = torch.autograd.grad(losses.sum(), all_vectors)
-        return EmbeddingLoss(losses.detach()[local_slice].double().sum(), correct[local_slice].sum(), gradients[local_slice].flatten(0, 1))
+        counted_slice = slice(max(first_sample, first_counted_sample), local_slice.stop)
+        loss, correct_count = losses.detach()[counted_slice].double().sum(), correct[counted_slice].sum()
+        return EmbeddingLoss(loss, correct_count, gradients[local_slice].flatten(0, 1))
