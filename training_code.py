@@ -64,7 +64,8 @@ def format_summary(result: TrainingResult, extra_metrics: dict[str, float]) -> s
     if result.initial_validation_loss is None or result.final_validation_loss is None:
         return f"done: {result.step} steps"
     baseline = f"; byte-bigram baseline {extra_metrics['bigram_baseline_loss']:.2f}" if extra_metrics else ""
-    return f"validation loss {result.initial_validation_loss:.2f} → {result.final_validation_loss:.2f} nats per byte{baseline}"
+    unit = "byte" if extra_metrics else result.loss_unit  # the tokens of python_sources are bytes
+    return f"validation loss {result.initial_validation_loss:.2f} → {result.final_validation_loss:.2f} nats per {unit}{baseline}"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from swarmtrain.trainer.health.step_timer import CHECKPOINT, LOGGING, VALIDATION
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.inference.periodic_sampling import TrainingSampler
 from swarmtrain.trainer.instrumentation import StepInstruments
+from swarmtrain.trainer.loss_unit import find_loss_unit
 from swarmtrain.trainer.metrics import RunReporter
 from swarmtrain.trainer.metrics.audit_log import AuditLog
 from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
@@ -36,11 +37,13 @@ from swarmtrain.trainer.step import StepRequest, StepResult, evaluate_model, is_
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a finished run: its last step, and validation losses in nats per token (None without validation data)."""
+    """The result of a finished run: its last step, and validation losses in nats per `loss_unit` (None without validation data)."""
 
     step: int
     initial_validation_loss: float | None
     final_validation_loss: float | None
+    loss_unit: str
+    """What the loss is a mean over: "token"; "byte", if each token is a byte; or the unit of another objective, such as "pair"."""
 
 
 def train_model(
@@ -149,7 +152,9 @@ def train_model(
             progress.step,
             {"initial_validation_loss": progress.initial_validation_loss, "final_validation_loss": validation_loss, **extra_metrics},
         )
-        return TrainingResult(progress.step, progress.initial_validation_loss, validation_loss)
+        return TrainingResult(
+            progress.step, progress.initial_validation_loss, validation_loss, find_loss_unit(model.local_model.objective, validation_data)
+        )
 
 
 def _compare_ranks(model: ParallelModel, step: int, instruments: StepInstruments, reporter: RunReporter) -> ParallelModel:

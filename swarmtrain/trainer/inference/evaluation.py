@@ -16,6 +16,7 @@ from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.huggingface.pretrained import find_architecture_differences
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
+from swarmtrain.trainer.loss_unit import find_loss_unit
 from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallelization import parallelize
@@ -107,16 +108,20 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         if runtime.is_rank_zero:
             samples = count_validation_samples(config, data)
             report = {"model": str(model.path), "step": model.step, "loss": validation.loss, "samples": samples}
+            loss_unit = find_loss_unit(objective, data)
+            if loss_unit == "byte":
+                report["bits_per_byte"] = validation.loss / math.log(2)
             if objective.has_perplexity:
                 report["perplexity"] = math.exp(validation.loss)
             if validation.accuracy is not None:
                 report["accuracy"] = validation.accuracy
-            sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_validation_result(report, objective.loss_unit)}\n")
+            sys.stdout.write(f"{json.dumps(report) if options['json'] else _format_validation_result(report, loss_unit)}\n")
 
 
 def _format_validation_result(report: Mapping[str, Any], loss_unit: str) -> str:
     step = "" if report["step"] is None else f" at step {report['step']}"
-    units = f"nats per {loss_unit}" + (f", perplexity {report['perplexity']:.2f}" if "perplexity" in report else "")
+    units = f"nats per {loss_unit}" + (f", {report['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in report else "")
+    units += f", perplexity {report['perplexity']:.2f}" if "perplexity" in report else ""
     units += f", accuracy {report['accuracy']:.1%}" if "accuracy" in report else ""
     loss = f"validation loss {report['loss']:.4f} {units}"
     return f"{report['model']}{step}: {loss}, over {report['samples']} samples"

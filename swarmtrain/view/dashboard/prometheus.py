@@ -17,7 +17,7 @@ _STATES = ("queued", "starting", "training", "done", "failed", "stopped", "down"
 _PROGRESS = (
     ("step", "step", "Optimizer steps completed."),
     ("steps", "steps", "Total number of optimizer steps."),
-    ("loss", "loss", "Training loss of the newest step, nats per token."),
+    ("loss", "loss", "Training loss of the newest step."),
     ("learning_rate", "learning_rate", "Learning rate."),
     ("gradient_norm", "gradient_norm", "Gradient norm before clipping."),
     ("tokens_per_second", "tokens_per_second", "Training tokens per second, summed over all ranks."),
@@ -76,7 +76,7 @@ def _iterate_metric_samples(page_data: PageData, now: float) -> Iterator[MetricS
     progress, world, checkpoints, evaluation = page_data["progress"], page_data["world"], page_data["checkpoints"], page_data["validation"]
     for key, name, help_text in _PROGRESS:
         yield name, "gauge", help_text, {}, progress.get(key)
-    yield "validation_loss", "gauge", "Newest validation loss, nats per token.", {}, evaluation.get("loss")
+    yield "validation_loss", "gauge", "Newest validation loss.", {}, evaluation.get("loss")
     for phase, seconds in (progress.get("phases") or {}).items():
         yield "step_phase_seconds", "gauge", "Seconds of a step by phase.", {"phase": phase}, seconds
     for name, value in (progress.get("metrics") or {}).items():

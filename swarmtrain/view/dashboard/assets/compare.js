@@ -35,7 +35,7 @@
     const curves = page.axes[getAxis()];
     const plots = PLOTS.map(([title, name]) => {
       const numbers = page.runs.map((_, i) => i).filter((i) => curves[`${i}.${name}`]);
-      return { title, unit: "nats per token", curveNames: numbers.map((i) => `${i}.${name}`), labels: numbers.map((i) => page.runs[i].name), colors: numbers, log: true };
+      return { title, unit: "", curveNames: numbers.map((i) => `${i}.${name}`), labels: numbers.map((i) => page.runs[i].name), colors: numbers, log: true };
     });
     board.render(plots.filter((plot) => plot.curveNames.length), curves, []);
   }

@@ -17,7 +17,7 @@
   const PHASES = ["data", "forward", "backward", "communication", "optimizer", "validation", "checkpoint", "logging", "other"];
   const comparePhases = (a, b) => (PHASES.indexOf(a) + 1 || PHASES.length) - (PHASES.indexOf(b) + 1 || PHASES.length);
   const PLOTS = [
-    { title: "Loss", unit: "nats per token", names: { loss: "training", validation: "validation", max_replica_loss: "worst rank" }, log: true },
+    { title: "Loss", unit: "", names: { loss: "training", validation: "validation", max_replica_loss: "worst rank" }, log: true },
     { title: "Throughput", unit: "tokens/s", names: { tokens_per_second: "all ranks" }, zero: true },
     { title: "MFU", unit: "% of the devices' peak", names: { mfu: "MFU" }, scale: 100, zero: true },
     { title: "Learning rate", unit: "", names: { learning_rate: "learning rate" }, zero: true },
