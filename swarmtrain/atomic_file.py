@@ -1,12 +1,22 @@
-"""Write files atomically: a reader, also on another machine, sees either the old or the new content."""
+"""Write files atomically, and create files and folders that only their owner can read.
+
+A reader of an atomically written file, also on another machine, sees either the old or the new content.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from pathlib import Path
+from typing import IO, Any
+
+PUBLIC_MODE, SECRET_MODE = 0o644, 0o600
+"""File modes of files without and with secrets."""
+_PRIVATE_FOLDER_MODE = 0o700
 
 
-def write_text_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
+def write_text_atomically(path: Path, text: str, *, mode: int = PUBLIC_MODE) -> None:
     """Write `text` to `path` atomically, by renaming a temporary file: a reader sees either the old or the new content.
 
     The file is created with the permissions `mode`.
@@ -21,3 +31,28 @@ def write_bytes_atomically(path: Path, content: bytes, *, mode: int) -> None:
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
     temporary.replace(path)
+
+
+def open_private_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Open `path` like `open`, as UTF-8 if `mode` is a text mode. A file that does not exist is created with the permissions 0600."""
+    return open(  # Path.open has no opener
+        path,
+        mode,
+        buffering,
+        encoding=None if "b" in mode else "utf-8",
+        opener=lambda name, flags: os.open(name, flags, SECRET_MODE),
+    )
+
+
+def create_private_folder(path: Path) -> None:
+    """Create the folder `path` and its missing parents, with the permissions 0700.
+
+    If `path` exists, other users lose their permissions to read it. A folder that other users may write to is left unchanged, because its
+    owner shares it on purpose. Raises OSError if it cannot be created.
+    """
+    for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+        folder.mkdir(mode=_PRIVATE_FOLDER_MODE, exist_ok=True)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077 and not mode & 0o022:
+        with contextlib.suppress(PermissionError):  # the folder belongs to another user
+            path.chmod(_PRIVATE_FOLDER_MODE)

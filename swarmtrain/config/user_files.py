@@ -12,9 +12,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-PUBLIC_MODE, SECRET_MODE = 0o644, 0o600
-"""File modes of files without and with secrets."""
-
 
 class UnreadableFileError(Exception):
     """Raised if a file cannot be read. The message is the reason, without the file name.

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarmtrain.atomic_file import write_text_atomically
-from swarmtrain.config.user_files import SECRET_MODE, describe_os_error
+from swarmtrain.atomic_file import SECRET_MODE, write_text_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import ImageError
 from swarmtrain.images import swarm_registry
 from swarmtrain.images.registry_access import RegistryAccess

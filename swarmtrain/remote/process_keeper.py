@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import SECRET_MODE, open_private_file, write_text_atomically
 from swarmtrain.process import start_process
 from swarmtrain.remote.process_spec import ProcessSpec, ProcessState
 from swarmtrain.remote.run_folder import run_cleanup_command
@@ -102,7 +102,7 @@ class ProcessKeeper:
             if out == errors:
                 yield log, log
             else:
-                with out.open("ab") as file:
+                with open_private_file(out, "ab") as file:
                     yield file, log
 
     def _wait_before_restart(self) -> None:
@@ -111,7 +111,9 @@ class ProcessKeeper:
             time.sleep(0.05)
 
     def _write_process_state(self, state: str, exit_code: int | None = None) -> None:
-        write_text_atomically(self.state_path, json.dumps(asdict(ProcessState(os.getpid(), state, exit_code, self.restarts))))
+        write_text_atomically(
+            self.state_path, json.dumps(asdict(ProcessState(os.getpid(), state, exit_code, self.restarts))), mode=SECRET_MODE
+        )
 
     def _handle_stop_signal(self, *_: Any) -> None:
         self.stop_requested = True

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import SECRET_MODE, write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ProcessSpec:
 
     def save(self, path: Path) -> None:
         """Write the spec to `path`, readable by its owner only: it contains the user's environment."""
-        write_text_atomically(path, json.dumps(asdict(self), indent=1), mode=0o600)
+        write_text_atomically(path, json.dumps(asdict(self), indent=1), mode=SECRET_MODE)
 
     @classmethod
     def load(cls, path: Path) -> ProcessSpec:

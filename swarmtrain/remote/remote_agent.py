@@ -22,14 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from swarmtrain.atomic_file import write_bytes_atomically
+from swarmtrain.atomic_file import create_private_folder, open_private_file, write_bytes_atomically
 from swarmtrain.remote.managed_venv import ManagedVenv, get_build_folder
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.run_folder import EVENTS_FILE, LOCK_FILE, MARKER_FILE, HostRunFolder
 
 READY_LINE = "swarmtrain remote agent"
 """Line that the agent prints before the first response. Output before it comes from shell start-up files."""
-SECRET_FILE_MODE, PUBLIC_FILE_MODE = 0o600, 0o644
 _NVIDIA_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 _MAX_READ_BYTES = 1 << 22
 _POLL_SECONDS = 0.1
@@ -184,7 +183,7 @@ class RemoteAgent:
         Return an empty string; if another process holds the lock, return its owner.
         """
         folder = self._get_run_folder(run).path
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_private_folder(folder)
         file, holder = _acquire_lock(folder / LOCK_FILE, owner)
         if file:
             self._locks[run] = file
@@ -312,7 +311,7 @@ def _is_caller_gone() -> bool:
 
 def _acquire_lock(path: Path, owner: str) -> tuple[IO[str] | None, str]:
     """Acquire the lock file `path`. Return the open file, which holds the lock until it is closed; or None and the current holder."""
-    file = path.open("a+", encoding="utf-8")
+    file = open_private_file(path, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

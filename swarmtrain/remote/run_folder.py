@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import SECRET_MODE, open_private_file, write_text_atomically
 from swarmtrain.process import defer_signals, start_process
 from swarmtrain.remote.process_spec import ProcessSpec, ProcessState
 
@@ -109,9 +109,9 @@ class HostRunFolder:
         spec.save(path)
         path.with_suffix(".state").unlink(missing_ok=True)
         argv = [sys.executable, *_KEEPER_ARGV, str(path)]
-        with self.get_log_path(spec.name).open("ab") as log, defer_signals():
+        with open_private_file(self.get_log_path(spec.name), "ab") as log, defer_signals():
             keeper = start_process(argv, cwd=spec.cwd, stdout=log, stderr=log, new_session=True)
-            write_text_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))))
+            write_text_atomically(path.with_suffix(".state"), json.dumps(asdict(ProcessState(keeper.pid, "running"))), mode=SECRET_MODE)
             # A process that was just started has no command line for a moment, and a concurrent stop identifies it by its command line.
             deadline = time.monotonic() + _KEEPER_START_TIMEOUT_SECONDS
             while keeper.poll() is None and not self._is_keeper_process(keeper.pid, spec.name) and time.monotonic() < deadline:

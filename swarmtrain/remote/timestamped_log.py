@@ -11,6 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO
 
+from swarmtrain.atomic_file import open_private_file
+
 _MAX_READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
 _DRAIN_TIMEOUT_SECONDS = 1.0
@@ -37,7 +39,7 @@ def open_timestamped_log(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _copy_pipe_to_log(read_fd: int, path: Path) -> None:
-    with os.fdopen(read_fd, "rb", buffering=0) as pipe, path.open("ab", buffering=0) as log:
+    with os.fdopen(read_fd, "rb", buffering=0) as pipe, open_private_file(path, "ab", buffering=0) as log:
         partial_line = b""
         while chunk := pipe.read(_MAX_READ_BYTES):
             *lines, partial_line = (partial_line + chunk).split(b"\n")

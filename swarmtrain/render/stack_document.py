@@ -16,10 +16,11 @@ from typing import Any
 import yaml
 
 from swarmtrain import __version__
+from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE
 from swarmtrain.cargo import RunFile
 from swarmtrain.config.schema.fields.overlay_subnet import draw_large_subnet
 from swarmtrain.config.schema.runner import DockerConfig, GpuMode
-from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import describe_os_error, write_files_atomically
 from swarmtrain.errors import StackError
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
@@ -154,7 +155,8 @@ def write_stack(stack: Stack, path: Path) -> None:
         if stack.key_file and not (path.parent / stack.key_file).exists():
             files[path.parent / stack.key_file] = (create_run_key(), SECRET_MODE)
             files[folder / ".gitignore"] = (f"{RUN_KEY_NAME}\n".encode(), PUBLIC_MODE)
-        write_files_atomically({**files, path: (render_stack_yaml(stack).encode(), PUBLIC_MODE)})
+        write_files_atomically({**files, path: (render_stack_yaml(stack).encode(), SECRET_MODE)})  # it contains the values of runner.env
+        folder.chmod(0o700)  # containers of any user must be able to read the config in it
         # The stack file is written last, so that it refers only to existing files even if this function is interrupted.
         for file in folder.iterdir():
             if _GENERATED_FILE_PATTERN.fullmatch(file.name) and f"{_get_files_folder(stack)}/{file.name}" not in stack.files:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.atomic_file import write_text_atomically
-from swarmtrain.config.user_files import SECRET_MODE, describe_os_error
+from swarmtrain.atomic_file import SECRET_MODE, write_text_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import EngineError
 from swarmtrain.process import run_command
 

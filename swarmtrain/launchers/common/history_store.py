@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain import __version__
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import SECRET_MODE, create_private_folder, open_private_file, write_text_atomically
 from swarmtrain.config import Config
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_RESUMED, EVENT_USAGE, RENDEZVOUS_SERVICE, Event
@@ -53,6 +53,13 @@ def resolve_state_directory() -> Path:
 def resolve_run_folder(run: str) -> Path:
     """Return the folder of the runs with the name `run`, which need not exist."""
     return resolve_state_directory() / run
+
+
+def create_run_folder(run: str) -> Path:
+    """Return the folder of the runs with the name `run`, created if necessary; only its owner can read it. Raises OSError."""
+    for folder in (resolve_state_directory(), resolve_run_folder(run)):
+        create_private_folder(folder)
+    return resolve_run_folder(run)
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,9 @@ class RecordedRun:
     def create_folder(self) -> None:
         """Create the folder of the records, with the run's identity. Raises OSError."""
         if not (self.folder / _IDENTITY_FILE).exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(self.folder / _IDENTITY_FILE, json.dumps(asdict(self.identity)))
+            create_run_folder(self.name)
+            create_private_folder(self.folder)
+            write_text_atomically(self.folder / _IDENTITY_FILE, json.dumps(asdict(self.identity)), mode=SECRET_MODE)
 
     def load_events(self) -> list[Event]:
         """Return the run's recorded events, ordered by time."""
@@ -120,7 +128,7 @@ class RecordedRun:
         """Store the summary of the run's present events. An OSError is ignored."""
         text = json.dumps({"source": self._describe_event_files(), "summary": summary})
         with contextlib.suppress(OSError):
-            write_text_atomically(self.folder / _SUMMARY_FILE, text)
+            write_text_atomically(self.folder / _SUMMARY_FILE, text, mode=SECRET_MODE)
 
     def load_log_lines(self, *, node: str | None = None, newest_only: bool = False) -> Iterator[LogLine]:
         """Yield the recorded output of all nodes, or of `node`, ordered by time. Lines without a timestamp come first.
@@ -138,7 +146,7 @@ class RecordedRun:
         """Record the operation `event` (see build_operation_event). An OSError is ignored."""
         with contextlib.suppress(OSError):
             self.create_folder()
-            with (self.folder / EVENTS_FILE).open("a", encoding="utf-8") as file:
+            with open_private_file(self.folder / EVENTS_FILE, "a") as file:
                 file.write(event.to_line() + "\n")
 
     def save_git_diff(self, diff: str) -> None:
@@ -146,7 +154,7 @@ class RecordedRun:
         with contextlib.suppress(OSError):
             self.create_folder()
             if diff:
-                (self.folder / DIFF_FILE).write_text(diff, encoding="utf-8")
+                write_text_atomically(self.folder / DIFF_FILE, diff, mode=SECRET_MODE)
             else:
                 (self.folder / DIFF_FILE).unlink(missing_ok=True)
 
@@ -154,7 +162,7 @@ class RecordedRun:
         """Save the config of a deploy, replacing the previous one. An OSError is ignored."""
         with contextlib.suppress(OSError):
             self.create_folder()
-            write_text_atomically(self.folder / _CONFIG_FILE, config.hide_environment().to_json())
+            write_text_atomically(self.folder / _CONFIG_FILE, config.hide_environment().to_json(), mode=SECRET_MODE)
 
     def load_config(self) -> Config | None:
         """Return the config of the last deploy from this machine; None if none is recorded. Raises ValueError if it cannot be read."""

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE, create_private_folder, open_private_file
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
-from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import describe_os_error, write_files_atomically
 from swarmtrain.errors import RunNotFound, StackError, StateDirectoryError
 from swarmtrain.launchers.base import ProgressReporter
-from swarmtrain.launchers.common.history_store import RecordedRun, resolve_state_directory
+from swarmtrain.launchers.common.history_store import RecordedRun, create_run_folder, resolve_state_directory
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import PROTOCOL_VERSION, RUN_KEY_NAME
 from swarmtrain.remote.run_folder import LOCK_FILE, MARKER_FILE, HostRunFolder
@@ -116,8 +117,8 @@ class LocalRunFolder(HostRunFolder):
 
         The kernel releases the lock of a process that dies.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK_FILE).open("a+", encoding="utf-8") as lock_file:
+        create_run_folder(self.run)
+        with open_private_file(self.path / LOCK_FILE, "a+") as lock_file:
             try:
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -148,7 +149,7 @@ class LocalRunFolder(HostRunFolder):
     def save_deployment(self, plan: Plan, record: LocalRunRecord) -> None:
         """Write all files of the run's deployment, or none. Raises OSError if they cannot be written."""
         key_path = self.path / "secrets" / RUN_KEY_NAME
-        key_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_private_folder(key_path.parent)
         (self.path / "logs").mkdir(exist_ok=True)
         self.identity = record.identity
         self.recorded_run.create_folder()
@@ -159,7 +160,7 @@ class LocalRunFolder(HostRunFolder):
             # The configs contain the values of runner.env.
             | {self.path / name: (text.encode(), SECRET_MODE) for name, text in (("deployed.json", config), ("config.json", resolved))}
             | ({} if key_path.exists() else {key_path: (create_run_key(), SECRET_MODE)})
-            | {self.path / MARKER_FILE: (record_json.encode(), PUBLIC_MODE)}
+            | {self.path / MARKER_FILE: (record_json.encode(), SECRET_MODE)}
         )
         self.remove_other_code_files({item.name for item in plan.cargo.code})
 

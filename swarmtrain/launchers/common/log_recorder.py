@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from swarmtrain.atomic_file import open_private_file
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, TIMESTAMP_PATTERN, RecordedRun
 from swarmtrain.protocol import EVENT_USAGE
@@ -114,7 +115,7 @@ class HistoryWriter:
         if self._lock is None and not self._lock_tried and not self._failed:
             self._lock_tried = True
             self._run.create_folder()
-            lock = (self._directory / _LOCK_FILE).open("a", encoding="utf-8")
+            lock = open_private_file(self._directory / _LOCK_FILE, "a")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._lock = lock
@@ -128,7 +129,7 @@ class HistoryWriter:
             self._last_times[name] = (
                 self._last_times.get(name) or _read_last_timestamp(path) or _read_last_timestamp(path.with_suffix(".1.log"))
             )
-            self._files[name] = path.open("a", encoding="utf-8")
+            self._files[name] = open_private_file(path, "a")
         return self._files[name]
 
 

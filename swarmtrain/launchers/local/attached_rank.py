@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swarmtrain import process
+from swarmtrain.atomic_file import open_private_file
 from swarmtrain.config.user_files import get_shipped_name
 from swarmtrain.errors import PlanError
 from swarmtrain.launchers.base import ProgressReporter
@@ -38,8 +39,7 @@ def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int
     """
     if rank >= plan.world_size:
         raise PlanError(f"unknown rank; valid ranks: 0 to {plan.world_size - 1}", place=f"--attach {rank}")
-    folder = history_store.resolve_run_folder(plan.run)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = history_store.create_run_folder(plan.run)
     with tempfile.TemporaryDirectory(prefix="swarmtrain-") as private_folder:
         shared_env = _build_shared_env(plan, Path(private_folder))
         environments = [shared_env | _build_rank_env(number, plan.world_size) for number in range(plan.world_size)]
@@ -59,7 +59,7 @@ def _run_other_ranks(
         for other_rank, environment in enumerate(environments):
             if other_rank != attached_rank:
                 log = log_folder / f"rank{other_rank}.log"
-                with log.open("wb") as output:
+                with open_private_file(log, "wb") as output:
                     children[log] = process.start_process(
                         argv, env=environment, stdout=output, stderr=subprocess.STDOUT, new_session=True, die_with_parent=True
                     )

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import SECRET_MODE, write_text_atomically
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
-from swarmtrain.config.user_files import SECRET_MODE
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import SECRET_MODE, open_private_file, write_text_atomically
 from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.errors import ProcessError
 from swarmtrain.launchers.slurm.head_node import requeue_if_head_node_dies
@@ -200,7 +200,7 @@ class RestartingProcess:
 
     def _run_once(self) -> int:
         argv = [*(_IGNORE_SIGTERM_ARGV if self.is_coordinator else []), sys.executable, "-m", ENTRYPOINT_MODULE, self.role]
-        events: Any = self.folder.events_path.open("ab") if self.is_coordinator else contextlib.nullcontext()
+        events: Any = open_private_file(self.folder.events_path, "ab") if self.is_coordinator else contextlib.nullcontext()
         with open_timestamped_log(self.folder.get_log_path(self.name)) as log, events as events_out:
             # die_with_parent refers to the thread, which lives as long as the child.
             child = self._child = start_process(argv, stdout=events_out or log, stderr=log, die_with_parent=True)
@@ -214,7 +214,7 @@ class RestartingProcess:
     def _write_node_state(self, state: str, exit_code: int | None = None) -> None:
         node_state = NodeState(self.host, state, self.attempt, exit_code, self.restarts)
         with contextlib.suppress(OSError):
-            write_text_atomically(self.folder.path / f"{self.name}.state", json.dumps(asdict(node_state)))
+            write_text_atomically(self.folder.path / f"{self.name}.state", json.dumps(asdict(node_state)), mode=SECRET_MODE)
 
 
 if __name__ == "__main__":

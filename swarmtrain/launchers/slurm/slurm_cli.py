@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmtrain.atomic_file import open_private_file
 from swarmtrain.errors import EngineError, ProcessError
 from swarmtrain.process import run_command, start_process
 
@@ -82,7 +83,7 @@ def find_allocation_id() -> str:
 
 def start_script_in_allocation(script_path: Path, output_path: Path) -> None:
     """Start the sbatch script in the background inside an allocation, whose nodes its srun uses. Append its output to `output_path`."""
-    with output_path.open("ab") as log_file:
+    with open_private_file(output_path, "ab") as log_file:
         process = start_process(["bash", str(script_path)], stdout=log_file, stderr=log_file, new_session=True)
     process.returncode = 0  # the script must outlive this process
 

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from dataclasses import replace as changed
 from pathlib import Path
 
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE, create_private_folder, write_text_atomically
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
-from swarmtrain.config.user_files import PUBLIC_MODE, SECRET_MODE, write_files_atomically
+from swarmtrain.config.user_files import write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.history_store import resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, LocalRunFolder, select_dataclass_fields
@@ -139,7 +139,8 @@ class SlurmRunFolder(LocalRunFolder):
     def write_job_files(self, plan: Plan, record: SlurmRunRecord, script: str) -> Path:
         """Write the files with which a job is submitted, and return the path of its script. Raises OSError if they cannot be written."""
         files = self.path / record.files
-        (files / "secrets").mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_private_folder(self.path)
+        create_private_folder(files / "secrets")
         (self.path / "logs").mkdir(exist_ok=True)
         texts = {"deployed.json": plan.config.to_json(), "config.json": plan.config.to_node_config().to_json()}
         texts |= {SCRIPT_FILE: script, _SUBMITTED_RECORD_FILE: record.to_json()}
@@ -156,7 +157,7 @@ class SlurmRunFolder(LocalRunFolder):
         """Write the record, by which later processes find the run. Raises OSError if it cannot be written."""
         self.identity = record.identity
         self.recorded_run.create_folder()
-        write_text_atomically(self.path / _RECORD_FILE, record.to_json())
+        write_text_atomically(self.path / _RECORD_FILE, record.to_json(), mode=SECRET_MODE)
 
     def load_deployment(self) -> tuple[Config, Cargo]:
         record = self.read_job_record()

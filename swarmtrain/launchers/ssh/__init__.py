@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE, open_private_file
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
@@ -40,7 +41,6 @@ from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.remote.process_spec import ProcessSpec
-from swarmtrain.remote.remote_agent import PUBLIC_FILE_MODE, SECRET_FILE_MODE
 from swarmtrain.remote.run_folder import EVENTS_FILE, MARKER_FILE
 from swarmtrain.remote.timestamped_log import format_timestamp_prefix
 from swarmtrain.run_identity import RunIdentity, create_run_identity
@@ -524,16 +524,16 @@ def _find_run_key(host_group: HostGroup, desired: DesiredState, run: str) -> byt
 def _build_run_files(plan: Plan, record: SshRunRecord, key: bytes) -> dict[str, tuple[str, int]]:
     """Return the files that are sent to each host, by path. The last one is the run's marker file, which contains the record."""
     cargo = plan.cargo
-    files = {f"secrets/{item.name}": (item.content, SECRET_FILE_MODE) for item in cargo.secrets} | {_KEY_FILE: (key, SECRET_FILE_MODE)}
-    files |= {f"code/{item.name}": (item.content, PUBLIC_FILE_MODE) for item in cargo.code}
+    files = {f"secrets/{item.name}": (item.content, SECRET_MODE) for item in cargo.secrets} | {_KEY_FILE: (key, SECRET_MODE)}
+    files |= {f"code/{item.name}": (item.content, PUBLIC_MODE) for item in cargo.code}
     # The configs contain the values of runner.env. In a container, a user other than the owner may have to read the mounted config.json;
     # on the host, only the owner can enter the folder.
-    node_config_mode = PUBLIC_FILE_MODE if plan.config.runner.capabilities.runs_in_containers else SECRET_FILE_MODE
+    node_config_mode = PUBLIC_MODE if plan.config.runner.capabilities.runs_in_containers else SECRET_MODE
     files |= {
-        "deployed.json": (plan.config.to_json().encode(), SECRET_FILE_MODE),
+        "deployed.json": (plan.config.to_json().encode(), SECRET_MODE),
         "config.json": (plan.config.to_node_config().to_json().encode(), node_config_mode),
     }
-    files |= {MARKER_FILE: (record.to_json().encode(), SECRET_FILE_MODE)}
+    files |= {MARKER_FILE: (record.to_json().encode(), SECRET_MODE)}
     return {name: (base64.b64encode(content).decode(), mode) for name, (content, mode) in files.items()}
 
 
@@ -594,12 +594,12 @@ def _download_history(host_group: HostGroup, recorded_run: RecordedRun, hosts: S
     recorded_run.create_folder()
     for lines, events in histories.values():
         for node in {line.node for line in lines}:
-            with (recorded_run.folder / f"{node}.log").open("a", encoding="utf-8") as file:
+            with open_private_file(recorded_run.folder / f"{node}.log", "a") as file:
                 file.writelines(
                     f"{format_timestamp_prefix(line.time)}{f'[rank {line.rank}] ' if line.rank is not None else ''}{line.text}\n"
                     for line in lines
                     if line.node == node
                 )
         if events:
-            with (recorded_run.folder / EVENTS_FILE).open("a", encoding="utf-8") as file:
+            with open_private_file(recorded_run.folder / EVENTS_FILE, "a") as file:
                 file.writelines(f"{line}\n" for line in events)

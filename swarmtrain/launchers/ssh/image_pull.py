@@ -7,12 +7,12 @@ import json
 import os
 from pathlib import Path
 
+from swarmtrain.atomic_file import SECRET_MODE
 from swarmtrain.errors import ImageError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
 from swarmtrain.launchers.ssh.process_specs import build_docker_argv
 from swarmtrain.plan import Plan
-from swarmtrain.remote.remote_agent import SECRET_FILE_MODE
 
 _PULL_TIMEOUT_SECONDS = 3600.0
 _INSPECT_TIMEOUT_SECONDS = 60.0
@@ -60,7 +60,7 @@ def _pull_image_with_login(host: Host, run: str, docker_argv: list[str], image: 
                 "run_command", argv=[*docker_argv, "pull", "--quiet", image], seconds=_PULL_TIMEOUT_SECONDS, timeout=_PULL_TIMEOUT_SECONDS
             )
         )
-    host.call_agent("write_files", run=run, files={_LOGIN_FILE: (login, SECRET_FILE_MODE)})
+    host.call_agent("write_files", run=run, files={_LOGIN_FILE: (login, SECRET_MODE)})
     try:
         folder = str(Path(host.call_agent("inspect_run", run=run)["path"]) / _LOGIN_FILE).removesuffix("/config.json")
         argv = [*docker_argv, "--config", folder, "pull", "--quiet", image]

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.atomic_file import write_text_atomically
+from swarmtrain.atomic_file import SECRET_MODE, write_text_atomically
 from swarmtrain.errors import RunNotFound
-from swarmtrain.launchers.common.history_store import resolve_run_folder, resolve_state_directory
+from swarmtrain.launchers.common.history_store import create_run_folder, resolve_run_folder, resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, select_dataclass_fields
 from swarmtrain.launchers.ssh.host_connections import ConnectionPool, HostGroup
 from swarmtrain.run_identity import RunIdentity
@@ -85,8 +85,8 @@ class RunIndex:
 
     def write_record(self, run: str, record: SshRunRecord) -> None:
         """Write the record of `run` to the index. Raises OSError if it cannot be written."""
-        self._build_record_path(run).parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self._build_record_path(run), record.to_json(), mode=0o600)
+        create_run_folder(run)
+        write_text_atomically(self._build_record_path(run), record.to_json(), mode=SECRET_MODE)
 
     def remove_record(self, run: str) -> None:
         """Remove the record of `run` from the index, and the run's folder if it is then empty."""
