@@ -17,7 +17,7 @@ from pathlib import Path
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS_PER_JOB, _PORT_SETS = 20000, 4, 2500
 _PORT_STRIDE_PER_STEP = 997
-_MAX_RANGE_SIZE = 100_000
+_MAX_HOSTS = 100_000
 _DETERMINED_INFO_FOLDER = Path("/run/determined/info")
 
 # MPI variables for rank, world size and local rank of OpenMPI; of MPICH, Intel MPI and others that use Hydra; of MVAPICH.
@@ -161,8 +161,11 @@ def expand_hostlist(hostlist: str) -> Iterator[str]:
     patterns = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hostlist)
     if not patterns or ",".join(patterns) != hostlist:
         raise ValueError(f"invalid Slurm hostlist: {hostlist!r}")
-    for pattern in patterns:
-        yield from _expand_hostlist_pattern(pattern)
+    names = (name for pattern in patterns for name in _expand_hostlist_pattern(pattern))
+    for number, name in enumerate(names):
+        if number == _MAX_HOSTS:
+            raise ValueError(f"invalid Slurm hostlist: {hostlist!r} has more than {_MAX_HOSTS} hosts")
+        yield name
 
 
 def _expand_hostlist_pattern(pattern: str) -> Iterator[str]:
@@ -178,7 +181,7 @@ def _expand_hostlist_pattern(pattern: str) -> Iterator[str]:
 
 def _expand_number_range(text: str) -> Iterator[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MAX_RANGE_SIZE):
+    if match is None or int(match[2] or match[1]) - int(match[1]) not in range(_MAX_HOSTS):
         raise ValueError(f"invalid number range: {text!r}")
     for number in range(int(match[1]), int(match[2] or match[1]) + 1):
         yield str(number).zfill(len(match[1]))

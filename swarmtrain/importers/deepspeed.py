@@ -7,6 +7,7 @@ from typing import Any
 
 from swarmtrain.config.loader import sort_and_limit_problems
 from swarmtrain.config.schema.fields.host_entry import check_host_entry as check_host
+from swarmtrain.config.schema.fields.host_entry import expand_host_ranges
 from swarmtrain.errors import ConfigError, Problem
 from swarmtrain.importers.migration_report import KeyPath, MigrationReport, UnmappedReason
 
@@ -17,8 +18,6 @@ KEYS = frozenset(
     )
 )
 _HOST_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.-]+(?:\[[\d,-]+\][A-Za-z0-9_.-]*)?)(?:\s+(?P<slots>slots=\S+))?")
-_RANGE_PATTERN = re.compile(r"\[([\d,-]+)\]")
-_MAX_RANGE_SIZE = 10_000
 _OPTIMIZER_METHODS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd", "muon": "muon"}
 _LOSS_SCALER_KEYS = {
     "loss_scale_window": "window",
@@ -66,7 +65,7 @@ def parse_hostfile(text: str, source_file: str) -> tuple[str, ...]:
         try:
             if match is None:
                 raise ValueError(f"{line!r} is not a valid hostfile entry, such as 'gpu-1 slots=4'")
-            names = _expand_host_range(match["name"])
+            names = expand_host_ranges([match["name"]])
             hosts += [check_host(f"{name} {match['slots']}" if match["slots"] else name) for name in names]
         except ValueError as error:
             problems.append(Problem("hosts", str(error), number))
@@ -349,18 +348,3 @@ def _map_wandb(report: MigrationReport) -> None:
 def _list_hostfile_lines(text: str) -> list[tuple[int, str]]:
     lines = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
     return [(number, line) for number, line in lines if line]
-
-
-def _expand_host_range(name: str) -> list[str]:
-    """Return the host names of a range such as `gpu[01-03,7]`."""
-    match = _RANGE_PATTERN.search(name)
-    if match is None:
-        return [name]
-    names: list[str] = []
-    for number_range in match[1].split(","):
-        low, _, high = number_range.partition("-")
-        first, last = int(low or -1), int(high or low or -1)
-        if first < 0 or not first <= last < first + _MAX_RANGE_SIZE:
-            raise ValueError(f"{name!r} has an invalid range: {number_range!r}")
-        names += [f"{name[: match.start()]}{number:0{len(low)}}{name[match.end() :]}" for number in range(first, last + 1)]
-    return names

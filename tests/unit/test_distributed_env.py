@@ -44,6 +44,11 @@ def test_invalid_lists_of_nodes(nodes: str) -> None:
         list(expand_hostlist(nodes))
 
 
+def test_the_product_of_the_ranges_of_a_hostlist_is_limited() -> None:
+    with pytest.raises(ValueError, match=r"has more than 100000 hosts"):
+        list(expand_hostlist("n[1-9999]x[1-9999]"))
+
+
 def test_torchrun_comes_first() -> None:
     torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     assert detect_torchrun_env({**SLURM, **OPEN_MPI, **torchrun}) == torchrun

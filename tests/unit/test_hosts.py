@@ -35,10 +35,20 @@ def test_ranges_are_expanded(written: list[str], hosts: tuple[str, ...]) -> None
     assert build_ssh_config(hosts=written).runner.hosts == hosts
 
 
-@pytest.mark.parametrize("written", ["n[3-1]", "n[]", "n[a-b]", "n[1-99999999]", "n[1", "n[1]]"])
+@pytest.mark.parametrize(
+    "written",
+    ["n[3-1]", "n[]", "n[a-b]", "n[1-99999999]", "n[1", "n[1]]", "n[1-10001]", "n[1-5000,1-5001]", "n[1-999]x[1-999]", "n[1-101]x[1-100]"],
+)
 def test_an_invalid_range_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match=r"hosts"):
         build_ssh_config(hosts=[written])
+
+
+def test_ranges_of_several_entries_have_the_limit_of_one() -> None:
+    with pytest.raises(ValueError, match=r"the ranges of runner.hosts may stand for at most 10000 hosts"):
+        build_ssh_config(hosts=["n[1-5000]", "m[1-5001]"])
+    hosts = build_ssh_config(hosts=["n[1-100]x[1-99]", "m[1-100]"], runner_type="ssh").runner.hosts
+    assert len(hosts or ()) == 10_000
 
 
 def test_files_and_prefixes_become_part_of_the_config(tmp_path: Path) -> None:

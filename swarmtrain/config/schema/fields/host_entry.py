@@ -12,7 +12,7 @@ MAX_NAME_LENGTH = 63
 """Maximum number of characters of one label of a host name (RFC 1035)."""
 MAX_SLOTS = 1024
 """Maximum number of ranks per node: far above the number of GPUs in any machine, but small enough that plans stay fast."""
-_MAX_RANGE_SIZE = 10_000
+_MAX_HOSTS = 10_000
 _GPU_PATTERN = r"(?:\d+(?::\d+)?|(?:GPU|MIG)-[A-Za-z0-9-]{1,80})"
 _SLOTS_PATTERN = rf"slots=(?:(?P<slots>\d{{1,6}})|(?P<gpus>{_GPU_PATTERN}(?:,{_GPU_PATTERN})*,?))"
 _NAME_PATTERN = r"[_.-]*[A-Za-z0-9][A-Za-z0-9_.-]*"  # at least one letter or digit: not . or ..
@@ -76,14 +76,18 @@ def check_gpu_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
 def expand_host_ranges(hosts: Any) -> Any:
     """Return the list `hosts` with ranges expanded, as in pdsh and Slurm: 'gpu-[01-03,7] slots=4' becomes four hosts.
 
-    A value that is not a list is returned unchanged. Raises ValueError if a range is invalid.
+    A value that is not a list is returned unchanged. Raises ValueError if a range is invalid, or if there are more than 10,000 hosts.
     """
-    return (
-        tuple(expanded_host for host in hosts for expanded_host in _expand_host_range(host)) if isinstance(hosts, list | tuple) else hosts
-    )
+    if not isinstance(hosts, list | tuple):
+        return hosts
+    expanded_hosts: list[Any] = []
+    for host in hosts:
+        expanded_hosts += _expand_host_range(host, _MAX_HOSTS - len(expanded_hosts))
+    return tuple(expanded_hosts)
 
 
-def _expand_host_range(host: Any) -> list[Any]:
+def _expand_host_range(host: Any, max_hosts: int) -> list[Any]:
+    """Return the hosts for which the entry `host` stands. Raises ValueError if a range is invalid, or these are more than `max_hosts`."""
     match = _RANGE.fullmatch(host) if isinstance(host, str) else None
     if match is None:
         return [host]
@@ -91,7 +95,13 @@ def _expand_host_range(host: Any) -> list[Any]:
     for number_range in match["ranges"].split(","):
         first, _, last = number_range.partition("-")
         last = last or first
-        if not first.isdigit() or not last.isdigit() or not 0 <= int(last) - int(first) < _MAX_RANGE_SIZE:
-            raise ValueError(f"{host!r}: write a range as 'gpu-[01-03,7]', the lower number first, with at most {_MAX_RANGE_SIZE} numbers")
+        if not first.isdigit() or not last.isdigit() or int(last) < int(first):
+            raise ValueError(f"{host!r}: write a range as 'gpu-[01-03,7]', the lower number first")
+        if int(last) - int(first) + 1 > max_hosts - len(numbers):
+            raise ValueError(f"{host!r}: the ranges of runner.hosts may stand for at most {_MAX_HOSTS} hosts")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return [expanded_host for number in numbers for expanded_host in _expand_host_range(f"{match['before']}{number}{match['after']}")]
+    return [
+        expanded_host
+        for number in numbers
+        for expanded_host in _expand_host_range(f"{match['before']}{number}{match['after']}", max_hosts // len(numbers))
+    ]
