@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarmtrain.config.user_files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error, read_regular_file
 from swarmtrain.errors import SwarmtrainError
 
 
@@ -40,7 +40,7 @@ def read_texts(arguments: Sequence[str], file: Path | None) -> list[str]:
 
 def _read_file_lines(file: Path | None, option: str, item_noun: str) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").splitlines() if file else []
+        return read_regular_file(file).decode().splitlines() if file else []
     except (OSError, UnicodeDecodeError) as error:
         message = describe_os_error(error) if isinstance(error, OSError) else "is not text"
         raise SwarmtrainError(message, place=str(file), hint=f"{option} needs a text file with one {item_noun} per line") from None

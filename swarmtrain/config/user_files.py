@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 
 class UnreadableFileError(Exception):
@@ -24,19 +25,38 @@ class UnreadableFileError(Exception):
         self.errno = errno
 
 
+def check_regular_file(path: Path) -> os.stat_result:
+    """Return the status of the file at `path`. Raises OSError if it does not exist, or is a folder, a pipe or a device.
+
+    To open a pipe would block until another process writes to it.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        number, kind = (errno.EISDIR, "folder") if stat.S_ISDIR(status.st_mode) else (errno.EINVAL, "pipe or a device")
+        raise OSError(number, f"it is a {kind}, not a file", str(path))
+    return status
+
+
+def open_regular_file(path: Path, *, buffering: int = -1) -> IO[bytes]:
+    """Open the file at `path` for reading. Raises OSError if it cannot be opened, or is a folder, a pipe or a device."""
+    check_regular_file(path)
+    return path.open("rb", buffering=buffering)
+
+
+def read_regular_file(path: Path) -> bytes:
+    """Return the content of the file at `path`. Raises OSError if it cannot be read, or is a folder, a pipe or a device."""
+    with open_regular_file(path) as file:
+        return file.read()
+
+
 def read_file_with_limit(path: Path, max_bytes: int) -> bytes:
     """Return the content of the file at `path`.
 
     Raises UnreadableFileError if it cannot be read, is not a regular file, or exceeds `max_bytes`.
     """
     try:
-        stat_result = path.stat()
-        if stat.S_ISDIR(stat_result.st_mode):
-            raise UnreadableFileError("is a folder, not a file")
-        if not stat.S_ISREG(stat_result.st_mode):
-            raise UnreadableFileError("is a pipe or a device, not a file")
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+        with open_regular_file(path) as file:
+            stat_result, content = os.fstat(file.fileno()), file.read(max_bytes + 1)
     except OSError as error:
         raise UnreadableFileError(describe_os_error(error), error.errno or 0) from None
     if len(content) > max_bytes:

@@ -21,6 +21,7 @@ from typing import Any
 from swarmtrain import __version__
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import HostSource
+from swarmtrain.config.user_files import read_regular_file
 from swarmtrain.errors import ConfigError, HostError, Problem, SwarmtrainError
 from swarmtrain.images.wheels import build_swarmtrain_wheel
 from swarmtrain.launchers.base import Finding, ProgressReporter
@@ -211,7 +212,7 @@ def read_requirements(file: Path) -> tuple[str, ...]:
     """Return the pinned requirements in a file. Raises SwarmtrainError for a line that is not a pin."""
     lines = []
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular_file(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SwarmtrainError(str(getattr(error, "strerror", None) or error).lower(), place=str(file)) from None
     for number, line in enumerate(text.splitlines(), 1):

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.config.user_files import open_regular_file
+
 FileDigests = dict[str, dict[str, Any]]
 """Size in bytes and digest of each file, by file name."""
 _DIGEST_KEY = "sha256_of_pieces"
@@ -69,7 +71,7 @@ class FileHasher:
 
 def hash_file(path: Path, expected: Mapping[str, Any] | None = None) -> FileHasher:
     """Hash the file at `path`, by several threads. `expected`: as of FileHasher. Raises OSError if it cannot be read."""
-    with path.open("rb", buffering=0) as file:
+    with open_regular_file(path, buffering=0) as file:
 
         def read(start: int, end: int) -> memoryview:
             memory = memoryview(bytearray(end - start))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from swarmtrain.config.user_files import read_regular_file
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests, get_digest, hash_file
 
@@ -106,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises CheckpointError if it is missing or corrupt, IncompatibleCheckpoint if it has another format version.
     """
     try:
-        text = (folder / MANIFEST_NAME).read_text()
+        text = read_regular_file(folder / MANIFEST_NAME).decode()
     except OSError as error:
         raise CheckpointError(f"its {MANIFEST_NAME} cannot be read: {error.strerror}", place=str(folder)) from None
     except UnicodeDecodeError:

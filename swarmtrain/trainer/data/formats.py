@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from swarmtrain.config.schema.data import TokenFileFormat
+from swarmtrain.config.user_files import open_regular_file, read_regular_file
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import MappedArray, PreadArray, Tokens
 
@@ -94,7 +95,7 @@ def build_token_file_path(prefix: Path, suffix: str) -> Path:
 
 
 def _open_memory_map(prefix: Path, array_type: FileArrayType, _: int | None) -> TokenFileContents:
-    meta: dict[str, Any] = json.loads(build_token_file_path(prefix, "meta.json").read_text())
+    meta: dict[str, Any] = json.loads(read_regular_file(build_token_file_path(prefix, "meta.json")))
     tokens = array_type(build_token_file_path(prefix, "bin"), _parse_integer_dtype(meta["dtype"]))
     index = array_type(build_token_file_path(prefix, "idx"), _parse_integer_dtype(meta["index_dtype"])).array
     documents: Tokens = index[: len(index) // 2 * 2].reshape(-1, 2)
@@ -188,7 +189,7 @@ def _parse_integer_dtype(name: str) -> np.dtype[Any]:
 
 
 def _read_header(file_path: Path, size: int) -> bytes:
-    with file_path.open("rb") as stream:
+    with open_regular_file(file_path) as stream:
         return stream.read(size)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from swarmtrain.config.user_files import check_regular_file, open_regular_file
 from swarmtrain.errors import TrainingError
 
 LOG = logging.getLogger("swarmtrain")
@@ -36,7 +37,7 @@ class MappedArray:
         Raises OSError if the file cannot be read, ValueError if the array is empty or the file ends within a value.
         """
         self.dtype, self._offset = dtype, offset
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             _check_file_size(path, os.fstat(file.fileno()).st_size - offset, dtype)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.array: Tokens = np.frombuffer(self._map, dtype=dtype, offset=offset)
@@ -63,6 +64,7 @@ class PreadArray:
         Raises OSError if the file cannot be read, ValueError if the array is empty or the file ends within a value.
         """
         self.dtype, self._path, self._offset = dtype, path, offset
+        check_regular_file(path)
         self._descriptor = os.open(path, os.O_RDONLY)
         self._byte_count = os.fstat(self._descriptor).st_size - offset
         _check_file_size(path, self._byte_count, dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarmtrain.config.huggingface_config import build_config_json, find_model_family
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
-from swarmtrain.config.user_files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error, read_regular_file
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
@@ -130,7 +130,7 @@ def _load_merged_parameter(checkpoint: ConsolidatedCheckpoint, name: str, size: 
 def _find_tokenizer_files(path: Path) -> list[Path]:
     """Return the paths of a tokenizer.json and its sidecar files. Raises CheckpointError if `path` is not a tokenizer.json."""
     try:
-        json.loads(path.read_text())["model"]
+        json.loads(read_regular_file(path))["model"]
     except OSError as error:
         raise CheckpointError(
             f"cannot be read: {describe_os_error(error)}", place=str(path), hint="pass a tokenizer.json with --tokenizer"
@@ -145,7 +145,9 @@ def _choose_pad_token(tokenizer: Path, architecture: TransformerArchitectureConf
 
     Any token is suitable as padding: texts are padded at the end, and with causal attention no token attends to later tokens.
     """
-    special_tokens = [token["content"] for token in json.loads(tokenizer.read_text()).get("added_tokens", ()) if token.get("special")]
+    special_tokens = [
+        token["content"] for token in json.loads(read_regular_file(tokenizer)).get("added_tokens", ()) if token.get("special")
+    ]
     return {"pad_token": special_tokens[0]} if special_tokens and architecture.embedding_head_config else {}
 
 

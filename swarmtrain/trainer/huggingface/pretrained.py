@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarmtrain.config import huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.user_files import read_regular_file
 from swarmtrain.errors import CheckpointError, IncompatibleCheckpoint, SwarmtrainError
 from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.tensor_names import TensorMapping, exclude_buffer_names
@@ -69,7 +70,7 @@ def build_parameter_loader(
 
 def compute_model_fingerprint(folder: Path) -> str:
     """Return a fingerprint of the model in `folder`: SHA-256 of the config, and of the header, size and last bytes of each tensor file."""
-    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    digest = hashlib.sha256(read_regular_file(folder / CONFIG_FILE))
     for path in _find_safetensors_files(folder):
         digest.update(safetensors.read_fingerprint_bytes(path))
     return digest.hexdigest()
@@ -161,7 +162,7 @@ def _check_tensor_names_and_shapes(folder: Path, tensors: Mapping[str, Tensor], 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`. Raises CheckpointError if it cannot be read."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_regular_file(path))
     except OSError as error:
         raise CheckpointError(
             f"cannot be read: {error.strerror}", place=str(path), hint="check that it is mounted on this machine"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmtrain.config.user_files import open_regular_file
 from swarmtrain.errors import CheckpointError
 
 _FLOAT_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -69,14 +70,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header_bytes = file.read(length) if length <= min(size, _MAX_HEADER_BYTES) else b""
         header = json.loads(header_bytes)
         data = torch.from_numpy(np.memmap(path, np.uint8, "c"))[_LENGTH_BYTES + length :]
         return {name: _view_tensor(data, entry) for name, entry in header.items() if name != "__metadata__"}
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path)) from None
+        raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path), hint=f"ls -l {path} shows what it is") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"is not a complete safetensors file: {error}", place=str(path), hint="download it again, or save it with another dtype"
@@ -86,14 +87,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def read_fingerprint_bytes(path: Path) -> bytes:
     """Return bytes that identify a safetensors file: its size, header and last bytes. Raises CheckpointError if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _FINGERPRINT_BYTES))
             tail = file.read()
             file.seek(0)
             return b"%d " % size + file.read(min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), _MAX_HEADER_BYTES)) + tail
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path)) from None
+        raise CheckpointError(f"cannot be read: {error.strerror}", place=str(path), hint=f"ls -l {path} shows what it is") from None
 
 
 def _view_tensor(byte_buffer: Tensor, header_entry: Mapping[str, Any]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swarmtrain.config import Config, huggingface_config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
+from swarmtrain.config.user_files import read_regular_file
 from swarmtrain.errors import CheckpointError, TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import formats
@@ -106,7 +107,7 @@ def list_tokenizer_candidates(config: Config) -> tuple[str, ...]:
 def _read_recorded_eos_token(config: Config) -> int | None:
     for prefix in config.data.data_prefixes[:1]:
         with suppress(OSError, ValueError, LookupError, TypeError):
-            token = json.loads(formats.build_token_file_path(prefix, "meta.json").read_text())["prepared"]["eos_token"]
+            token = json.loads(read_regular_file(formats.build_token_file_path(prefix, "meta.json")))["prepared"]["eos_token"]
             return None if token is None else int(token)
     return None
 
@@ -121,7 +122,7 @@ def _find_recorded_tokenizer(prefix: Path) -> str | None:
     None if no tokenizer is recorded, or if it has changed since the files were written.
     """
     try:
-        recorded = json.loads(formats.build_token_file_path(prefix, "meta.json").read_text())["prepared"]["tokenizer"]
+        recorded = json.loads(read_regular_file(formats.build_token_file_path(prefix, "meta.json")))["prepared"]["tokenizer"]
         return str(recorded["name"]) if tokenizer_backends.open_tokenizer(recorded["name"]).sha256 == recorded["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError, TrainingError):
         return None

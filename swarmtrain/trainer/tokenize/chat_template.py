@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from swarmtrain.config.user_files import read_regular_file
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional_dependency
@@ -144,9 +145,9 @@ def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, t
         template_path = Path(tokenizer.name).with_name("chat_template.jinja")
         if isinstance(tokenizer_config.get("chat_template"), str):
             return tokenizer_config["chat_template"], "tokenizer_config.json"
-        return (template_path.read_text(), template_path.name) if template_path.is_file() else (_CHATML_TEMPLATE, "ChatML")
+        return (read_regular_file(template_path).decode(), template_path.name) if template_path.is_file() else (_CHATML_TEMPLATE, "ChatML")
     try:
-        text = Path(template_file).read_text()
+        text = read_regular_file(Path(template_file)).decode()
         template = json.loads(text)["chat_template"] if template_file.endswith(".json") else text
     except (OSError, ValueError, KeyError) as error:
         raise TrainingError(f"{template_file}: has no chat template: {error}", place=f"{ERROR_PLACE} --chat-template") from None

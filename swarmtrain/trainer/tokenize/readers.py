@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.config.user_files import describe_os_error
+from swarmtrain.config.user_files import check_regular_file, describe_os_error
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_optional_dependency
 
@@ -152,7 +152,7 @@ def hash_file(name: str) -> str:
 
 def _inspect_source_file(name: str) -> SourceFile:
     try:
-        size, stamp = os.stat(name).st_size, _compute_file_fingerprint(name)  # noqa: PTH116  # as in _compute_file_fingerprint
+        size, stamp = check_regular_file(Path(name)).st_size, _compute_file_fingerprint(name)
     except OSError as error:
         raise TrainingError(f"{name}: {describe_os_error(error)}", place=ERROR_PLACE) from None
     suffix = Path(name).suffix.lower()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swarmtrain.config.user_files import describe_os_error
+from swarmtrain.config.user_files import describe_os_error, read_regular_file
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER, ERROR_PLACE, import_optional_dependency
@@ -109,7 +109,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer_path: str) -> None:
         library = import_optional_dependency("tokenizers")
         try:
-            content = Path(tokenizer_path).read_bytes()
+            content = read_regular_file(Path(tokenizer_path))
             settings = json.loads(content)
             plain_settings = {**settings, "truncation": None, "padding": None, "post_processor": None}
             self._tokenizer: Any = library.Tokenizer.from_str(json.dumps(plain_settings))
@@ -184,7 +184,7 @@ def _find_eos_token_text(tokenizer: BaseTokenizer) -> str:
 def read_tokenizer_config(tokenizer_path: str) -> dict[str, Any]:
     """Return the content of the tokenizer_config.json next to the tokenizer.json at `tokenizer_path`; empty if it cannot be read."""
     try:
-        settings: dict[str, Any] = json.loads(Path(tokenizer_path).with_name("tokenizer_config.json").read_text())
+        settings: dict[str, Any] = json.loads(read_regular_file(Path(tokenizer_path).with_name("tokenizer_config.json")))
     except (OSError, ValueError):
         return {}
     return settings

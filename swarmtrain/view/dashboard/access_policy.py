@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from swarmtrain.config.user_files import read_regular_file
 from swarmtrain.errors import SwarmtrainError
 
 _MIN_TOKEN_LENGTH = 16
@@ -74,7 +75,7 @@ def is_loopback(host: str) -> bool:
 
 def _read_token(path: Path) -> str:
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        token = read_regular_file(path).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not text"
         raise SwarmtrainError(

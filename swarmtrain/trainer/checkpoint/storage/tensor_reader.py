@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from swarmtrain.config.user_files import describe_os_error
+from swarmtrain.config.user_files import check_regular_file, describe_os_error
 from swarmtrain.errors import CheckpointError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests, FileHasher, read_into
@@ -162,6 +162,7 @@ class TensorStorageReader:
         expected = self._digests[name] if verify else None
         hasher = FileHasher(expected) if expected else None
         try:
+            check_regular_file(self.folder / name)
             with (self.folder / name).open("rb", buffering=0) as file, _BlockReader(file, hasher) as reader:
                 size = os.fstat(file.fileno()).st_size
                 if expected and size != expected["size"]:
