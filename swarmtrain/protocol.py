@@ -348,7 +348,7 @@ class Event:
         try:
             data = json.loads(line)
             return cls(kind=str(data.pop("event")), time=float(data.pop("time")), data=data)
-        except (ValueError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
 
 

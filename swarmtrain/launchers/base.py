@@ -91,6 +91,8 @@ class RunOverview:
     last_events: tuple[Event, ...]
     error: str = ""
     """Reason why the tasks or events cannot be read, such as a host that does not answer; empty if they were read."""
+    note: str = ""
+    """What else users should know about the run, such as a malformed label."""
 
 
 @dataclass(frozen=True)

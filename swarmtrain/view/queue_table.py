@@ -11,6 +11,7 @@ import yaml
 
 from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.launchers.base import RunOverview
+from swarmtrain.launchers.common.engine_values import parse_number
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing.decisions.estimates import estimate_starts
 from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, QueuedRun
@@ -128,7 +129,7 @@ def _build_row(state: QueueState, member: QueueMember, run: QueuedRun, starts: M
         claims=next(iter(run.needs.values()), Claims()).total,
         hosts=tuple(sorted(hosts.get(machine, machine) for machine in run.held)),
         since=member.entry.changed,
-        reason=member.problem or member.entry.reason,
+        reason="; ".join(filter(None, (member.problem or member.entry.reason, member.malformed_labels))),
         lost_steps=member.entry.lost_steps,
         estimate=starts.get(run.run),
         trained_seconds=member.entry.trained_seconds,
@@ -147,5 +148,5 @@ def _list_expected_ends(overviews: Sequence[RunOverview], now: float) -> dict[st
     for overview in overviews:
         progress = next((event for event in reversed(overview.last_events) if event.kind == EVENT_PROGRESS), None)
         if progress is not None and progress.data.get("eta_seconds") is not None:
-            ends[overview.run] = max(0.0, float(progress.data["eta_seconds"]) - (now - progress.time))
+            ends[overview.run] = max(0.0, parse_number(progress.data["eta_seconds"]) - (now - progress.time))
     return ends

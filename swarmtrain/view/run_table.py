@@ -93,7 +93,7 @@ def _build_row(overview: RunOverview, location: str, now: float) -> RunRow:
         steps=status.progress.get("steps"),
         loss=status.progress.get("loss"),
         created=overview.identity.created,
-        reason=overview.error or status.reason,
+        reason="; ".join(filter(None, (overview.error or status.reason, overview.note))),
     )
 
 

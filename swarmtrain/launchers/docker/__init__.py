@@ -17,6 +17,7 @@ from pathlib import Path
 
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
+from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
@@ -25,6 +26,7 @@ from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs, engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
+from swarmtrain.launchers.common.engine_values import translate_malformed_deployment
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
@@ -177,20 +179,21 @@ class DockerLauncher:
         node = next((container for name, container in existing.items() if name != RENDEZVOUS_SERVICE), None)
         if node is None:
             raise StackError("has no nodes, only leftovers of an incomplete removal", place=f"run {run}", hint=f"swarmtrain down {run}")
-        config = Config.from_json(self._engine.read_file(node.id, CONFIG_PATH).decode())
-        coordinator = existing.get(RENDEZVOUS_SERVICE)
-        labels = coordinator.labels if coordinator else {}
-        hosts = json.loads(labels.get(LABEL_HOSTS, "null"))
-        config = config.restore_notify(labels.get(LABEL_NOTIFY, ""))
-        runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
-        code = json.loads(node.labels[LABEL_CODE])
-        digests = [(node, *item) for item in json.loads(node.labels[LABEL_SECRETS]).items()]
-        digests += [(coordinator, *item) for item in json.loads(labels.get(LABEL_SECRETS, "{}")).items()] if coordinator else []
-        cargo = Cargo(
-            tuple(RunFile.from_content(name, self._engine.read_file(node.id, str(WORKSPACE / name))) for name in code),
-            tuple(RunFile(name, self._engine.read_file(owner.id, f"/run/secrets/{name}"), digest) for owner, name, digest in digests),
-        )
-        return config.model_copy(update={"runner": runner}), cargo
+        with translate_malformed_deployment(run):
+            config = Config.from_json(self._engine.read_file(node.id, CONFIG_PATH).decode())
+            coordinator = existing.get(RENDEZVOUS_SERVICE)
+            labels = coordinator.labels if coordinator else {}
+            hosts = [HostEntry.parse(host).text for host in json.loads(labels.get(LABEL_HOSTS, "null")) or ()]
+            config = config.restore_notify(labels.get(LABEL_NOTIFY, ""))
+            runner = config.runner.model_copy(update={"hosts": tuple(hosts) if hosts else None})
+            code = json.loads(node.labels[LABEL_CODE])
+            digests = [(node, *item) for item in json.loads(node.labels[LABEL_SECRETS]).items()]
+            digests += [(coordinator, *item) for item in json.loads(labels.get(LABEL_SECRETS, "{}")).items()] if coordinator else []
+            cargo = Cargo(
+                tuple(RunFile.from_content(name, self._engine.read_file(node.id, str(WORKSPACE / name))) for name in code),
+                tuple(RunFile(name, self._engine.read_file(owner.id, f"/run/secrets/{name}"), digest) for owner, name, digest in digests),
+            )
+            return config.model_copy(update={"runner": runner}), cargo
 
     def read_identity(self, run: str) -> RunIdentity:
         """Return the identity in the labels of the run's containers. Raises RunNotFound if the run does not exist."""

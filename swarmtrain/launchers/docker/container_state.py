@@ -84,10 +84,10 @@ def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:
                 continue
             raise
         labels = details["Config"]["Labels"]
-        node = labels[LABEL_NODE]
-        containers[node] = Container(
-            details["Id"], node, labels[LABEL_CONTAINER], details["Image"], labels, details["State"], details["Created"]
-        )
+        if node := labels.get(LABEL_NODE):
+            containers[node] = Container(
+                details["Id"], node, labels[LABEL_CONTAINER], details["Image"], labels, details["State"], details["Created"]
+            )
     return dict(sorted(containers.items(), key=lambda pair: (pair[0] == RENDEZVOUS_SERVICE, len(pair[0]), pair[0])))
 
 

@@ -47,6 +47,10 @@ class Service:
     def name(self) -> str:
         return str(self.spec["Name"])
 
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.spec.get("Labels") or {}
+
     def get_short_name(self, stack: str) -> str:
         """Return the service's name without the prefix of its `stack`: the name of the run's node, or `rendezvous`."""
         return self.name.removeprefix(f"{stack}_")
@@ -67,7 +71,7 @@ class Service:
 
     @property
     def is_node(self) -> bool:
-        return bool(self.spec.get("Labels", {}).get(LABEL_ROLE) == ROLE_NODE)
+        return self.labels.get(LABEL_ROLE) == ROLE_NODE
 
     @property
     def pinned_machine(self) -> str:
@@ -196,7 +200,7 @@ def parse_service(api_object: dict[str, Any]) -> Service:
 def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
     """Return the services of `run`, nodes first. Raises RunNotFound if the run does not exist, or the stack is not a run of swarmtrain."""
     services = list_services(engine, run)
-    if not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services):
+    if not any(LABEL_RUN in service.labels for service in services):
         raise build_run_not_found_error(engine, run)
     return services
 
@@ -237,9 +241,11 @@ def list_terminating_runs(engine: DockerEngine) -> list[str]:
     stopping_tasks = [item for item in engine.list_objects("/tasks", label=LABEL_RUN) if item["DesiredState"] == "remove"]
     down_node_ids = read_down_nodes(engine) if stopping_tasks else {}
     terminating |= {
-        item["Spec"]["ContainerSpec"]["Labels"][LABEL_STACK] for item in stopping_tasks if item.get("NodeID", "") not in down_node_ids
+        _get_stack_label({"Spec": item["Spec"].get("ContainerSpec") or {}})
+        for item in stopping_tasks
+        if item.get("NodeID", "") not in down_node_ids
     }
-    return sorted(terminating - {_get_stack_label(item) for item in engine.list_objects("/services")})
+    return sorted(terminating - {"", *map(_get_stack_label, engine.list_objects("/services"))})
 
 
 def is_marker_config(stack: str, config_name: str) -> bool:
@@ -266,7 +272,7 @@ def parse_task(api_object: dict[str, Any]) -> Task:
     """Return the task that the engine describes by `api_object`."""
     status = api_object.get("Status", {})
     container = status.get("ContainerStatus") or {}
-    spec = api_object["Spec"].get("ContainerSpec", {})
+    spec = api_object["Spec"].get("ContainerSpec") or {}
     return Task(
         id=api_object["ID"],
         service_id=api_object.get("ServiceID", ""),
@@ -379,12 +385,12 @@ def _suggest_availability_fix(host: str, unavailable_reason: str) -> str:
 
 def build_natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Return a sort key in which numbers in a name are compared as numbers."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part)
 
 
 def find_labelled_identity(services: Iterable[Service]) -> RunIdentity | None:
     """Return the identity in the labels of `services`; None if plain `docker stack deploy` has created them all."""
-    return next((identity for service in services if (identity := RunIdentity.from_labels(service.spec.get("Labels") or {}))), None)
+    return next((identity for service in services if (identity := RunIdentity.from_labels(service.labels))), None)
 
 
 def find_identity(services: list[Service], stack: str) -> RunIdentity:

@@ -9,10 +9,12 @@ from typing import Any
 
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
+from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import DEPLOYED_CONTEXT
 from swarmtrain.errors import StackError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.engine_values import translate_malformed_deployment
 from swarmtrain.launchers.swarm import cluster_state, code_placement
 from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.notifications.channel import CLUSTER_CHANNEL_PREFIX, name_channel_secret
@@ -26,7 +28,8 @@ def read_deployment(engine: DockerEngine, services: Sequence[Service], run: str)
     The contents of secrets, and of code files in a layer of the image, are unknown, and empty here.
     """
     config, cargo = read_sent_deployment(engine, services, run)
-    config, code_files = code_placement.restore_code_from_layer(config, cargo.code)
+    with translate_malformed_deployment(run):
+        config, code_files = code_placement.restore_code_from_layer(config, cargo.code)
     code_files.sort(key=lambda file: (file.name != config.runner.script_name, file.name))  # as in read_cargo
     return config, Cargo(tuple(code_files), cargo.secrets)
 
@@ -36,8 +39,13 @@ def read_sent_deployment(engine: DockerEngine, services: Sequence[Service], run:
 
     Raises StackError, EngineError.
     """
-    files = _list_files(services, run)
     config = read_sent_config(engine, services, run)
+    with translate_malformed_deployment(run):
+        return config, _read_sent_cargo(engine, services, run)
+
+
+def _read_sent_cargo(engine: DockerEngine, services: Sequence[Service], run: str) -> Cargo:
+    files = _list_files(services, run)
     code = [(path.removeprefix(f"{WORKSPACE}/"), item) for path, item in files.items() if path != CONFIG_PATH]
     code_files = [RunFile(name, read_config_content(engine, item["ConfigID"]), _parse_digest(item["ConfigName"])) for name, item in code]
     coordinator = cluster_state.find_coordinator(list(services), run)
@@ -49,30 +57,35 @@ def read_sent_deployment(engine: DockerEngine, services: Sequence[Service], run:
         # The policy of the queue may have added secrets that do not belong to the stack.
         if item["File"]["Name"] != RUN_KEY_NAME and not item["File"]["Name"].startswith(name_channel_secret(CLUSTER_CHANNEL_PREFIX))
     ]
-    return config, Cargo(tuple(code_files), tuple(secrets))
+    return Cargo(tuple(code_files), tuple(secrets))
 
 
 def get_config_id(services: Sequence[Service], run: str) -> str:
-    """Return the id of the config object with the config of the run. Raises StackError if the run has no nodes."""
-    return str(_list_files(services, run)[CONFIG_PATH]["ConfigID"])
+    """Return the id of the config object with the config of the run. Raises StackError if the run has no nodes, or these no config."""
+    with translate_malformed_deployment(run):
+        return str(_list_files(services, run)[CONFIG_PATH]["ConfigID"])
 
 
 def read_sent_config(engine: DockerEngine, services: Sequence[Service], run: str) -> Config:
     """Return the config as the nodes receive it, with the hosts, the settings for a queue and the channels, which only labels store.
 
-    Raises StackError, EngineError; pydantic.ValidationError if another version of swarmtrain has deployed the run.
+    Raises StackError, EngineError.
     """
-    config = Config.from_json(read_config_content(engine, get_config_id(services, run)).decode())
-    coordinator = cluster_state.find_coordinator(list(services), run)
-    config = config.restore_notify(coordinator.spec["Labels"].get(LABEL_NOTIFY, "") if coordinator else "")
-    return config.model_copy(update={"runner": restore_labelled_settings(config.runner, services, run)})
+    with translate_malformed_deployment(run):
+        config = Config.from_json(read_config_content(engine, get_config_id(services, run)).decode())
+        coordinator = cluster_state.find_coordinator(list(services), run)
+        config = config.restore_notify(coordinator.labels.get(LABEL_NOTIFY, "") if coordinator else "")
+        return config.model_copy(update={"runner": restore_labelled_settings(config.runner, services, run)})
 
 
 def restore_labelled_settings(runner: RunnerConfig, services: Sequence[Service], run: str) -> RunnerConfig:
-    """Return `runner` with the settings that the nodes do not receive, from the labels of the coordinator's service."""
+    """Return `runner` with the settings that the nodes do not receive, from the labels of the coordinator's service.
+
+    Raises ValueError, TypeError or RecursionError if a label is malformed.
+    """
     coordinator = cluster_state.find_coordinator(list(services), run)
-    labels = coordinator.spec["Labels"] if coordinator else {}
-    hosts = json.loads(labels.get(LABEL_HOSTS, "null"))
+    labels = coordinator.labels if coordinator else {}
+    hosts = [HostEntry.parse(host).text for host in json.loads(labels.get(LABEL_HOSTS, "null")) or ()]
     settings = json.loads(labels.get(LABEL_QUEUE_SETTINGS, "{}"))
     if settings:
         values = json.dumps({**runner.model_dump(mode="json"), **settings})

@@ -12,6 +12,7 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import LABEL_QUEUE, Service, Task
+from swarmtrain.launchers.swarm.queue_entry import describe_malformed_run
 from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, list_requests
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
@@ -43,13 +44,14 @@ def _read_overview(engine: DockerEngine, run: str, services: list[Service], task
     identity = cluster_state.find_identity(services, run)
     states = tuple(build_task_states(run, services, tasks, hosts))
     coordinator = cluster_state.find_coordinator(services, run)
+    note = describe_malformed_run(services)
     if coordinator is None:
-        return RunOverview(run, identity, states, ())
+        return RunOverview(run, identity, states, (), note=note)
     try:
         lines = container_logs.read_log_lines(engine, coordinator.api_path, RENDEZVOUS_SERVICE, tail=OVERVIEW_EVENTS)
     except EngineError as error:
-        return RunOverview(run, identity, states, (), error=error.message)
-    return RunOverview(run, identity, states, tuple(event for line in lines if (event := line.parse_event())))
+        return RunOverview(run, identity, states, (), error=error.message, note=note)
+    return RunOverview(run, identity, states, tuple(event for line in lines if (event := line.parse_event())), note=note)
 
 
 def _build_waiting_overview(request: ResourceRequest, identity: RunIdentity) -> RunOverview:

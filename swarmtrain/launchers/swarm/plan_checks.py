@@ -16,6 +16,7 @@ from swarmtrain.inventory import Machine
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common import engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.engine_values import parse_count, parse_environment
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.machines.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.reconcile import check_networks
@@ -23,8 +24,8 @@ from swarmtrain.launchers.swarm.service_specs import StackSpecs
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS
 
-_COORDINATOR_PORT_PREFIX = f"{ENV_PREFIX}COORDINATOR_PORT="
-# Number of consecutive ports that a run uses: for the store, the coordinator, and a probe.
+_COORDINATOR_PORT_VARIABLE = f"{ENV_PREFIX}COORDINATOR_PORT"
+# Number of consecutive ports that a run uses: for the coordinator and a probe.
 _PORTS_PER_RUN = 2
 _ANY = 999  # a version number that no engine has reached
 
@@ -169,7 +170,7 @@ def collect_network_findings(specs: StackSpecs, existing: cluster_state.StackSta
 
 def is_foreign_stack(services: list[cluster_state.Service]) -> bool:
     """Return whether `services` belong to a stack that is not a run of swarmtrain."""
-    return bool(services) and not any(LABEL_RUN in service.spec.get("Labels", {}) for service in services)
+    return bool(services) and not any(LABEL_RUN in service.labels for service in services)
 
 
 def build_foreign_stack_finding(run: str) -> Finding:
@@ -217,14 +218,7 @@ def _check_ports(engine: DockerEngine, plan: Plan) -> list[Finding]:
     findings = []
     for item in engine.list_objects("/services", label=f"{LABEL_ROLE}={ROLE_RENDEZVOUS}"):
         run, template = item["Spec"]["Labels"].get(LABEL_RUN, ""), item["Spec"]["TaskTemplate"]
-        port = next(
-            (
-                int(variable.partition("=")[2])
-                for variable in template["ContainerSpec"]["Env"]
-                if variable.startswith(_COORDINATOR_PORT_PREFIX)
-            ),
-            0,
-        )
+        port = parse_count(parse_environment((template.get("ContainerSpec") or {}).get("Env")).get(_COORDINATOR_PORT_VARIABLE))
         if run == plan.run or abs(port - plan.master_port) >= _PORTS_PER_RUN:
             continue
         if HOST_NETWORK in {cluster_state.read_network_name(engine, network["Target"]) for network in template.get("Networks") or []}:

@@ -10,8 +10,18 @@ from enum import StrEnum
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
+from swarmtrain.launchers.common.engine_values import (
+    describe_malformed_labels,
+    is_count,
+    is_mapping,
+    is_number,
+    parse_count,
+    parse_number,
+    parse_text_mapping,
+)
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
+from swarmtrain.protocol import LABEL_SLOTS
 from swarmtrain.queue_stop import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, format_queue_stop
 
 LABEL_STATE = "swarmtrain.queue.state"
@@ -102,33 +112,44 @@ class QueueEntry:
         )
 
 
+_LABEL_CHECKS = {
+    LABEL_STATE: lambda text: text in frozenset(EntryState),
+    LABEL_SLOTS: is_count,
+    _LABEL_MACHINES: is_mapping,
+    **dict.fromkeys((_LABEL_POSITION, LABEL_QUEUE_CHANGED, _LABEL_TRAINED, LABEL_QUEUE_LOST), is_number),
+}
+"""Checks of the labels of a run's services that the scheduler and the commands parse."""
+
+
 def parse_entry(labels: Mapping[str, str]) -> QueueEntry | None:
     """Return the entry that `labels` store; None if the run is not in the queue. Malformed values count as absent."""
     try:
         state = EntryState(labels.get(LABEL_STATE, ""))
     except ValueError:
         return None
-    try:
-        machines = {str(node): str(machine) for node, machine in json.loads(labels.get(_LABEL_MACHINES, "{}")).items()}
-    except (ValueError, AttributeError):
-        machines = {}
     return QueueEntry(
         state,
-        _parse_number(labels.get(_LABEL_POSITION)),
-        machines,
+        parse_number(labels.get(_LABEL_POSITION)),
+        parse_text_mapping(labels.get(_LABEL_MACHINES)),
         labels.get(_LABEL_REASON, ""),
-        _parse_number(labels.get(LABEL_QUEUE_CHANGED)),
-        _parse_number(labels.get(_LABEL_TRAINED)),
+        parse_number(labels.get(LABEL_QUEUE_CHANGED)),
+        parse_number(labels.get(_LABEL_TRAINED)),
         labels.get(_LABEL_SAVING) == "yes",
-        int(_parse_number(labels.get(LABEL_QUEUE_LOST))),
+        parse_count(labels.get(LABEL_QUEUE_LOST)),
         labels.get(LABEL_QUEUE_STOP, ""),
     )
+
+
+def describe_malformed_run(services: Sequence[Service]) -> str:
+    """Return which labels of a run, whose services these are, are malformed, and ignored; empty if none is."""
+    descriptions = (describe_malformed_labels(service.labels, _LABEL_CHECKS) for service in services)
+    return "; ".join(dict.fromkeys(filter(None, descriptions)))
 
 
 def find_queue_entry(services: Sequence[Service], run: str) -> QueueEntry | None:
     """Return the entry of `run`, whose services these are; None if it is not in the queue."""
     coordinator = cluster_state.find_coordinator(list(services), run)
-    return parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+    return parse_entry(coordinator.labels) if coordinator else None
 
 
 def update_entry(engine: DockerEngine, run: str, change: Callable[[QueueEntry, Service], QueueEntry]) -> QueueEntry | None:
@@ -139,13 +160,13 @@ def update_entry(engine: DockerEngine, run: str, change: Callable[[QueueEntry, S
     """
     for is_last_attempt in [False] * (_MAX_UPDATE_ATTEMPTS - 1) + [True]:
         coordinator = cluster_state.find_coordinator(cluster_state.list_services(engine, run), run)
-        entry = parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+        entry = parse_entry(coordinator.labels) if coordinator else None
         if coordinator is None or entry is None:
             return None
         new_entry = change(entry, coordinator)
         if new_entry == entry:
             return entry
-        spec = {**coordinator.spec, "Labels": {**(coordinator.spec.get("Labels") or {}), **new_entry.to_labels()}}
+        spec = {**coordinator.spec, "Labels": {**coordinator.labels, **new_entry.to_labels()}}
         try:
             engine.post(f"/services/{coordinator.id}/update", spec, {"version": str(coordinator.version), "registryAuthFrom": "spec"})
         except EngineError as error:
@@ -161,10 +182,3 @@ def is_waiting_in_queue(services: Sequence[Service], run: str) -> bool:
     """Return whether `run` waits in the queue, so that it has no nodes but has not ended."""
     entry = find_queue_entry(services, run)
     return entry is not None and entry.state in (EntryState.waiting, EntryState.incomplete)
-
-
-def _parse_number(text: str | None) -> float:
-    try:
-        return float(text or 0.0)
-    except ValueError:
-        return 0.0

@@ -31,7 +31,7 @@ def build_task_state(node_name: str, tasks: list[Task], service: Service, host_n
     While a task is pending, `reason` states why the previous task ended.
     """
     task = find_newest_task(tasks, service.id)
-    host = service.spec.get("Labels", {}).get(LABEL_HOST, "")
+    host = service.labels.get(LABEL_HOST, "")
     if task is None or (service.replicas == 0 and task.is_final):
         return TaskState(node_name, host, "stopped" if service.replicas == 0 else "new")
     reason = task.reason

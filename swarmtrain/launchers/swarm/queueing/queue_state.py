@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from swarmtrain.config import Config
 from swarmtrain.config.schema.queue_policy import QueuePolicy
-from swarmtrain.errors import SwarmtrainError
+from swarmtrain.errors import EngineError, SwarmtrainError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.engine_values import parse_count, parse_environment
 from swarmtrain.launchers.swarm import cluster_state, deployed_run
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
-from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry
+from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, describe_malformed_run, parse_entry
 from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     CORES,
     Claims,
@@ -57,6 +56,11 @@ class QueueMember:
     """Why the run cannot be scheduled; empty if it can."""
     down_machines: frozenset[str] = frozenset()
     """Ids of the machines that are down: Swarm does not know, for up to a day, whether the containers on them still run."""
+
+    @property
+    def malformed_labels(self) -> str:
+        """Which labels of the run are malformed, and ignored; empty if none is."""
+        return describe_malformed_run(self.services)
 
     @property
     def nodes(self) -> tuple[Service, ...]:
@@ -152,14 +156,14 @@ class QueueReader:
             tasks_by_service[task.service_id].append(task)
         services_by_run: dict[str, list[Service]] = defaultdict(list)
         for item in service_objects:
-            labels = item["Spec"].get("Labels") or {}
-            if LABEL_RUN in labels and labels.get(LABEL_STACK):
-                services_by_run[labels[LABEL_STACK]].append(cluster_state.parse_service(item))
+            service = cluster_state.parse_service(item)
+            if LABEL_RUN in service.labels and service.labels.get(LABEL_STACK):
+                services_by_run[service.labels[LABEL_STACK]].append(service)
         members = {}
         for run, services in sorted(services_by_run.items()):
             services.sort(key=lambda service: (not service.is_node, cluster_state.build_natural_sort_key(service.name)))
             coordinator = cluster_state.find_coordinator(services, run)
-            entry = parse_entry(coordinator.spec.get("Labels") or {}) if coordinator else None
+            entry = parse_entry(coordinator.labels) if coordinator else None
             if coordinator and entry:
                 run_tasks = tuple(task for service in services for task in tasks_by_service[service.id])
                 members[run] = self._build_member(run, services, coordinator, entry, run_tasks)
@@ -171,8 +175,10 @@ class QueueReader:
         config, problem = None, ""
         try:
             config = self._read_config(services, run)
-        except (SwarmtrainError, ValidationError, ValueError, KeyError) as error:
-            problem = f"its config cannot be read: {str(error).splitlines()[0]}"
+        except EngineError:
+            raise
+        except SwarmtrainError as error:
+            problem = error.message
         identity = cluster_state.find_identity(list(services), run)
         # A run that was deployed before there was a queue has host names in its entry.
         ids = {name: machine.id for machine in (self._inventory.machines if self._inventory else ()) for name in (machine.host, machine.id)}
@@ -189,7 +195,7 @@ class QueueReader:
 
     def _build_run(self, member: QueueMember, policy: QueuePolicy, now: float) -> QueuedRun:
         config, entry = member.config, member.entry
-        needs = self._list_cached_needs(member) if config else {}
+        needs = self._list_cached_needs(member) if config else self._list_running_claims(member, set(entry.machines.values()))
         runner = config.runner if config else None
         node_count = len(member.nodes)
         limit = None
@@ -225,15 +231,17 @@ class QueueReader:
     def _list_leaving_nodes(self, member: QueueMember) -> dict[str, Claims]:
         """Return what the containers of nodes that are not admitted any more still hold, by machine; without machines that are down."""
         admitted = set(member.entry.machines.values()) if member.entry.state is EntryState.admitted and not member.has_ended else set()
+        up = {machine.id for machine in (self._inventory.machines if self._inventory else ()) if not _is_down(machine)}
+        return self._list_running_claims(member, up - admitted)
+
+    def _list_running_claims(self, member: QueueMember, machine_ids: Collection[str]) -> dict[str, Claims]:
+        """Return what the containers of the run's nodes on these machines hold, by machine."""
         node_ids = {service.id for service in member.nodes}
-        machines = {machine.id: machine for machine in (self._inventory.machines if self._inventory else ())}
+        machines = {machine.id: machine for machine in (self._inventory.machines if self._inventory else ()) if machine.id in machine_ids}
         return {
             task.node_id: compute_running_claims(self._task_objects[task.id], machines[task.node_id])
             for task in member.tasks
-            if task.service_id in node_ids
-            and not task.is_final
-            and task.node_id in machines.keys() - admitted
-            and not _is_down(machines[task.node_id])
+            if task.service_id in node_ids and not task.is_final and task.node_id in machines
         }
 
     def _list_other_holdings(
@@ -247,11 +255,10 @@ class QueueReader:
         services_of_runs: dict[str, list[Service]] = defaultdict(list)
         for item in service_objects:
             service = cluster_state.parse_service(item)
-            labels = service.spec.get("Labels") or {}
-            stack = labels.get(LABEL_STACK, "")
+            stack = service.labels.get(LABEL_STACK, "")
             if stack in members:
                 covered.add(service.id)
-            elif LABEL_RUN in labels and stack:
+            elif LABEL_RUN in service.labels and stack:
                 services_of_runs[stack].append(service)
         for run, services in services_of_runs.items():
             config = self._try_read_config(services, run)
@@ -280,7 +287,9 @@ class QueueReader:
     def _try_read_config(self, services: Sequence[Service], run: str) -> Config | None:
         try:
             return self._read_config(services, run)
-        except (SwarmtrainError, ValidationError, ValueError, KeyError):
+        except EngineError:
+            raise
+        except SwarmtrainError:
             return None
 
 
@@ -318,16 +327,16 @@ def _build_supply(machine: Machine) -> MachineSupply:
 def _build_config_key(services: Sequence[Service], run: str) -> tuple[str, str, str]:
     """Return a key for the config of a run: the id of its object, and the labels with the settings that the object does not contain."""
     coordinator = cluster_state.find_coordinator(list(services), run)
-    labels = coordinator.spec.get("Labels") or {} if coordinator else {}
+    labels = coordinator.labels if coordinator else {}
     return deployed_run.get_config_id(services, run), labels.get(LABEL_HOSTS, ""), labels.get(LABEL_QUEUE_SETTINGS, "")
 
 
 def _rebuild_planned_node(service: Service, machine: Machine) -> PlannedNode:
     """Return the planned node of which `service` is, as far as its claims depend on it."""
-    variables = dict(item.partition("=")[::2] for item in service.spec["TaskTemplate"]["ContainerSpec"].get("Env") or [])
+    variables = parse_environment((service.spec["TaskTemplate"].get("ContainerSpec") or {}).get("Env"))
     visible = variables.get(VISIBLE_DEVICES_VARIABLE, "")
     gpus = () if visible in ("", "all", HIDDEN_GPUS_ENV[VISIBLE_DEVICES_VARIABLE]) else tuple(visible.split(","))
-    slots = int((service.spec.get("Labels") or {}).get(LABEL_SLOTS, "1"))
+    slots = parse_count(service.labels.get(LABEL_SLOTS), default=1)
     return PlannedNode(service.name, machine.host, "", slots, "", gpus)
 
 

@@ -106,7 +106,7 @@ class Scheduler:
         for member in state.members.values():
             try:
                 is_changed |= self._converge_member(state, member) or self._stop_stray_nodes(member, now)
-            except PlanError as error:  # such as a machine that has left the swarm
+            except (PlanError, StackError) as error:  # such as a machine that has left the swarm, or a config that cannot be read
                 self._report_progress(f"{member.run}: {error}")
         if is_changed:
             return 0.0  # what has been read is out of date
@@ -146,7 +146,7 @@ class Scheduler:
                 try:
                     entry = self._build_new_entry(state, member, change, now)
                     planned.append(_PlannedChange(member, entry, f"{change.kind} {change.run}: {change.cause}"))
-                except PlanError as error:
+                except (PlanError, StackError) as error:
                     failed[change.run] = f"cannot start: {error}"
             if not failed:
                 return planned, {**decision.reasons, **failures}
@@ -255,7 +255,7 @@ class Scheduler:
         coordinator that sends notifications is restarted: it reports the stop.
         """
         service = member.coordinator
-        spec = {**service.spec, "Labels": {**service.spec["Labels"], **entry.to_labels()}}
+        spec = {**service.spec, "Labels": {**service.labels, **entry.to_labels()}}
         has_saved = member.entry.is_saving and not entry.is_saving
         is_notified = has_saved and bool(entry.stop) and bool(service.replicas) and LABEL_NOTIFY in spec["Labels"]
         if is_notified or (entry.state is EntryState.admitted and (not service.replicas or member.has_ended)):
@@ -318,8 +318,10 @@ def _find_delay(state: QueueState, now: float) -> float:
 
 
 def _exclude_run(run: QueuedRun) -> QueuedRun:
-    """Return `run` as one that gets no machines: neither to start on, nor to grow."""
-    return replace(run, nodes=len(run.held)) if run.state is EntryState.admitted else replace(run, state=EntryState.stopped)
+    """Return `run` as one that needs no plan: it gets no machines, not even for those that it has lost, and gives up all or none."""
+    if run.state is EntryState.admitted:
+        return replace(run, nodes=0, min_nodes=len(run.held))
+    return replace(run, state=EntryState.stopped)
 
 
 def _restart(spec: ApiSpec) -> ApiSpec:

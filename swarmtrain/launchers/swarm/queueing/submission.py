@@ -6,7 +6,6 @@ and those that a change moves to another machine, wait for the scheduler.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from swarmtrain.errors import ConfigError, StackError
 from swarmtrain.inventory import Inventory
 from swarmtrain.launchers.base import Finding, ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.engine_values import parse_mapping
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, StackState
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry, update_entry
@@ -169,7 +169,7 @@ def find_entry(existing: StackState) -> QueueEntry | None:
     coordinator = cluster_state.find_coordinator(services, existing.stack)
     if coordinator is None:
         return None
-    entry = parse_entry(coordinator.spec.get("Labels") or {})
+    entry = parse_entry(coordinator.labels)
     if entry is not None:
         return entry
     machines = {
@@ -223,18 +223,14 @@ def _keeps_claims(service: Service, desired: ApiSpec | None) -> bool:
     return (
         service.pinned_machine == replace(service, spec=desired).pinned_machine
         and _list_claimed_resources(service.spec) == _list_claimed_resources(desired)
-        and service.spec["Labels"].get(LABEL_SLOTS) == desired["Labels"].get(LABEL_SLOTS)
+        and service.labels.get(LABEL_SLOTS) == desired["Labels"].get(LABEL_SLOTS)
         and _get_visible_devices(service.spec) == _get_visible_devices(desired)
     )
 
 
 def _is_shared(coordinator_spec: ApiSpec) -> bool:
     """Return whether the run shares its machines with other runs, by the labels of its coordinator."""
-    try:
-        settings = json.loads(coordinator_spec["Labels"].get(LABEL_QUEUE_SETTINGS) or "{}")
-    except ValueError:  # another version of swarmtrain has written it
-        return False
-    return isinstance(settings, dict) and bool(settings.get("share"))
+    return bool(parse_mapping(coordinator_spec["Labels"].get(LABEL_QUEUE_SETTINGS)).get("share"))
 
 
 def _list_claimed_resources(spec: ApiSpec) -> tuple[Any, Any]:

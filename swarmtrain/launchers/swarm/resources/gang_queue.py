@@ -22,6 +22,7 @@ from typing import Any
 from swarmtrain.errors import StackError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.engine_values import parse_count, parse_mapping
 from swarmtrain.launchers.swarm.cluster_state import LABEL_QUEUE
 from swarmtrain.launchers.swarm.resources.resource_accounting import (
     RequestedAmounts,
@@ -185,10 +186,10 @@ def list_requests(queue_entries: list[ApiObject], ttl_seconds: float) -> list[Re
 
 
 def _get_queue_position(entry: ApiObject) -> int:
-    return int(entry["Spec"]["Labels"].get(_POSITION_LABEL, entry["Version"]["Index"]))
+    return parse_count(entry["Spec"]["Labels"].get(_POSITION_LABEL), default=int(entry["Version"]["Index"]))
 
 
 def _parse_resource_request(entry: ApiObject) -> ResourceRequest:
     labels = entry["Spec"]["Labels"]
-    amounts = json.loads(labels.get(_AMOUNTS_LABEL, "{}"))
+    amounts = {constraint: parse_count(amount) for constraint, amount in parse_mapping(labels.get(_AMOUNTS_LABEL)).items()}
     return ResourceRequest(labels[LABEL_QUEUE], labels.get(_KIND_LABEL, ""), amounts, identity=RunIdentity.from_labels(labels))

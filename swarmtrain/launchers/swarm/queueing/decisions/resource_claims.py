@@ -7,6 +7,7 @@ from typing import Any
 
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.inventory import Machine
+from swarmtrain.launchers.common.engine_values import parse_environment
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
 from swarmtrain.launchers.swarm.queueing.decisions.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Claims
 from swarmtrain.node_selection import PlannedNode
@@ -54,7 +55,7 @@ def compute_running_claims(task: ApiObject, machine: Machine) -> Claims:
     """
     capacity = build_capacity(machine)
     gpus = {kind: float(count) for kind, count in count_resources_by_kind(get_assigned_resources(task)).items()}
-    variables = dict(item.partition("=")[::2] for item in task["Spec"]["ContainerSpec"].get("Env") or [])
+    variables = parse_environment((task["Spec"].get("ContainerSpec") or {}).get("Env"))
     visible = variables.get(VISIBLE_DEVICES_VARIABLE, "all")
     if not gpus and visible != HIDDEN_GPUS_ENV[VISIBLE_DEVICES_VARIABLE]:
         kind = next((name for name in capacity if name != CORES), _DEFAULT_KIND)
