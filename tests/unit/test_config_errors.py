@@ -359,6 +359,8 @@ def test_shapes_that_float8_does_not_take(shape: dict[str, Any], problem: str) -
         ("{docker_config: {memory: 3 apples}}", "runner.docker_config.memory: must be a number of bytes"),
         ("{env: {SWARMTRAIN_RUN: x}}", "runner.env: SWARMTRAIN_RUN: names that begin with SWARMTRAIN_ are reserved"),
         ("{env: {a-b: x}}", "runner.env: 'a-b' is not a valid variable name"),
+        (f"{{env: {{LONG: {'x' * 131_067}}}}}", "runner.env: LONG: has 131,072 bytes, but the kernel starts no process with"),
+        (f"{{script_args: [short, {'x' * 131_072}]}}", "runner.script_args: argument 2: has 131,072 bytes, but the kernel starts no"),
         ("{swarm: {network: bridge}}", "runner.swarm.network: bridge: use the name of an overlay network, or host"),
         ("{swarm: {network: host, internal: true}}", "runner.swarm.network: mtu, subnet, encrypted and internal apply only to a network"),
         ("{swarm: {network: shared, subnet: 10.20.0.0/24}}", "runner.swarm.network: mtu, subnet, encrypted and internal apply only to"),

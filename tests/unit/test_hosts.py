@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -49,6 +50,15 @@ def test_ranges_of_several_entries_have_the_limit_of_one() -> None:
         build_ssh_config(hosts=["n[1-5000]", "m[1-5001]"])
     hosts = build_ssh_config(hosts=["n[1-100]x[1-99]", "m[1-100]"], runner_type="ssh").runner.hosts
     assert len(hosts or ()) == 10_000
+
+
+def test_the_longest_variables_and_arguments_can_start_a_process() -> None:
+    """The limits are those of the kernel: one byte more is refused, by the kernel and by the config."""
+    runner = build_ssh_config(env={"LONG": "x" * 131_066}, script_args=["x" * 131_071]).runner
+    subprocess.run(["/bin/true", *runner.script_args], env=dict(runner.env), check=True)
+    for argv, env in ((["/bin/true", "x" * 131_072], {}), (["/bin/true"], {"LONG": "x" * 131_067})):
+        with pytest.raises(OSError, match="Argument list too long"):
+            subprocess.run(argv, env=env, check=True)
 
 
 def test_files_and_prefixes_become_part_of_the_config(tmp_path: Path) -> None:

@@ -105,10 +105,14 @@ GpuIds = Annotated[
 # The reader of YAML files turns numbers in these two into text.
 EnvironmentVariables = Annotated[
     dict[str, str],
-    AfterValidator(validators.check_variable_names),
+    AfterValidator(validators.check_environment),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number"]}}, mode="validation"),
 ]
-ScriptArguments = Annotated[tuple[str, ...], WithJsonSchema({"type": "array", "items": {"type": ["string", "number"]}}, mode="validation")]
+ScriptArguments = Annotated[
+    tuple[str, ...],
+    AfterValidator(validators.check_arguments),
+    WithJsonSchema({"type": "array", "items": {"type": ["string", "number"]}}, mode="validation"),
+]
 
 
 class GpuMode(StrEnum):

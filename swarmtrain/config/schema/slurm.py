@@ -51,7 +51,7 @@ class ApptainerConfig(Section):
     home: SingleWord | None = Field(
         None, description="--home: home folder in the container, as SOURCE or SOURCE:TARGET. null: the user's home."
     )
-    env: Annotated[dict[str, str], AfterValidator(validators.check_variable_names)] = Field(
+    env: Annotated[dict[str, str], AfterValidator(validators.check_environment)] = Field(
         {}, description="Environment variables set inside the container only."
     )
     python: SingleWord = Field("python", description="Python interpreter inside the container. It needs swarmtrain and torch.")

@@ -27,6 +27,7 @@ _INTERFACE = re.compile(r"[A-Za-z0-9_.@:-]{1,15}")
 _LABEL_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]+")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9:_\s.*()?+\[\]\\^$|/-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MAX_EXEC_STRING_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux, with the terminating NUL
 _SHM = "/dev/shm"  # noqa: S108  # a path in the container
 _MAX_IMAGE_LENGTH = 400
 HOST_NETWORK = "host"
@@ -123,6 +124,29 @@ def check_variable_names(variable_values: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("SWARMTRAIN_"):
             raise ValueError(f"{name}: names that begin with SWARMTRAIN_ are reserved")
     return variable_values
+
+
+def check_environment(variables: dict[str, str]) -> dict[str, str]:
+    """Return `variables` if a process can be started with them. Raises ValueError with the reason if not."""
+    for name, value in check_variable_names(variables).items():
+        _check_exec_string(f"{name}={value}", name)
+    return variables
+
+
+def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `arguments` if a process can be started with them. Raises ValueError with the reason if not."""
+    for number, argument in enumerate(arguments, 1):
+        _check_exec_string(argument, f"argument {number}")
+    return arguments
+
+
+def _check_exec_string(text: str, description: str) -> None:
+    size = len(text.encode(errors="surrogateescape"))
+    if size >= _MAX_EXEC_STRING_BYTES:
+        raise ValueError(
+            f"{description}: has {size:,} bytes, but the kernel starts no process with an argument or variable of "
+            f"{_MAX_EXEC_STRING_BYTES:,} bytes or more; put the text into a file, and list it in runner.code"
+        )
 
 
 def check_secret_names(secret_files: dict[str, Any]) -> dict[str, Any]:
