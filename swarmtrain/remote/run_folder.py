@@ -103,6 +103,11 @@ class HostRunFolder:
         state = self.load_process_state(name)
         return state is not None and self._is_keeper_process(state.keeper_pid, name)
 
+    @property
+    def has_live_nodes(self) -> bool:
+        """Whether the process keeper of a node is running."""
+        return any(self.is_process_alive(name) for name in self.list_process_names() if name.startswith("node"))
+
     def start_process_keeper(self, spec: ProcessSpec) -> None:
         """Start a process keeper for `spec`. Raises ProcessError if it cannot be started."""
         path = self.path / f"{spec.name}.spec"
@@ -204,6 +209,8 @@ class HostRunFolder:
 
 def run_cleanup_command(spec: ProcessSpec) -> None:
     """Run the cleanup command of `spec`, which removes what the process may leave behind, such as a container. Errors are ignored."""
+    if not spec.cleanup_command:
+        return
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(spec.cleanup_command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLEANUP_TIMEOUT_SECONDS, check=False)
 

@@ -223,9 +223,8 @@ class Contract:
         if RUN in target.start_command("status", RUN).communicate(timeout=_TIMEOUT_SECONDS)[0]:
             target("down", RUN)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def follower(cls, target_with_run: LaunchTarget) -> Iterator[subprocess.Popen[str]]:
+    @pytest.fixture
+    def follower(self, target_with_run: LaunchTarget) -> Iterator[subprocess.Popen[str]]:
         """A `deploy` that follows the run and changes nothing in it."""
         process = target_with_run.start_command("deploy", "contract.yml", "--name", RUN, "--yes")
         assert process.stderr
@@ -392,10 +391,16 @@ class Contract:
         target_with_run.kill_node("node1")
         assert target_with_run.wait_for_training(2, worlds + 1)["state"] == "training"
 
-    @feature("`stop` lets the ranks save a checkpoint; a deploy resumes from this checkpoint")
-    def test_stop_and_resume(self, target_with_run: LaunchTarget) -> None:
+    @feature("`stop` lets the ranks save a checkpoint, and ends the commands that follow the run; a deploy resumes from this checkpoint")
+    def test_stop_and_resume(self, target_with_run: LaunchTarget, follower: subprocess.Popen[str]) -> None:
         worlds = len(target_with_run.read_status()["worlds"])
+        log_follower = target_with_run.start_command("logs", "-f", RUN)
         target_with_run("stop", RUN)
+        with _kill_on_exit(log_follower):
+            out, err = follower.communicate(timeout=_TIMEOUT_SECONDS)
+            assert (follower.returncode, f"{RUN} was stopped before it ended" in err) == (3, True), out + err
+            log_follower.communicate(timeout=_TIMEOUT_SECONDS)
+            assert log_follower.returncode == 0
         assert target_with_run.read_status()["state"] == "stopped"
         saved = int((target_with_run.shared / f"{RUN}.state").read_text())
         assert saved > 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
+from swarmtrain.launchers.common.end_of_run import StopDetector
 from swarmtrain.launchers.common.history_store import parse_events, parse_timestamped_log_line
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
 from swarmtrain.protocol import EVENT_OUTCOME, Event
@@ -62,10 +63,12 @@ class NodeLogTail(FileTail):
 
 
 def stream_logs(run_folder: LocalRunFolder, *, follow: bool, tail: int | None, since: float | None, node: str | None) -> Iterator[LogLine]:
-    """Yield the output of all nodes, or of `node`; with `follow`, until none of the run's processes is alive."""
+    """Yield the output of all nodes, or of `node`; with `follow`, until no node of the run has been running for 10 s."""
     readers: dict[str, NodeLogTail] = {}
+    stop_detector = StopDetector()
+    follow = follow and run_folder.has_live_nodes
     while True:
-        is_running = any(run_folder.is_process_alive(name) for name in run_folder.list_process_names())
+        has_stopped = stop_detector.update(is_running=run_folder.has_live_nodes)
         batches = []
         for name in (node_name for node_name in run_folder.list_process_names() if node in (None, node_name)):
             is_new = name not in readers
@@ -73,7 +76,7 @@ def stream_logs(run_folder: LocalRunFolder, *, follow: bool, tail: int | None, s
             lines = [line for line in lines if line.time >= (since or 0.0)]
             batches.append(lines[max(0, len(lines) - tail) :] if is_new and tail is not None else lines)
         yield from heapq.merge(*batches, key=lambda line: line.time)
-        if not follow or not is_running:
+        if not follow or has_stopped:
             return
         time.sleep(_POLL_SECONDS)
 
@@ -81,13 +84,15 @@ def stream_logs(run_folder: LocalRunFolder, *, follow: bool, tail: int | None, s
 def watch_run(run_folder: LocalRunFolder, list_tasks: Callable[[], list[TaskState]]) -> Iterator[RunUpdate]:
     """Yield all events of the run, and its new output and task states.
 
-    Ends after the outcome and the last lines of output, or at the run's removal.
+    Ends after the outcome and the last lines of output, at the run's removal, or when no node has been running for 10 s.
     """
     events_tail = FileTail(run_folder.events_path)
     readers = {name: NodeLogTail(name, run_folder.get_log_path(name), from_end=True) for name in run_folder.list_process_names()}
     states: dict[str, TaskState] = {}
     outcome_at: float | None = None
+    stop_detector = StopDetector()
     while True:
+        has_stopped = stop_detector.update(is_running=run_folder.has_live_nodes)
         exists, has_outcome = run_folder.exists, outcome_at is not None
         task_states = list_tasks() if exists else []
         for state in task_states:
@@ -101,6 +106,6 @@ def watch_run(run_folder: LocalRunFolder, list_tasks: Callable[[], list[TaskStat
                 outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)
                 yield event
         ended = all(state.state in ("complete", "shutdown") for state in task_states)
-        if not exists or (has_outcome and (ended or time.monotonic() - (outcome_at or 0.0) > _TRAILING_LINES_SECONDS)):
+        if not exists or has_stopped or (has_outcome and (ended or time.monotonic() - (outcome_at or 0.0) > _TRAILING_LINES_SECONDS)):
             return
         time.sleep(_POLL_SECONDS)

@@ -10,6 +10,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
 from swarmtrain.launchers.common.container_logs import ContainerLogLine, LogReader, take_line_batch
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.end_of_run import StopDetector
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder
 from swarmtrain.launchers.docker.container_state import Container
@@ -27,12 +28,13 @@ _FINAL_STATES = ("complete", "shutdown")
 def watch_run(engine: DockerEngine, recorded_run: RecordedRun, list_containers: ListContainers, since: float) -> Iterator[RunUpdate]:
     """Yield all events of the run, its output from `since` on, and its task states.
 
-    Ends after the outcome and the last lines of output, or at the run's removal. Raises EngineError if the engine does not answer for
-    120 s.
+    Ends after the outcome and the last lines of output, at the run's removal, or when no node has been running for 10 s. Raises
+    EngineError if the engine does not answer for 120 s.
     """
     with _ContainerStream(engine, recorded_run, list_containers, since) as stream:
         states: dict[str, TaskState] = {}
         outcome_at: float | None = None
+        has_stopped, stop_detector = False, StopDetector()
         while True:
             try:
                 containers = stream.poll_containers()
@@ -42,13 +44,16 @@ def watch_run(engine: DockerEngine, recorded_run: RecordedRun, list_containers: 
                 task_states = [container.to_task_state() for container in containers.values()]
                 yield from (state for state in task_states if states.get(state.node) != state)
                 states = {state.node: state for state in task_states}
+                nodes = [container for container in containers.values() if container.node != RENDEZVOUS_SERVICE]
+                has_stopped = stop_detector.update(is_running=any(node.is_alive for node in nodes))
             lines = stream.take_next_line_batch()
             for line in lines:
                 event = line.parse_event()
                 outcome_at = outcome_at or (time.monotonic() if event and event.kind == EVENT_OUTCOME else None)
                 yield event or line.to_log_line()
             ended = all(state.state in _FINAL_STATES for state in states.values())
-            if not lines and (not states or (outcome_at and (ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS))):
+            is_over = outcome_at and (ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS)
+            if not lines and (not states or has_stopped or is_over):
                 return
 
 

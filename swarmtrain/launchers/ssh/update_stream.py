@@ -11,6 +11,7 @@ from typing import Any
 
 from swarmtrain.errors import HostError
 from swarmtrain.launchers.base import LogLine, ProgressReporter, RunUpdate, TaskState
+from swarmtrain.launchers.common.end_of_run import StopDetector
 from swarmtrain.launchers.common.history_store import parse_timestamped_log_line
 from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
 from swarmtrain.launchers.ssh.run_index import SshRunRecord
@@ -128,14 +129,17 @@ class HostUpdateStream:
 def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator[RunUpdate]:
     """Yield all events of the run, and its new output and task states.
 
-    Ends after the outcome and the last lines of output, or at the run's removal.
+    Ends after the outcome and the last lines of output, at the run's removal, or when no node has been running on any host for 10 s.
     """
     states: dict[str, TaskState] = {}
     times: dict[str, float] = {}
     nodes = {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}
     outcome_at: float | None = None
+    live_nodes = _LiveNodes(host_group)
     with host_group, HostUpdateStream(host_group, run, 0) as stream:
         for message in stream:
+            if live_nodes.update(message):
+                return
             if message is not None:
                 host, update = message
                 for state in _build_task_states(host, update, nodes):
@@ -159,6 +163,21 @@ def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator
                 ended = bool(reachable_states) and all(state.state in _FINAL_STATES for state in reachable_states)
                 if ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS:
                     return
+
+
+class _LiveNodes:
+    """The hosts on which a node of the run may be running. A host that cannot be reached keeps its last state."""
+
+    def __init__(self, host_group: HostGroup) -> None:
+        self._is_running = dict.fromkeys(host_group.hosts, True)
+        self._stop_detector = StopDetector()
+
+    def update(self, message: tuple[str, dict[str, Any] | HostError] | None) -> bool:
+        """Return whether no node has been running for 10 s, with the update of a host in `message`."""
+        host, update = message or ("", None)
+        if update is not None and not isinstance(update, HostError):
+            self._is_running[host] = any(name != RENDEZVOUS_SERVICE for name in update["alive"]) or update["has_more"]
+        return self._stop_detector.update(is_running=any(self._is_running.values()))
 
 
 def _build_task_states(host: str, update: dict[str, Any] | HostError, host_by_node: dict[str, str]) -> list[TaskState]:
@@ -196,22 +215,24 @@ def _follow_logs(
 ) -> Iterator[LogLine]:
     initial_lines: dict[str, list[LogLine]] = {}
     times: dict[str, float] = {}
-    alive: dict[str, bool] = {}
+    live_nodes = _LiveNodes(host_group)
     reachable: dict[str, bool] = {}
     caught_up = False
     with HostUpdateStream(host_group, run, tail) as stream:
         for message in stream:
+            has_stopped = live_nodes.update(message)
+            if caught_up and has_stopped:
+                return
             if message is None:
                 continue
             host, update = message
             if isinstance(update, HostError):
-                alive[host], lines = False, []
+                lines = []
                 if report_progress and reachable.get(host, True):
                     report_progress(f"{update}; its output follows when the host is reachable again")
             else:
                 if report_progress and not reachable.get(host, True):
                     report_progress(f"host {host} is reachable again")
-                alive[host] = bool(update["alive"]) or update["has_more"]
                 file_lines = [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
                 lines = [line for line in _parse_log_lines(file_lines, times) if _is_line_selected(line, node, since)]
             reachable[host] = not isinstance(update, HostError)
@@ -223,8 +244,6 @@ def _follow_logs(
                 caught_up = len(initial_lines) == len(host_group.hosts) and not has_more
                 if caught_up:
                     yield from heapq.merge(*initial_lines.values(), key=lambda line: line.time)
-            if caught_up and not any(alive.values()):
-                return
 
 
 def _is_line_selected(line: LogLine, node: str | None, since: float | None) -> bool:
