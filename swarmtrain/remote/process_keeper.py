@@ -1,7 +1,8 @@
 """Process keeper: restarts one process of a run, as Swarm's `restart_policy: on-failure` does: after any exit code except 0.
 
 The launcher starts `python -m swarmtrain.remote.process_keeper SPEC` in its own session. SIGTERM is forwarded to the process, which is
-then not restarted. The state is written to a sidecar file of SPEC with the suffix .state.
+then not restarted. The state is written to a sidecar file of SPEC with the suffix .state. If the folder of SPEC is deleted, no command can
+find the process any more: the keeper then stops it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,23 +22,30 @@ from typing import IO, Any
 
 from swarmtrain.atomic_file import SECRET_MODE, open_private_file, write_text_atomically
 from swarmtrain.process import start_process
+from swarmtrain.remote.folder_monitor import CHECK_SECONDS, FolderMonitor
 from swarmtrain.remote.process_spec import ProcessSpec, ProcessState
 from swarmtrain.remote.run_folder import run_cleanup_command
 from swarmtrain.remote.timestamped_log import open_timestamped_log
 
 _RESTART_DELAY_SECONDS = 1.0
 _POLL_SECONDS = 0.1
+_COORDINATOR_DELAY_SECONDS = 60.0
+"""Seconds for which a coordinator whose folder was deleted keeps running, for nodes that save before they exit."""
+_KILL_SECONDS = 120.0
+"""Seconds after which a process whose folder was deleted is killed."""
 
 
 class ProcessKeeper:
     """Process keeper: restarts one process until it exits with 0 or a stop is requested."""
 
-    def __init__(self, spec_path: Path) -> None:
+    def __init__(self, spec_path: Path, check_seconds: float = CHECK_SECONDS) -> None:
         self.spec_path = spec_path
         self.spec = ProcessSpec.load(spec_path)
         self.state_path = spec_path.with_suffix(".state")
         self.stop_requested = False
         self.restarts = 0
+        self.folder_monitor = FolderMonitor(spec_path.parent, check_seconds)
+        self.is_folder_deleted = False
 
     def run_process_with_restarts(self) -> int:
         """Run the process, and restart it until it exits with 0 or a stop is requested. Return exit code 0."""
@@ -44,6 +53,9 @@ class ProcessKeeper:
             signal.signal(number, self._handle_stop_signal)
         while not self.stop_requested and self.spec_path.exists():  # the run may be removed while this keeper starts
             code = self._run_process_once()
+            if self.is_folder_deleted:
+                run_cleanup_command(self.spec)
+                return 0
             if code == 0:
                 self._write_process_state("complete", 0)
                 return 0
@@ -67,10 +79,23 @@ class ProcessKeeper:
         """
         exit_requested = False
         while True:
+            if not self.stop_requested and self.folder_monitor.is_deleted():
+                self._handle_deleted_folder(child)
             if self.stop_requested and not exit_requested:
                 exit_requested = self._request_process_exit(child)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(timeout=_POLL_SECONDS)
+
+    def _handle_deleted_folder(self, child: subprocess.Popen[bytes]) -> None:
+        """Request the child process to exit, and kill it if it does not."""
+        self.is_folder_deleted = True
+        if not self.spec.name.startswith("node"):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_COORDINATOR_DELAY_SECONDS)
+        self.stop_requested = True
+        killer = threading.Timer(_KILL_SECONDS, child.kill)
+        killer.daemon = True
+        killer.start()
 
     def _request_process_exit(self, child: subprocess.Popen[bytes]) -> bool:
         if not self.spec.stop_command:
