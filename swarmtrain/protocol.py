@@ -268,6 +268,7 @@ EVENT_CHECKPOINT = "checkpoint"
 # step, path, and run_id: the id of the run that wrote the checkpoint, and that this run therefore continues; empty if it is unknown
 EVENT_RESUMED = "resumed"
 # node, rank, local_rank, world, exit_code or signal, error (last line), hint, traceback, oom, step;
+# peer: the node whose address is in the error;
 # permanent: see PERMANENT_BEFORE_FIRST_STEP
 EVENT_FAILURE = "failure"
 # node, message: text for the user, for example about a skipped corrupt checkpoint
@@ -316,8 +317,8 @@ def build_world_key(environ: Mapping[str, str]) -> str:
 
 
 _COLLATERAL_PATTERN = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
-    r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM",
+    r"connection (was )?(closed|reset|refused|timed out)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
+    r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM|gloo/transport|connectFullMesh|(read|write) error \[",
     re.IGNORECASE,
 )
 

@@ -62,6 +62,16 @@ QUEUED_STATE = "queued"
 
 
 @dataclass(frozen=True)
+class TaskExit:
+    """Exit of a service's container or process that nobody had requested, at `time`, in seconds since the epoch."""
+
+    node: str
+    time: float
+    exit_code: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class TaskState:
     """State of one service of a run: a node or the rendezvous.
 
@@ -75,6 +85,8 @@ class TaskState:
     exit_code: int | None = None
     gpus: tuple[str, ...] = ()
     """The GPUs reserved by the service: their ids, or the number of GPUs of each kind."""
+    exits: tuple[TaskExit, ...] = ()
+    """Unrequested exits of the service's containers, oldest first, as far back as the engine keeps them."""
 
 
 OVERVIEW_EVENTS = 100

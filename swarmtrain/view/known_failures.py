@@ -274,18 +274,25 @@ FAILURE_SIGNATURES = (
         "container killed",
         "the whole container was killed: by the kernel if the machine ran out of memory, by the engine, or manually",
         "check dmesg and journalctl -u docker on that node, at that time",
-        pattern=r"non-zero exit \(137\)",
+        pattern=r"non-zero exit \(137\)|container was killed|ended without reporting a reason",
     ),
     FailureSignature(
         "node lost",
         "the machine or its engine is down, or the network to it is unavailable",
         "run docker node ls; " + _RESUME_TEXT + " when the node is back, or on other nodes",
-        pattern=r"was lost|stopped sending heartbeats|fell silent",
+        pattern=r"was lost|stopped sending heartbeats|fell silent|ended together with its machine",
+    ),
+    FailureSignature(
+        "unresponsive",
+        "the process hung or was stopped, or its machine is much slower than the others",
+        "run swarmtrain logs on that node to see its last output; run swarmtrain doctor CONFIG to measure the links between all nodes",
+        pattern=r"did not respond: all other ranks waited",
     ),
     FailureSignature(
         "peer lost",
         "another rank died first, without reporting the reason",
         "check the logs of the other ranks; run docker node ls to see whether a machine was lost",
-        pattern=r"connection (was )?(closed|reset|refused)|Broken pipe|DistNetworkError|DistStoreError|RendezvousConnectionError",
+        pattern=r"connection (was )?(closed|reset|refused)|closed its connections without|Broken pipe|DistNetworkError|DistStoreError"
+        r"|RendezvousConnectionError",
     ),
 )

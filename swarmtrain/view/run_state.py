@@ -15,7 +15,7 @@ from swarmtrain.view.console import print_message
 from swarmtrain.view.live_status import watch_status
 from swarmtrain.view.output import print_json, print_result
 from swarmtrain.view.status import RunStatus, build_status
-from swarmtrain.view.why import LINES_BEFORE_SECONDS, FailureDiagnosis, diagnose_failure, find_first_failure
+from swarmtrain.view.why import LINES_BEFORE_SECONDS, FailureDiagnosis, diagnose_failure, find_root_cause
 
 _TAIL_LINES = 2000
 """Number of last output lines of each node that are searched for the cause of a failure."""
@@ -103,10 +103,11 @@ def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
     Raises RunNotFound if there is no such run.
     """
     events = load_live_run_events(launcher, run)
-    first = find_first_failure(events)
+    tasks = launcher.list_tasks(run)
+    first = find_root_cause(events, tasks)
     since = first.time - LINES_BEFORE_SECONDS if first else None
     lines = launcher.stream_logs(run, follow=False, tail=_TAIL_LINES, since=since)
-    return diagnose_failure(run, events, launcher.list_tasks(run), lines)
+    return diagnose_failure(run, events, tasks, lines)
 
 
 def list_known_runs() -> list[history.RunSummary]:

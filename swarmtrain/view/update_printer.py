@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from swarmtrain import protocol
+from swarmtrain.failure_text import format_failure
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import has_color_support, print_message
 from swarmtrain.view.formatting import format_count, format_duration, format_loss, remove_control_characters
 from swarmtrain.view.progress_bar import show_progress_bar
-from swarmtrain.view.worlds import format_failure
 
 _NODE_COLORS = (36, 33, 32, 35, 34, 31)
 

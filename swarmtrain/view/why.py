@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarmtrain import protocol
+from swarmtrain.failure_text import describe_error, format_failure
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.protocol import Event, is_collateral_failure
+from swarmtrain.protocol import Event
 from swarmtrain.view.formatting import format_duration, format_end_time, format_time
 from swarmtrain.view.known_failures import FailureEvidence, FailureSignature, get_signal_name, identify_failure
+from swarmtrain.view.root_cause import CausePriority, list_interruptions
 from swarmtrain.view.status import format_progress, suggest_quarantine_remedy
-from swarmtrain.view.worlds import find_gpu_faults, find_quarantined_nodes, format_failure, list_worlds
+from swarmtrain.view.worlds import find_gpu_faults, find_quarantined_nodes, list_worlds
 
 LINES_BEFORE_SECONDS = 60.0
 """Seconds before a failure whose output may explain the failure."""
@@ -48,6 +50,8 @@ class FailureDiagnosis:
     world: int
     progress: str
     error: str
+    detail: str
+    """Text of the exception, if `error` describes it in other words; otherwise empty."""
     exit_status: str
     signature: str
     meaning: str
@@ -77,6 +81,7 @@ class FailureDiagnosis:
             ("first", location),
             ("step", self.progress),
             ("error", self.error),
+            ("detail", self.detail),
             ("exit", self.exit_status),
             ("means", self.meaning),
             ("fix", self.fix),
@@ -93,18 +98,15 @@ class FailureDiagnosis:
         return "\n".join(lines)
 
 
-def find_first_failure(events: Sequence[Event]) -> Event | None:
-    """Return the first failure event in the last world that had a failure. Failures that are not collateral take precedence."""
-    failures_by_world: list[list[Event]] = [[]]
-    for event in events:
-        if event.kind == protocol.EVENT_WORLD_FORMED:
-            failures_by_world.append([])
-        elif event.kind == protocol.EVENT_FAILURE:
-            failures_by_world[-1].append(event)
-    newest_failures = next((world_failures for world_failures in reversed(failures_by_world) if world_failures), [])
-    return next(
-        (event for event in newest_failures if not is_collateral_failure(event.data)), newest_failures[0] if newest_failures else None
-    )
+def find_root_cause(events: Sequence[Event], tasks: Sequence[TaskState] = ()) -> Event | None:
+    """Return a failure event of what made the ranks restart last, or ended the run; None if nothing has failed.
+
+    A restart of the coordinator interrupts no rank, so any other cause takes precedence over it.
+    """
+    exits = [task_exit for task in tasks for task_exit in task.exits]
+    causes = [cause for each in reversed(list_interruptions(events, exits)) if (cause := each.root_cause) and cause.failure]
+    cause = next((cause for cause in causes if cause.priority is not CausePriority.coordinator), causes[0] if causes else None)
+    return Event(protocol.EVENT_FAILURE, dict(cause.failure), cause.time) if cause else None
 
 
 def diagnose_failure(
@@ -112,8 +114,8 @@ def diagnose_failure(
 ) -> FailureDiagnosis | None:
     """Return the diagnosis of `run`; None if nothing has failed. `events` and `log_lines` are in chronological order."""
     first = (
-        find_first_failure(events)
-        or _find_lost_node_failure(events)
+        find_root_cause(events, tasks)
+        or _find_outcome_failure(events)
         or _find_container_start_failure(tasks, events)
         or _find_gpu_failure(events)
     )
@@ -130,6 +132,8 @@ def diagnose_failure(
     quarantine = find_quarantined_nodes(events).get(node)
     reasons = [task.reason for task in tasks if task.node == node and task.reason]
     signature = identify_failure(FailureEvidence(data, "\n".join([*own_lines[-_MAX_LINES:], *reasons])))
+    raw_error = " ".join(str(data.get("error") or "").split())
+    error = describe_error(data)
     earlier_events = [event for event in events if event.time <= first.time]
     progress = next((event.data for event in reversed(earlier_events) if event.kind == protocol.EVENT_PROGRESS), None)
     outcome = next(
@@ -144,7 +148,8 @@ def diagnose_failure(
         time=first.time,
         world=len(list_worlds(earlier_events)),
         progress=format_progress(progress) if progress else "",
-        error=str(data.get("error", "")),
+        error=error,
+        detail=raw_error if raw_error != error else "",
         exit_status=_format_exit_status(data),
         signature=signature.name if signature else "",
         meaning=signature.meaning if signature else "",
@@ -176,27 +181,13 @@ def _format_exit_status(failure_data: dict[str, Any]) -> str:
     return f"exit code {code}{f', which is {name}' if name else ''}"
 
 
-def _find_lost_node_failure(events: Sequence[Event]) -> Event | None:
-    """Return a failure event for a run that ended without a reported failure; None if the run has no outcome yet, or is done.
-
-    The event names the last node that left without an exit code, or else contains the reason of the coordinator's outcome.
-    """
+def _find_outcome_failure(events: Sequence[Event]) -> Event | None:
+    """Return a failure event with the reason of the coordinator's outcome; None if the run has no outcome yet, or is done."""
     outcome = next((event for event in reversed(events) if event.kind == protocol.EVENT_OUTCOME), None)
     if outcome is None or outcome.data.get("status") == "done":
         return None
-    silent_exits = [event for event in events if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") is None]
-    if not silent_exits:
-        return Event(
-            protocol.EVENT_FAILURE,
-            {"node": protocol.RENDEZVOUS_SERVICE, "error": outcome.data.get("reason"), "exit_code": outcome.data.get("exit_code")},
-            outcome.time,
-        )
-    node = silent_exits[-1].data.get("node")
-    return Event(
-        protocol.EVENT_FAILURE,
-        {"node": node, "error": f"{node} stopped sending heartbeats: {outcome.data.get('reason')}"},
-        silent_exits[-1].time,
-    )
+    data = {"node": protocol.RENDEZVOUS_SERVICE, "error": outcome.data.get("reason"), "exit_code": outcome.data.get("exit_code")}
+    return Event(protocol.EVENT_FAILURE, data, outcome.time)
 
 
 def _find_container_start_failure(tasks: Sequence[TaskState], events: Sequence[Event]) -> Event | None:

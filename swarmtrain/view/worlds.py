@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from swarmtrain import protocol
+from swarmtrain.failure_text import describe_error
 from swarmtrain.protocol import EXIT_PLANNED, Event, is_collateral_failure
+from swarmtrain.view.root_cause import list_interruptions
 
 
 @dataclass(frozen=True)
@@ -52,54 +53,16 @@ class NodeGpuFault:
         return f"{self.node}: {self.message}"
 
 
-def list_worlds(events: Iterable[Event]) -> list[WorldInfo]:
+def list_worlds(events: Sequence[Event]) -> list[WorldInfo]:
     """Return the worlds that have formed, in chronological order."""
-    formed_worlds: list[WorldInfo] = []
-    events_between: list[Event] = []
-    previous_members: set[str] = set()
-    for event in events:
-        if event.kind == protocol.EVENT_WORLD_FORMED:
-            nodes, ranks = int(event.data.get("nodes", 0)), int(event.data.get("world_size", 0))
-            members = set(event.data.get("ranks") or ())
-            cause = explain_new_world(events_between) or _describe_new_nodes(previous_members, members) if formed_worlds else ""
-            formed_worlds.append(WorldInfo(len(formed_worlds) + 1, event.time, nodes, ranks, cause))
-            events_between, previous_members = [], members
-        elif event.kind in _CAUSE_KINDS:
-            events_between.append(event)
-    return formed_worlds
-
-
-def explain_new_world(events_since_previous_world: Sequence[Event]) -> str:
-    """Return the reason for a new world, from the events since the previous world; empty if none is known."""
-    ranked = sorted(events_since_previous_world, key=_get_cause_priority)
-    return next((text for event in ranked if (text := describe_restart_cause(event))), "")
-
-
-def describe_restart_cause(event: Event) -> str:
-    """Return the reason that `event` gives for a restart of the ranks, as text; empty if it gives none."""
-    node = str(event.data.get("node", "a node"))
-    if event.kind == protocol.EVENT_FAILURE:
-        return format_failure(event.data)
-    if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") is None:
-        return f"{node} stopped sending heartbeats"
-    if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
-        return f"{node} received a stop request"
-    if event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code"):
-        return f"{node} exited with exit code {event.data['exit_code']}"
-    texts = {
-        protocol.EVENT_COORDINATOR_STARTED: "the coordinator was restarted",
-        protocol.EVENT_NODE_QUARANTINED: f"{node} was quarantined: {event.data.get('reason')}",
-        protocol.EVENT_NODE_JOINED: f"{node} joined",
-        protocol.EVENT_NODE_RELEASED: f"{node} joined",
-    }
-    return texts.get(event.kind, "")
-
-
-def format_failure(data: Mapping[str, Any]) -> str:
-    """Return the data of a failure event as text: `node1 rank 3 failed: REASON`."""
-    rank_label = f"{data.get('node')} rank {data['rank']}" if data.get("rank") is not None else f"{data.get('node')}"
-    exit_text = data.get("signal") or f"exit code {data.get('exit_code')}"
-    return f"{rank_label} failed: {data.get('error') or exit_text}"
+    formed = [event for event in events if event.kind == protocol.EVENT_WORLD_FORMED]
+    worlds: list[WorldInfo] = []
+    for event, before in zip(formed, list_interruptions(events), strict=False):
+        members = set(event.data.get("ranks") or ())
+        cause = before.root_cause
+        reason = (cause.text if cause else _describe_new_nodes(before.members, members)) if worlds else ""
+        worlds.append(WorldInfo(len(worlds) + 1, event.time, int(event.data.get("nodes", 0)), int(event.data.get("world_size", 0)), reason))
+    return worlds
 
 
 def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
@@ -119,7 +82,7 @@ def count_restarts(events: Iterable[Event]) -> dict[str, NodeRestarts]:
         elif event.kind == protocol.EVENT_NODE_LEFT and event.data.get("exit_code") == EXIT_PLANNED:
             joined_nodes.discard(node)  # a node that exited gracefully has not been restarted when it comes back
         elif event.kind == protocol.EVENT_FAILURE and not is_collateral_failure(event.data):
-            cause = str(event.data.get("error") or event.data.get("signal") or f"exit code {event.data.get('exit_code')}")
+            cause = describe_error(event.data)
         elif event.kind == protocol.EVENT_WORLD_FORMED:
             _add_restarts(restarts_by_node, causes)
             causes = {}
@@ -171,22 +134,3 @@ def _describe_new_nodes(previous_members: set[str], members: set[str]) -> str:
     """Return text that names the new nodes of a world; empty if unknown. They may have joined too late for the previous world."""
     new = ", ".join(sorted(members - previous_members)) if previous_members else ""
     return f"{new} joined" if new else ""
-
-
-_CAUSE_KINDS = {
-    protocol.EVENT_FAILURE,
-    protocol.EVENT_NODE_LEFT,
-    protocol.EVENT_COORDINATOR_STARTED,
-    protocol.EVENT_NODE_JOINED,
-    protocol.EVENT_NODE_QUARANTINED,
-    protocol.EVENT_NODE_RELEASED,
-}
-
-
-def _get_cause_priority(event: Event) -> int:
-    """Return the priority of an event among the possible causes of a new world; the lowest number takes precedence."""
-    if event.kind == protocol.EVENT_FAILURE:
-        return 3 if is_collateral_failure(event.data) else 0
-    if event.kind in (protocol.EVENT_NODE_LEFT, protocol.EVENT_NODE_QUARANTINED):
-        return 1
-    return 2 if event.kind == protocol.EVENT_COORDINATOR_STARTED else 4

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_suspects import find_suspect
 from features import IN_A_CONTAINER, LAUNCHERS, NODE_DIES, SCALE_DOWN, SCALE_UP, feature
 from interrupt import ROOT, interrupt_at_line
 from processes import find_run_pids, read_command_line
@@ -390,6 +391,7 @@ class Contract:
         worlds = len(target_with_run.read_status()["worlds"])
         target_with_run.kill_node("node1")
         assert target_with_run.wait_for_training(2, worlds + 1)["state"] == "training"
+        assert find_suspect(target_with_run("why", RUN)) == "node1"
 
     @feature("`stop` lets the ranks save a checkpoint, and ends the commands that follow the run; a deploy resumes from this checkpoint")
     def test_stop_and_resume(self, target_with_run: LaunchTarget, follower: subprocess.Popen[str]) -> None:
@@ -438,6 +440,7 @@ class Contract:
         try:
             status = target_with_run.wait_for_training(1, worlds + 1)
             assert status["state"] == "training"
+            assert find_suspect(target_with_run("why", RUN)) == "node1"
             assert follower.poll() is None
         finally:
             target_with_run.restart_machines()

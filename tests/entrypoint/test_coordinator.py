@@ -12,6 +12,7 @@ from swarmtrain.protocol import (
     EVENT_CHECKPOINT,
     EVENT_FAILURE,
     EVENT_GPU_FAULT,
+    EVENT_NODE_JOINED,
     EVENT_NODE_LEFT,
     EVENT_NODE_QUARANTINED,
     EVENT_NODE_RELEASED,
@@ -419,13 +420,29 @@ def test_the_cause_is_named_even_when_its_consequence_is_reported_first() -> Non
 
 def test_a_consequence_without_a_cause_is_an_outcome_after_a_while() -> None:
     board = CoordinatorHarness(max_restarts=0)
+    board.coordinator.handle_event(Event(EVENT_NODE_JOINED, {"node": "node1", "address": "10.0.0.3"}))
     board.post_world("w", "node0", "node1")
     board.post_failure("w", "node0", 0, PEER)
     board.advance_time(COLLATERAL_GRACE_SECONDS - 0.1)
     assert board.outcome is None
     board.advance_time(0.2)
     assert board.outcome is not None
-    assert PEER in board.outcome.reason
+    assert board.outcome.reason == "node0 rank 0: lost its connection to node1; failed once without a new step, max_restarts is 0"
+    assert board.list_events(EVENT_FAILURE)[0]["error"] == PEER
+
+
+def test_an_outcome_names_the_node_that_went_silent_before_the_ranks_that_lost_it() -> None:
+    board = CoordinatorHarness(max_restarts=0)
+    for node in ("node0", "node1"):
+        board.coordinator.register_node(node)
+        board.coordinator.handle_event(Event(EVENT_NODE_JOINED, {"node": node, "address": f"10.0.0.{2 + int(node[-1])}"}))
+    board.post_world("w", "node0", "node1")
+    board.post_failure("w", "node0", 0, PEER)
+    board.time += COLLATERAL_GRACE_SECONDS
+    board.coordinator.record_heartbeat("node0")
+    board.coordinator.process_timeouts()
+    assert board.outcome is not None
+    assert board.outcome.reason.startswith("node1: went silent without reporting a reason; node0 rank 0: lost its connection to node1; ")
 
 
 def test_peers_that_stumble_over_a_coming_or_going_node_cost_nothing() -> None:

@@ -155,6 +155,12 @@ class ChaosRun:
         assert self._deploy_process
         return self._deploy_process.wait(seconds)
 
+    def read_diagnosis(self) -> str:
+        """Return what `swarmtrain why` prints."""
+        environ = {**os.environ, "DOCKER_HOST": self.lab.get_docker_host("node0")}
+        command = [sys.executable, "-m", "swarmtrain", "why", self.name]
+        return subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True, text=True).stdout
+
     def take_down(self) -> None:
         """Take the run down, check that no container is left, and remove what it wrote. Do nothing if that is already done."""
         if self._deploy_process is None:

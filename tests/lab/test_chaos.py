@@ -3,12 +3,14 @@
 Each row of the table in faults.py is a test for replicated and for sharded state, each with a disk that all nodes share and with a
 disk per node. SWARMTRAIN_CHAOS=all runs every row; another value runs the rows whose name contains it; without a value the default
 cases run.
-The assertions use the audit files.
+The assertions use the audit files. In each case `swarmtrain why` names what caused the fault; with SWARMTRAIN_DOCS the events and tasks
+are recorded for the unit tests.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +20,13 @@ import chaos_table
 import image_cache
 import pytest
 from chaos_run import NODES, ROOT, STEPS, ChaosRun
+from fault_suspects import SUSPECTS, find_suspect, write_recording
 from faults import FAULTS, Fault
 from run_audit import RunAudit, compute_largest_difference, find_problems
 
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 
 TOPOLOGIES = {"replicated": (), "sharded": ("topology.data_parallel_type=fsdp",)}
 PAGE = ROOT / "docs" / "explanation" / "reliability.md"
@@ -169,6 +172,7 @@ def test_an_undisturbed_run_ends(state: str, get_undisturbed_audit: Callable[...
 @pytest.mark.parametrize("case", CASES, ids=[str(case).replace(" ", "_") for case in CASES])
 def test_a_run_survives_any_fault(
     case: ChaosCase,
+    lab: Lab,
     start_run: Callable[..., ChaosRun],
     get_undisturbed_audit: Callable[..., RunAudit],
     record_result: Callable[[ChaosResult], None],
@@ -178,6 +182,11 @@ def test_a_run_survives_any_fault(
     scene.wait_for_step(_FAULT_STEP)
     case.fault.inject(scene)
     assert scene.wait_for_end() == 0, "the run did not end well"
+    suspect = find_suspect(scene.read_diagnosis())
+    assert re.fullmatch(SUSPECTS[case.fault.name], suspect), f"`why` names {suspect or 'nobody'}"
+    if os.environ.get("SWARMTRAIN_DOCS"):
+        launcher = SwarmLauncher(lab.get_docker_host("node0"))
+        write_recording(case.fault.name, launcher.read_events(scene.name), launcher.list_tasks(scene.name))
     story = scene.audit
     record_result(
         ChaosResult(case, scene.longest_pause, story.lost_steps, tuple(story.world_sizes), compute_largest_difference(story, calm))

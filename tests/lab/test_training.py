@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 import loss_curves
 import pytest
 from chaos_run import SIGNAL_SCRIPT
+from fault_suspects import SUSPECTS, find_suspect
 from training_helpers import (
     FEW_STEPS,
     MIDDLE_STEP,
@@ -41,6 +43,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.queueing import queue_service
 from swarmtrain.protocol import Event
+from swarmtrain.view.run_state import diagnose_live_run
 
 
 @pytest.fixture
@@ -110,6 +113,8 @@ def test_a_killed_rank_changes_nothing(lab: Lab, launcher: SwarmLauncher, image:
     events = wait_for_events(launcher, "rank", is_done)
     assert "SIGKILL" in [event.data.get("signal") for event in events if event.kind == protocol.EVENT_FAILURE]
     assert any(event.kind == protocol.EVENT_RESUMED and event.data["step"] >= MIDDLE_STEP for event in events)
+    diagnosis = str(diagnose_live_run(launcher, "rank"))
+    assert re.fullmatch(SUSPECTS["a rank is killed"], find_suspect(diagnosis)), diagnosis
     assert_nothing_recomputed(lab, "rank")
     assert_same_losses(read_losses(lab, "rank"), reference)
 
@@ -151,6 +156,9 @@ def test_a_killed_container_changes_nothing(
     assert subprocess.run([*docker, *secret], capture_output=True, check=True).stdout == b"planted-0123456789"
     subprocess.run([*docker, "kill", "--signal", "KILL", found], check=True)
     assert deploy.wait(300) == 0
+    diagnosis = str(diagnose_live_run(launcher, "container"))
+    assert find_suspect(diagnosis) == "node2", diagnosis
+    assert "exit code 137, which is SIGKILL" in diagnosis
     assert_nothing_recomputed(lab, "container")
     assert_same_losses(read_losses(lab, "container"), reference)
     output = collect_all_output(lab, launcher, "container")

@@ -1,8 +1,9 @@
 """What `why` recognizes.
 
-Of the 34 ways to fail that `why` recognizes, 22 happen for real in this test, by processes that fail in that way; for 3 (image, no node,
-mount) a real Swarm gives the reason in tests/lab, and its words are recognized here; for 9 (GPU memory, GPU architecture, GPU driver,
-no GPU, GPU assertion, GPU fault, NCCL, container killed, node lost) only the words of torch, NCCL, Docker or swarmtrain are recognized.
+Of the 35 ways to fail that `why` recognizes, 22 happen for real in this test, by processes that fail in that way; for 3 (image, no node,
+mount) a real Swarm gives the reason in tests/lab, and its words are recognized here; 3 (container killed, node lost, unresponsive) are
+recognized in the recordings of real runs; for 7 (GPU memory, GPU architecture, GPU driver, no GPU, GPU assertion, GPU fault, NCCL) only
+the words of torch, NCCL, Docker or swarmtrain are recognized.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_suspects import read_recording
 
 from swarmtrain.entrypoint.resource_usage import Cgroup
 from swarmtrain.entrypoint.supervisor.elastic_agent import describe_out_of_memory
 from swarmtrain.view.known_failures import FAILURE_SIGNATURES, FailureEvidence, identify_failure
+from swarmtrain.view.why import diagnose_failure
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -111,8 +114,12 @@ ERROR_LINES = {
     "GPU fault": "RuntimeError: CUDA error: uncorrectable ECC error encountered",
     "NCCL": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error (run with"
     " NCCL_DEBUG=INFO for details), NCCL version 2.28.9",
-    "container killed": "task: non-zero exit (137)",
-    "node lost": "node1 was lost; node0 had already finished, so this world cannot form again",
+}
+# Faults of the chaos table, of which there are recordings.
+RECORDED_FAULTS = {
+    "container killed": "a container is killed",
+    "node lost": "a machine dies, and comes back after 30 s",
+    "unresponsive": "a rank hangs",
 }
 # Reasons that a real Swarm gives for a task that does not run: the test in tests/lab that expects this message, and the message.
 LAB_CASES = {
@@ -149,7 +156,7 @@ def run_failing_script(script: str, folder: Path, *prefix: str) -> dict[str, Any
 
 def test_each_way_to_fail_is_in_one_group() -> None:
     names = [known.name for known in FAILURE_SIGNATURES]
-    assert sorted(names) == sorted([*SCRIPTS, *SEPARATE_TESTS, *LAB_CASES, *ERROR_LINES])
+    assert sorted(names) == sorted([*SCRIPTS, *SEPARATE_TESTS, *LAB_CASES, *RECORDED_FAULTS, *ERROR_LINES])
     assert len(set(names)) == len(names)
     assert all(callable(globals()[test]) for test in SEPARATE_TESTS.values())
 
@@ -160,10 +167,18 @@ def test_the_claim_has_the_numbers_of_these_groups() -> None:
         f"this test, by "
         f"processes that fail in that way; for {len(LAB_CASES)} ({', '.join(LAB_CASES)}) a real Swarm gives the reason in tests/lab, "
         f"and its words are "
-        f"recognized here; for {len(ERROR_LINES)} ({', '.join(ERROR_LINES)}) only the words of torch, NCCL, Docker or swarmtrain are "
+        f"recognized here; {len(RECORDED_FAULTS)} ({', '.join(RECORDED_FAULTS)}) are recognized in the recordings of real runs; for "
+        f"{len(ERROR_LINES)} ({', '.join(ERROR_LINES)}) only the words of torch, NCCL, Docker or swarmtrain are "
         f"recognized."
     )
     assert claim in " ".join((__doc__ or "").split())
+
+
+@pytest.mark.parametrize("name", RECORDED_FAULTS)
+def test_a_recorded_fault(name: str) -> None:
+    diagnosis = diagnose_failure("run", *read_recording(RECORDED_FAULTS[name]), [])
+    assert diagnosis is not None
+    assert diagnosis.signature == name
 
 
 def get_failure_name(data: dict[str, Any], output: str = "") -> str:

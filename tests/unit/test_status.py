@@ -172,7 +172,7 @@ PEER_FAILURE = Event(protocol.EVENT_FAILURE, {"node": "node0", "rank": 0, "error
         ([PEER_FAILURE, Event(protocol.EVENT_NODE_LEFT, {"node": "node1", "exit_code": None})], "node1 stopped sending heartbeats"),
         (
             [PEER_FAILURE, Event(protocol.EVENT_NODE_JOINED, {"node": "node1"})],
-            "node0 rank 0 failed: RuntimeError: Connection closed by peer",
+            "node0 rank 0 lost its connection to another rank",
         ),
         ([PEER_FAILURE, Event(protocol.EVENT_FAILURE, {"node": "node1", "rank": 1, "error": "boom"})], "node1 rank 1 failed: boom"),
         (

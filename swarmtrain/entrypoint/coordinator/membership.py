@@ -40,6 +40,10 @@ class Membership:
     def responsive_nodes(self) -> set[str]:
         return {name for name in self.members if self._clock() - self._nodes[name].last_heartbeat <= NODE_RESPONSIVE_SECONDS}
 
+    def find_silent_nodes(self, seconds: float) -> set[str]:
+        """Return the members that have sent no heartbeat for more than `seconds` seconds, including those that are lost."""
+        return {name for name, node in self._nodes.items() if node.exit_code is None and self._clock() - node.last_heartbeat > seconds}
+
     @property
     def has_no_active_nodes(self) -> bool:
         """Whether every node has exited or is lost, so that none uses the coordinator any more."""

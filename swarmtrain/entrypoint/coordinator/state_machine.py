@@ -27,6 +27,7 @@ from swarmtrain.entrypoint.coordinator.node_quarantine import NodeQuarantine, is
 from swarmtrain.entrypoint.coordinator.rendezvous_barrier import RendezvousBarrier
 from swarmtrain.entrypoint.coordinator.restart_budget import RestartBudget
 from swarmtrain.entrypoint.coordinator.world_tracker import FailureCause, ReportedFailures, WorldTracker
+from swarmtrain.failure_text import describe_error
 from swarmtrain.protocol import (
     EVENT_CHECKPOINT,
     EVENT_COORDINATOR_STARTED,
@@ -59,6 +60,8 @@ STABLE_WORLD_SECONDS = 300.0
 """Seconds that a world must run to count as progress, for scripts that report no steps."""
 COLLATERAL_GRACE_SECONDS = 3.0
 """Seconds to wait for the root cause if only collateral failures were reported so far."""
+SILENT_SECONDS = 2.5
+"""Seconds without a heartbeat after which a node counts as the reason for collateral failures. Less than COLLATERAL_GRACE_SECONDS."""
 
 _RESERVED_KINDS = {EVENT_OPERATION, EVENT_COORDINATOR_STARTED, EVENT_NODE_LEFT, EVENT_NODE_QUARANTINED, EVENT_NODE_RELEASED, EVENT_OUTCOME}
 
@@ -204,6 +207,7 @@ class Coordinator:
             self._record_returned_rank(event)
         elif event.kind == EVENT_NODE_JOINED:
             self._barrier.expect_node(str(event.data["node"]))
+            self._worlds.record_address(str(event.data["node"]), str(event.data.get("address")))
             self._event_log.write_event(event)
         else:
             self._event_log.write_event(event)
@@ -344,10 +348,17 @@ class Coordinator:
     def _fail_run(self, reason: str | None = None, *, omit_cause: bool = False) -> None:
         cause, reason = self._failure_cause, reason or self._budget.exhaustion_reason or "given up"
         data = cause.data if cause else {}
-        full_reason = (
-            f"{cause.failed_node_and_rank}: {data.get('error', 'no reason given')}; {reason}" if cause and not omit_cause else reason
-        )
+        full_reason = f"{self._describe_cause(cause)}; {reason}" if cause and not omit_cause else reason
         self._set_outcome(RunOutcome("failed", full_reason, cause.exit_code if cause else 1, str(data.get("hint") or "")))
+
+    def _describe_cause(self, cause: FailureCause) -> str:
+        """Return the cause of the run's failure as text. The node that went silent comes before the ranks that lost it."""
+        text = f"{cause.failed_node_and_rank}: {describe_error(cause.data)}"
+        silent = self._membership.find_silent_nodes(SILENT_SECONDS) & (self._worlds.newest.members if self._worlds.newest else set())
+        suspects = silent & {cause.data["peer"]} if "peer" in cause.data else silent
+        if not cause.is_collateral or not suspects:
+            return text
+        return f"{', '.join(sorted(suspects))}: went silent without reporting a reason; {text}"
 
     def _set_done_outcome(self, node_count: int) -> None:
         self._set_outcome(RunOutcome("done", f"all {node_count} nodes have finished" if node_count > 1 else "its node has finished", 0))

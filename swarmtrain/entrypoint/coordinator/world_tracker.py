@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarmtrain.failure_text import find_peer_node
 from swarmtrain.protocol import is_collateral_failure
 
 _NUMBER_PATTERN = re.compile(r"\d[\d.,]*")
@@ -82,6 +83,11 @@ class WorldTracker:
     def __init__(self) -> None:
         self.newest: FormedWorld | None = None
         self._forming: dict[str, dict[str, list[int]]] = {}
+        self._addresses: dict[str, str] = {}
+
+    def record_address(self, node: str, address: str) -> None:
+        """Record the address at which the ranks of `node` communicate."""
+        self._addresses[node] = address
 
     def add_node(self, node_report: Mapping[str, Any], timestamp: float) -> FormedWorld | None:
         """Record one node's report that it has joined a world. Return that world once all its nodes have reported, else None."""
@@ -98,12 +104,14 @@ class WorldTracker:
         """Return the failure cause of an event, attributed to its world and to the failed rank.
 
         Another rank may have reported the failure. `round` is the current rendezvous round, by which the failure of an agent is
-        attributed: an agent does not know its world.
+        attributed: an agent does not know its world. The field `peer` is added if the error contains the address of another node.
         """
         attributed = {key: value for key, value in failure.items() if key != "failed_rank"}
         for node, ranks in (self.newest.ranks if self.newest else {}).items():
             if failure.get("failed_rank") in ranks:
                 attributed |= {"node": node, "rank": failure["failed_rank"], "local_rank": ranks.index(failure["failed_rank"])}
+        if peer := find_peer_node(str(failure.get("error")), str(attributed.get("node")), self._addresses):
+            attributed["peer"] = peer
         if "world" in failure:
             return FailureCause(str(failure["world"]), attributed)
         failure_round = str(failure.get("round", round))

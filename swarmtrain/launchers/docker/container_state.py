@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from swarmtrain.errors import EngineError
-from swarmtrain.launchers.base import TaskState
+from swarmtrain.launchers.base import TaskExit, TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
 from swarmtrain.run_identity import RunIdentity, is_valid_run_name
@@ -51,12 +52,21 @@ class Container:
     def to_task_state(self) -> TaskState:
         """Return the container's state as a TaskState."""
         status, exit_code, host = self.state["Status"], self.state["ExitCode"], self.labels.get(LABEL_HOST, FIRST_HOST)
+        exits = _list_exits(self.node, self.state)
         if self.state["Restarting"]:
-            return TaskState(self.node, host, "starting", f"restarting after: {_describe_exit(self.state)}", exit_code)
+            return TaskState(self.node, host, "starting", f"restarting after: {_describe_exit(self.state)}", exit_code, exits=exits)
         if status == "exited":
             state = "complete" if exit_code == 0 else "shutdown" if exit_code == EXIT_PLANNED else "failed"
-            return TaskState(self.node, host, state, _describe_exit(self.state) if exit_code else "", exit_code)
+            return TaskState(self.node, host, state, _describe_exit(self.state) if exit_code else "", exit_code, exits=exits)
         return TaskState(self.node, host, {"created": "new"}.get(status, status))
+
+
+def _list_exits(node: str, container_state: dict[str, Any]) -> tuple[TaskExit, ...]:
+    """Return the last exit of a container, if nobody had requested it; the engine does not keep earlier ones."""
+    code = container_state["ExitCode"]
+    if container_state["Running"] or code in (0, EXIT_PLANNED):
+        return ()
+    return (TaskExit(node, datetime.fromisoformat(container_state["FinishedAt"]).timestamp(), code, _describe_exit(container_state)),)
 
 
 def _describe_exit(container_state: dict[str, Any]) -> str:

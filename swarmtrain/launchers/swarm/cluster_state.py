@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from swarmtrain.errors import EngineError, RunNotFound
@@ -109,6 +110,8 @@ class Task:
     """Id of the task's container; empty before Swarm has created one."""
     gpus: tuple[str, ...] = ()
     """The GPUs or other resources assigned to the task: their ids, or the amount of each kind."""
+    changed_at: float = 0.0
+    """Time at which the task entered its state, in seconds since the epoch; 0 if it is unknown."""
 
     @property
     def is_final(self) -> bool:
@@ -292,6 +295,7 @@ def parse_task(api_object: dict[str, Any]) -> Task:
         gpus=describe_resources(get_assigned_resources(api_object))
         if api_object.get("NodeID") and status.get("State") not in FINAL_STATES
         else (),
+        changed_at=datetime.fromisoformat(status["Timestamp"]).timestamp() if "Timestamp" in status else 0.0,
     )
 
 

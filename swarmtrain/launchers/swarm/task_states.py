@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from swarmtrain.launchers.base import QUEUED_STATE, TaskState
+from swarmtrain.launchers.base import QUEUED_STATE, TaskExit, TaskState
 from swarmtrain.launchers.swarm.cluster_state import Service, Task, find_newest_task
 from swarmtrain.launchers.swarm.queue_entry import EntryState, find_queue_entry
-from swarmtrain.protocol import LABEL_HOST
+from swarmtrain.protocol import EXIT_PLANNED, LABEL_HOST
 
 
 def build_task_states(
@@ -31,16 +31,23 @@ def build_task_state(node_name: str, tasks: list[Task], service: Service, host_n
     While a task is pending, `reason` states why the previous task ended.
     """
     task = find_newest_task(tasks, service.id)
+    exits = _list_exits(node_name, tasks, service)
     host = service.labels.get(LABEL_HOST, "")
     if task is None or (service.replicas == 0 and task.is_final):
-        return TaskState(node_name, host, "stopped" if service.replicas == 0 else "new")
+        return TaskState(node_name, host, "stopped" if service.replicas == 0 else "new", exits=exits)
     reason = task.reason
     if not reason and not task.is_final and task.state != "running":
         earlier_failures = [
             candidate for candidate in tasks if candidate.service_id == service.id and candidate.id != task.id and candidate.reason
         ]
         reason = f"restarting after: {earlier_failures[-1].reason}" if earlier_failures else ""
-    return TaskState(node_name, host_name_by_node_id.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus)
+    return TaskState(node_name, host_name_by_node_id.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus, exits)
+
+
+def _list_exits(node_name: str, tasks: list[Task], service: Service) -> tuple[TaskExit, ...]:
+    """Return the exits of the service's containers that nobody had requested."""
+    failed = [task for task in tasks if task.service_id == service.id and task.state == "failed" and task.exit_code != EXIT_PLANNED]
+    return tuple(TaskExit(node_name, task.changed_at, task.exit_code, task.reason) for task in failed)
 
 
 def list_stopping_nodes(tasks: list[Task], services: list[Service], host_name_by_node_id: Mapping[str, str]) -> list[TaskState]:

@@ -1,0 +1,62 @@
+"""`why`, `status` and `history` name what caused each fault of the chaos table, not a rank that failed because of it.
+
+The events and tasks are those of real runs (tests/fault_suspects.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from fault_suspects import SUSPECTS, find_suspect, is_recorded, read_recording
+
+from swarmtrain.protocol import EVENT_FAILURE, is_collateral_failure
+from swarmtrain.view.history import build_history_entries
+from swarmtrain.view.status import build_status
+from swarmtrain.view.why import diagnose_failure
+from swarmtrain.view.worlds import list_worlds
+
+RELIABILITY_PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md"
+# Texts that only torch and gloo write.
+RECORDED_FAULTS = [fault for fault in SUSPECTS if is_recorded(fault)]
+LIBRARY_TEXT = re.compile(r"GLHF|gloo|/pytorch/|\.cc:\d+|RuntimeError|Read error|DistNetworkError|callback", re.IGNORECASE)
+
+
+def test_each_fault_of_the_chaos_table_has_an_expected_suspect() -> None:
+    table = RELIABILITY_PAGE.read_text().partition("| fault |")[2].partition("\n\n")[0]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]] == list(SUSPECTS)
+
+
+@pytest.mark.parametrize("fault", RECORDED_FAULTS)
+def test_why_names_what_caused_the_fault(fault: str) -> None:
+    events, tasks = read_recording(fault)
+    suspect = find_suspect(str(diagnose_failure("run", events, tasks, [])))
+    assert re.fullmatch(SUSPECTS[fault], suspect), suspect
+
+
+@pytest.mark.parametrize("fault", RECORDED_FAULTS)
+def test_why_names_it_after_the_run_is_down_too(fault: str) -> None:
+    """The tasks are gone then, and their exit codes with them."""
+    events, _ = read_recording(fault)
+    suspect = find_suspect(str(diagnose_failure("run", events, [], [])))
+    assert re.fullmatch(SUSPECTS[fault], suspect), suspect
+
+
+@pytest.mark.parametrize("fault", RECORDED_FAULTS)
+def test_no_text_of_torch_or_gloo_is_in_status_and_history(fault: str) -> None:
+    events, tasks = read_recording(fault)
+    texts = [str(build_status("run", events, tasks, events[-1].time)), *(world.reason for world in list_worlds(events))]
+    texts += [entry.text for entry in build_history_entries(events)]
+    assert [text for text in texts if LIBRARY_TEXT.search(text)] == []
+
+
+def test_the_recordings_contain_text_of_torch_that_could_be_shown() -> None:
+    failures = [event.data for fault in RECORDED_FAULTS for event in read_recording(fault)[0] if event.kind == EVENT_FAILURE]
+    assert sum(bool(LIBRARY_TEXT.search(str(failure["error"]))) for failure in failures if is_collateral_failure(failure)) > 10
+
+
+def test_a_killed_container_is_named_with_its_exit_code_and_its_peers_are_named_by_node() -> None:
+    text = str(diagnose_failure("run", *read_recording("a container is killed"), []))
+    assert "  error   its container was killed\n  exit    exit code 137, which is SIGKILL\n" in text
+    assert "node0 rank 1 lost its connection to node2" in text
