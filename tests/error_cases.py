@@ -60,6 +60,7 @@ _VOLATILE_PATTERNS = (
     (r"\b(?=\w*\d)[0-9a-f]{64}\b", "DIGEST"),
     (r"(127\.0\.0\.1|localhost):\d{4,5}\b", r"\1:PORT"),
     (r"\b\d+\.\d+ s\b", "N s"),
+    (r"(?m)^· \d\d:\d\d:\d\d ", "· 22:34:16 "),
     (r"(: (?:starting|training|done|failed)) (for|after) (?:\d+ min )?\d+ s", r"\1 \2 N s"),
 )
 

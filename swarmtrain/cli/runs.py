@@ -73,9 +73,10 @@ def deploy_run(
     launcher = create_launcher(config.runner.runner_type)
     if attached_rank is not None:
         raise typer.Exit(runs.run_plan_attached(launcher, plan, attached_rank))
-    runs.deploy_run(launcher, plan, assume_yes=yes)
-    if not detach:
-        raise typer.Exit(runs.follow_run(launcher, plan.run, as_json=json))
+    if detach:
+        runs.deploy_run(launcher, plan, assume_yes=yes)
+    else:
+        raise typer.Exit(runs.deploy_and_follow_run(launcher, plan, assume_yes=yes, as_json=json))
 
 
 def list_runs(json: JsonOption = False) -> None:

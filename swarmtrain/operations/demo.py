@@ -155,8 +155,7 @@ def _confirm_installation(packages_text: str, *, assume_yes: bool) -> None:
 
 def _deploy_and_follow(config: Config) -> int:
     launcher = create_launcher(config.runner.runner_type)
-    runs.deploy_run(launcher, plan_run(config, _NAME, working_folder=Path.cwd()), assume_yes=True)
-    return runs.follow_run(launcher, _NAME, as_json=False)
+    return runs.deploy_and_follow_run(launcher, plan_run(config, _NAME, working_folder=Path.cwd()), assume_yes=True, as_json=False)
 
 
 def _print_heading(text: str) -> None:

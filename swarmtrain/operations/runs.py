@@ -186,14 +186,31 @@ def _describe_remaining_run(launcher: Launcher, run: str) -> str:
     )
 
 
-def follow_run(launcher: Launcher, run: str, *, as_json: bool) -> int:
+def deploy_and_follow_run(launcher: Launcher, plan: Plan, *, assume_yes: bool, as_json: bool) -> int:
+    """Deploy `plan` as `deploy_run` does, and follow the run without its events from before. Return the exit code for the command line."""
+    newest_event_time = _read_newest_event_time(launcher, plan.run)
+    deploy_run(launcher, plan, assume_yes=assume_yes)
+    return _follow_run(launcher, plan.run, after=newest_event_time, as_json=as_json)
+
+
+def _read_newest_event_time(launcher: Launcher, run: str) -> float:
+    """Return the time of the newest event of `run`, by its coordinator's clock; 0 if the run does not exist or has no events."""
+    try:
+        events = launcher.read_events(run, tail=1) if run in launcher.list_runs() else []
+    except SwarmtrainError:  # the deploy reports it
+        events = []
+    return events[-1].time if events else 0.0
+
+
+def _follow_run(launcher: Launcher, run: str, *, after: float, as_json: bool) -> int:
     """Print the output and events of `run` until it ends, or the user detaches with Ctrl-C. Return the exit code for the command line.
 
-    It is EXIT_OK if the run succeeded, EXIT_INTERRUPTED if the user detached, else EXIT_JOB_FAILED (failed, stopped or removed).
+    Events until the time `after` are not printed. The exit code is EXIT_OK if the run succeeded, EXIT_INTERRUPTED if the user detached,
+    else EXIT_JOB_FAILED (failed, stopped or removed).
     """
     try:
         print_message(f"following {run}; Ctrl-C detaches, the job continues")
-        outcome = follow_updates(launcher.watch_run(run))
+        outcome = follow_updates(launcher.watch_run(run), after=after)
     except KeyboardInterrupt:
         print_message(f"\ndetached; {run} continues\nhint: swarmtrain status {run} | logs -f {run} | down {run}")
         return EXIT_INTERRUPTED

@@ -65,6 +65,11 @@ def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
+def format_clock_time(seconds: float) -> str:
+    """Return the time of day of `seconds` since the epoch as text in this machine's time zone: 22:34:16."""
+    return format_time(seconds)[11:]
+
+
 def format_end_time(end: float, now: float) -> str:
     """Return the time `end`, in seconds since the epoch, as text: 22:34, with the date if it is more than 12 h after `now`."""
     text = format_time(end)[:16]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,27 +13,37 @@ from swarmtrain.failure_text import format_failure
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import has_color_support, print_message
-from swarmtrain.view.formatting import format_count, format_duration, format_loss, remove_control_characters
+from swarmtrain.view.formatting import format_clock_time, format_count, format_duration, format_loss, remove_control_characters
 from swarmtrain.view.progress_bar import show_progress_bar
 
+_MAX_RECENT_LINES = 200
+_KINDS_THAT_RANKS_LOG = (protocol.EVENT_RESUMED, protocol.EVENT_EVALUATION, protocol.EVENT_CHECKPOINT)
+"""Kinds of events of which the trainer also logs a line with the same content."""
 _NODE_COLORS = (36, 33, 32, 35, 34, 31)
 
 
-def follow_updates(updates: Iterable[RunUpdate]) -> RunOutcome | None:
-    """Print `updates` as they arrive, with a progress bar on a terminal. Return the outcome; None if the run disappears without one."""
+def follow_updates(updates: Iterable[RunUpdate], *, after: float = 0.0) -> RunOutcome | None:
+    """Print `updates` as they arrive, with a progress bar on a terminal. Return the outcome; None if the run disappears without one.
+
+    Events until the time `after` (seconds since the epoch, by the coordinator's clock) are not printed: they are from before the deploy.
+    Neither is an event that repeats a line of the ranks' output.
+    """
     outcome = None
     printed_tasks: dict[str, str] = {}
+    recent_lines: deque[str] = deque(maxlen=_MAX_RECENT_LINES)
     with show_progress_bar() as update_bar:
         for update in updates:
             if isinstance(update, LogLine):
                 print_log_line(update)
+                recent_lines.append(update.text)
             elif isinstance(update, TaskState):
                 _print_task_state(update, printed_tasks)
             else:
                 update_bar(update)
                 if update.kind == protocol.EVENT_OUTCOME:
                     outcome = RunOutcome(**update.data)
-                if outcome is None or outcome.is_success:  # the reason for a failure is printed at the end
+                is_reason_printed_later = outcome is not None and not outcome.is_success
+                if update.time > after and not is_reason_printed_later and not _is_in_output(update, recent_lines):
                     _print_event(update)
     return outcome
 
@@ -54,13 +66,21 @@ def format_event(event: Event) -> str | None:
 def _print_event(event: Event) -> None:
     line = format_event(event)
     if line:
-        print_message(f"· {line}")
+        print_message(f"· {format_clock_time(event.time)} {line}")
+
+
+def _is_in_output(event: Event, recent_lines: Iterable[str]) -> bool:
+    """Return whether the output of the ranks contains what `event` says."""
+    if event.kind in _KINDS_THAT_RANKS_LOG:
+        return True
+    message = str(event.data.get("message") or "")
+    return event.kind in (protocol.EVENT_NOTE, protocol.EVENT_STRAGGLER) and bool(message) and any(message in line for line in recent_lines)
 
 
 def _print_task_state(task: TaskState, printed_tasks: dict[str, str]) -> None:
     line = f"{task.node} on {task.host or 'no host yet'}: {task.state}{f', {task.reason}' if task.reason else ''}"
     if task.reason and printed_tasks.get(task.node) != line:
-        print_message(f"· {remove_control_characters(line)}")
+        print_message(f"· {format_clock_time(time.time())} {remove_control_characters(line)}")
     printed_tasks[task.node] = line
 
 

@@ -33,7 +33,7 @@ def test_a_mount_that_may_not_be_read(error_case: ErrorCase, lab: Lab, image: st
             docker_mounts: [[/mnt/tokens, /data]]
         """
     )
-    error_case("swarmtrain deploy config.yml", code=3, start_pattern="^· node1", allowed_changes="home/state")
+    error_case("swarmtrain deploy config.yml", code=3, start_pattern=r"^· [\d:]+ node1", allowed_changes="home/state")
     error_case("swarmtrain down", code=0, show=False, allowed_changes="home/state")
 
 
@@ -64,7 +64,7 @@ def test_a_save_dir_that_one_node_cannot_write(error_case: ErrorCase, lab: Lab, 
     )
     error_case.add_replacement(r"node1 rank \d", "node1 rank 1")  # ranks are assigned by address
     try:
-        error_case("swarmtrain deploy config.yml", code=3, start_pattern="^· node1 rank", allowed_changes="home/state")
+        error_case("swarmtrain deploy config.yml", code=3, start_pattern=r"^· [\d:]+ node1 rank", allowed_changes="home/state")
     finally:
         error_case("swarmtrain down", code=0, show=False, allowed_changes="home/state")
         for node in ("node0", "node1"):

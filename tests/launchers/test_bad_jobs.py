@@ -69,9 +69,9 @@ def write_tokens(prefix: Path, tokens: bytes) -> None:
 
 def deploy_to_end(error_case: ErrorCase, *, code: int = 3, show_status: bool = False, override: str = "") -> str:
     """Deploy, follow the run to its end, show how it ended; return what the ranks printed."""
-    error_case.add_replacement(r"· a world of .*\n", "")  # two ranks may end before both have reported that they joined
+    error_case.add_replacement(r"· [\d:]+ a world of .*\n", "")  # two ranks may end before both have reported that they joined
     result = error_case(
-        f"swarmtrain deploy config.yml{override}", code=code, start_pattern=r"^· node0 rank \d failed", allowed_changes=RUN_FILES
+        f"swarmtrain deploy config.yml{override}", code=code, start_pattern=r"^· [\d:]+ node0 rank \d failed", allowed_changes=RUN_FILES
     )
     if show_status:
         why = result.stderr.split(" failed with exit code ")[1].partition(": ")[2].splitlines()[0]

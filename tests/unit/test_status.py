@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from swarmtrain import protocol
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.protocol import EXIT_PLANNED, Event
+from swarmtrain.protocol import EXIT_PLANNED, Event, RunOutcome
 from swarmtrain.view.formatting import format_duration, parse_time
 from swarmtrain.view.status import build_status, format_progress
 from swarmtrain.view.update_printer import follow_updates, format_event
@@ -209,13 +210,45 @@ def test_following_separates_data_and_messages(capsys: pytest.CaptureFixture[str
     assert verdict is not None
     assert verdict.is_success
     assert out == "node1 rank 1 | hello\nnode1 | no rank\n"
-    assert err.splitlines() == [
-        "· a world of 3 ranks on 3 nodes has formed",
-        "· saved step 10 in 0 s: runs/x/step-00000010",
-        "· node1 rank 1 failed: killed by SIGKILL",
-        "· rendezvous on a: pending, no suitable node",
-        "· done: finished",
+    assert [re.sub(r"^· \d\d:\d\d:\d\d ", "", line) for line in err.splitlines()] == [
+        "a world of 3 ranks on 3 nodes has formed",
+        "node1 rank 1 failed: killed by SIGKILL",
+        "rendezvous on a: pending, no suitable node",
+        "done: finished",
     ]
+
+
+def test_followed_events_have_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    follow_updates([TRAINING[1]])
+    assert capsys.readouterr().err == "· 00:01:40 a world of 3 ranks on 3 nodes has formed\n"
+
+
+def test_a_redeploy_prints_no_event_from_before_but_returns_its_outcome(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = Event(protocol.EVENT_OUTCOME, {"status": "done", "reason": "finished", "exit_code": 0}, 120.0)
+    assert follow_updates([*TRAINING, outcome], after=120.0) == RunOutcome("done", "finished", 0)
+    assert capsys.readouterr().err == ""
+    follow_updates([*TRAINING, outcome], after=111.0)
+    assert [line.split(maxsplit=2)[2] for line in capsys.readouterr().err.splitlines()] == [
+        "node1 rank 1 failed: killed by SIGKILL",
+        "done: finished",
+    ]
+
+
+def test_an_event_and_a_line_that_say_the_same_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if the event arrives before the line, since two logs are followed."""
+    note = Event(protocol.EVENT_NOTE, {"node": "node1", "message": "skips a corrupt checkpoint"}, 10.0)
+    other_note = Event(protocol.EVENT_NOTE, {"node": "node1", "message": "its limit of open files is low"}, 10.0)
+    resumed = Event(protocol.EVENT_RESUMED, {"step": 10, "path": "runs/x/step-00000010"}, 11.0)
+    evaluation = Event(protocol.EVENT_EVALUATION, {"step": 0, "loss": 5.35707}, 12.0)
+    lines = ["WARNING skips a corrupt checkpoint", "resuming from step 10, from runs/x/step-00000010", "step  0/40  validation loss 5.3571"]
+    follow_updates(
+        [LogLine("node1", lines[0], 0), note, other_note, resumed, evaluation, *(LogLine("node1", line, 0) for line in lines[1:])]
+    )
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"node1 rank 0 | {line}" for line in lines]
+    assert [line.split(maxsplit=2)[2] for line in err.splitlines()] == ["node1: its limit of open files is low"]
 
 
 def test_why_a_run_failed_is_printed_by_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
