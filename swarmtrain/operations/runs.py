@@ -31,7 +31,7 @@ from swarmtrain.view.deploy_diff import list_differences
 from swarmtrain.view.estimates.step_time import build_estimate_records, format_estimates
 from swarmtrain.view.formatting import format_count, remove_control_characters
 from swarmtrain.view.output import print_json, print_result
-from swarmtrain.view.run_state import diagnose_live_run, summarize_past_run
+from swarmtrain.view.run_state import diagnose_live_run, load_live_run_events, summarize_past_run
 from swarmtrain.view.update_printer import follow_updates, format_event
 from swarmtrain.view.worlds import find_quarantined_nodes
 
@@ -103,7 +103,15 @@ def _describe_plan_differences(launcher: Launcher, plan: Plan, changes: Sequence
         config, cargo = load_deployment(launcher, plan.run)
     except StackError as error:
         return [str(error)]
-    return list_differences(plan, config, cargo, launcher.list_tasks(plan.run), sum(change.interrupts_run for change in changes))
+    events = load_live_run_events(launcher, plan.run)
+    return list_differences(
+        plan,
+        config,
+        cargo,
+        launcher.list_tasks(plan.run),
+        sum(change.interrupts_run for change in changes),
+        has_checkpoint=any(event.kind in (protocol.EVENT_CHECKPOINT, protocol.EVENT_RESUMED) for event in events),
+    )
 
 
 def run_plan_attached(launcher: Launcher, plan: Plan, rank: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from swarmtrain.cargo import Cargo, RunFile
@@ -19,13 +20,22 @@ _MAX_VALUE_LENGTH = 60
 
 
 def list_differences(
-    plan: Plan, deployed_config: Config, deployed_cargo: Cargo, tasks: Sequence[TaskState], restarted_service_count: int
+    plan: Plan,
+    deployed_config: Config,
+    deployed_cargo: Cargo,
+    tasks: Sequence[TaskState],
+    restarted_service_count: int,
+    *,
+    has_checkpoint: bool,
 ) -> list[str]:
     """Return the differences between `plan` and the run deployed with `deployed_config` and `deployed_cargo`, one per line.
 
     `restarted_service_count` is the number of services that a change of the config or of a file restarts; 0 if no service is running.
+    `has_checkpoint`: whether the run has reported that it saved or loaded a checkpoint.
     """
-    restart_note = _describe_restart(plan, restarted_service_count)
+    start_point = _describe_start_point(plan.config.trainer.save_dir, deployed_config.trainer.save_dir, has_checkpoint=has_checkpoint)
+    services = format_count(restarted_service_count, "service")
+    restart_note = f", restarts {services} {start_point}" if restarted_service_count else ""
     network_note = _describe_network_recreation(plan)
     changed = [
         f"{key}: {_abbreviate_value(old)} → {_abbreviate_value(new)}{network_note if key in _NETWORK_KEYS else restart_note}"
@@ -38,11 +48,12 @@ def list_differences(
     ]
 
 
-def _describe_restart(plan: Plan, service_count: int) -> str:
-    if not service_count:
-        return ""
-    start_point = "from the beginning: trainer.save_dir is null" if plan.config.trainer.save_dir is None else "from the last checkpoint"
-    return f", restarts {format_count(service_count, 'service')} {start_point}"
+def _describe_start_point(save_dir: Path | None, deployed_save_dir: Path | None, *, has_checkpoint: bool) -> str:
+    if save_dir is None:
+        return "from the beginning: trainer.save_dir is null"
+    if save_dir != deployed_save_dir:
+        return f"from the newest checkpoint in {save_dir}, if there is one"
+    return "from the last checkpoint" if has_checkpoint else "although it has not reported a checkpoint yet"
 
 
 def _describe_network_recreation(plan: Plan) -> str:
@@ -55,7 +66,10 @@ def iterate_changed_keys(old_config: Config, new_config: Config) -> Iterator[tup
         _flatten_to_dotted_keys(config.to_node_config().model_dump(mode="json")) for config in (old_config, new_config)
     )
     for key in [*new_values, *(key for key in old_values if key not in new_values)]:
-        if new_values.get(key) != old_values.get(key):
+        is_filled = {} in (old_values.get(key), new_values.get(key)) and any(
+            name.startswith(f"{key}.") for name in (*old_values, *new_values)
+        )
+        if new_values.get(key) != old_values.get(key) and not is_filled:  # the entries of a mapping that was empty are listed
             yield key, old_values.get(key), new_values.get(key)
 
 

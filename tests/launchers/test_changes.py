@@ -83,6 +83,10 @@ def test_plan_shows_what_would_change(run_command: RunCommand, tmp_path: Path) -
         "trainer.save_interval: 100 → 200, restarts 1 service from the beginning: trainer.save_dir is null",
         "training_code.py: changed, restarts 1 service from the beginning: trainer.save_dir is null",
     ]
+    run_command("deploy", "config.yml", "-o", "trainer.save_dir=runs", "--detach", "--yes")
+    assert list_differences("-o", "trainer.save_dir=runs", "-o", "trainer.save_interval=200") == [
+        "trainer.save_interval: 100 → 200, restarts 1 service although it has not reported a checkpoint yet"
+    ]
     run_command("deploy", "config.yml", "-o", "runner.nodes=2", "--detach", "--yes")
     run_command("stop")
     assert list_differences("-o", "trainer.save_interval=200", "-o", "runner.nodes=2") == ["trainer.save_interval: 100 → 200"]
