@@ -87,6 +87,8 @@ class TaskState:
     """The GPUs reserved by the service: their ids, or the number of GPUs of each kind."""
     exits: tuple[TaskExit, ...] = ()
     """Unrequested exits of the service's containers, oldest first, as far back as the engine keeps them."""
+    machine_problem: str = ""
+    """Why the machine of a pending service cannot start it: down, drained or paused; empty if it can, or if that is unknown."""
 
 
 OVERVIEW_EVENTS = 100

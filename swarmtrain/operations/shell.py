@@ -12,6 +12,7 @@ from swarmtrain import protocol
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import RunNotFound, StackError, SwarmtrainError
 from swarmtrain.launchers.base import Launcher, TaskState
+from swarmtrain.launchers.task_words import describe_task_reason
 from swarmtrain.process import exec_command
 from swarmtrain.protocol import Event
 from swarmtrain.view.console import print_message
@@ -62,5 +63,5 @@ def _check_node_running(tasks: dict[str, TaskState], node: str, run: str) -> Non
         raise RunNotFound(f"unknown node; its nodes: {', '.join(tasks)}", place=f"run {run} {node}")
     task = tasks[node]
     if task.state != _RUNNING_STATE:
-        reason = f" ({task.reason})" if task.reason else ""
+        reason = f" ({task_reason})" if (task_reason := describe_task_reason(task)) else ""
         raise StackError(f"is not running, but {task.state}{reason}", place=f"run {run} {node}", hint=f"swarmtrain why {run}")

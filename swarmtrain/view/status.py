@@ -9,6 +9,7 @@ from typing import Any
 
 from swarmtrain import protocol
 from swarmtrain.launchers.base import QUEUED_STATE, TaskState
+from swarmtrain.launchers.task_words import describe_task_reason, format_task_state
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.formatting import (
@@ -152,7 +153,7 @@ class RunStatus:
             usage, restarts = self.usage.get(task.node, {}) if task.state == "running" else {}, self.restarts.get(task.node)
             quarantine = self.quarantined.get(task.node)
             remark = (
-                task.reason
+                describe_task_reason(task)
                 or (f"quarantined until {format_end_time(quarantine.until, self.time)}: {quarantine.reason}" if quarantine else "")
                 or (f"{restarts.reason}, {format_age(self.time, restarts.time)}" if restarts else "")
             )
@@ -176,7 +177,7 @@ def build_status(
         time=now,
         started=next((event.time for event in events if event.kind == protocol.EVENT_COORDINATOR_STARTED), None),
         ended=outcome["time"] if outcome else None,
-        reason=str(outcome.get("reason", "")) if outcome else _find_queue_reason(tasks),
+        reason=str(outcome.get("reason", "")) if outcome else _find_queue_reason(tasks) or _explain_start(latest, events, tasks),
         hint=str(outcome.get("hint", "")) if outcome else "",
         exit_code=outcome.get("exit_code") if outcome else None,
         world=latest.get(protocol.EVENT_WORLD_FORMED, {}),
@@ -199,6 +200,23 @@ def _find_queue_reason(tasks: Sequence[TaskState]) -> str:
     """Return why all nodes wait in the queue, or why the queue has stopped them; empty if one of them runs."""
     nodes = [task for task in tasks if task.node != protocol.RENDEZVOUS_SERVICE]
     return nodes[0].reason if nodes and all(task.state in (QUEUED_STATE, "stopped") for task in nodes) else ""
+
+
+def _explain_start(latest_events: Mapping[str, Any], events: Iterable[Event], tasks: Sequence[TaskState]) -> str:
+    """Return what a run that has not formed a world yet waits for; empty if it has formed one, or has been stopped."""
+    if _derive_run_state(None, latest_events, tasks) != "starting" or not tasks:
+        return ""
+    waiting = [task for task in tasks if task.state not in ("running", "complete")]
+    if waiting:
+        more = f"; {format_count(len(waiting) - 1, 'other service')} not running yet" if len(waiting) > 1 else ""
+        return f"{format_task_state(waiting[0])}{more}"
+    if protocol.EVENT_COORDINATOR_STARTED not in latest_events:
+        return "the coordinator's process is starting"
+    joined = {event.data.get("node") for event in events if event.kind == protocol.EVENT_NODE_JOINED}
+    absent = [task.node for task in tasks if task.node not in (protocol.RENDEZVOUS_SERVICE, *joined)]
+    if absent:
+        return f"the processes of {', '.join(absent)} are starting, which takes longer on a busy machine"
+    return "all nodes have joined; their ranks are starting, and then form a world"
 
 
 def format_progress(data: Mapping[str, Any]) -> str:

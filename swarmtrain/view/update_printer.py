@@ -11,6 +11,7 @@ from typing import Any
 from swarmtrain import protocol
 from swarmtrain.failure_text import format_failure
 from swarmtrain.launchers.base import LogLine, RunUpdate, TaskState
+from swarmtrain.launchers.task_words import format_task_state
 from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import has_color_support, print_message
 from swarmtrain.view.formatting import format_clock_time, format_count, format_duration, format_loss, remove_control_characters
@@ -78,7 +79,7 @@ def _is_in_output(event: Event, recent_lines: Iterable[str]) -> bool:
 
 
 def _print_task_state(task: TaskState, printed_tasks: dict[str, str]) -> None:
-    line = f"{task.node} on {task.host or 'no host yet'}: {task.state}{f', {task.reason}' if task.reason else ''}"
+    line = format_task_state(task)
     if task.reason and printed_tasks.get(task.node) != line:
         print_message(f"· {format_clock_time(time.time())} {remove_control_characters(line)}")
     printed_tasks[task.node] = line

@@ -10,6 +10,7 @@ from typing import Any
 from swarmtrain import protocol
 from swarmtrain.failure_text import describe_error, format_failure
 from swarmtrain.launchers.base import LogLine, TaskState
+from swarmtrain.launchers.task_words import describe_task_reason
 from swarmtrain.protocol import Event
 from swarmtrain.view.formatting import format_duration, format_end_time, format_time
 from swarmtrain.view.known_failures import FailureEvidence, FailureSignature, get_signal_name, identify_failure
@@ -195,7 +196,7 @@ def _find_container_start_failure(tasks: Sequence[TaskState], events: Sequence[E
     failed_tasks = [task for task in tasks if task.reason and task.state not in ("running", "complete", "stopped", "shutdown")]
     if not failed_tasks:
         return None
-    data = {"node": failed_tasks[0].node, "error": failed_tasks[0].reason, "exit_code": failed_tasks[0].exit_code}
+    data = {"node": failed_tasks[0].node, "error": describe_task_reason(failed_tasks[0]), "exit_code": failed_tasks[0].exit_code}
     return Event(protocol.EVENT_FAILURE, data, events[-1].time if events else 0.0)
 
 
@@ -229,7 +230,8 @@ def _collect_peer_nodes(
         failure_text = f"{format_failure(failure.data)}, {format_duration(failure.time - first_failure.time)} later" if failure else ""
         last_line = next((line for line in reversed(recent_lines) if line.node == task.node and line.time <= first_failure.time), None)
         age_text = f", {format_duration(first_failure.time - last_line.time)} before" if last_line and last_line.time else ""
-        peers.append(PeerNode(task.node, task.state, failure_text, f"{last_line.text}{age_text}" if last_line else ""))
+        state_text = f"{task.state}, {task_reason}" if (task_reason := describe_task_reason(task)) else task.state
+        peers.append(PeerNode(task.node, state_text, failure_text, f"{last_line.text}{age_text}" if last_line else ""))
     return tuple(peers)
 
 

@@ -107,7 +107,7 @@ def test_the_key_is_made_once_and_never_read(lab: Lab, launcher: SwarmLauncher, 
     # A second client, which has nothing but access to the manager.
     second = SwarmLauncher(lab.get_docker_host("node0"))
     scaled = plan_scaled_run(second, RUN, ScaleRequest(3))
-    assert [str(step) for step in second.plan_changes(scaled)] == [f"create service {RUN}_node2: does not exist"]
+    assert [str(step) for step in second.plan_changes(scaled)] == [f"create service {RUN}_node2: is new"]
     second.deploy_run(scaled, DISCARD)
     assert second.plan_changes(scaled) == []
     assert read_key_id(lab) == key_id
@@ -127,7 +127,7 @@ def test_docker_stack_deploy_uses_the_key_that_generate_has_written(
         run_docker(lab, "stack", "deploy", "-c", str(tmp_path / "generated.yml"), RUN)
     assert launcher.plan_changes(plan) == []
     scaled = plan_scaled_run(launcher, RUN, ScaleRequest(2))
-    assert [str(step) for step in launcher.plan_changes(scaled)] == [f"create service {RUN}_node1: does not exist"]
+    assert [str(step) for step in launcher.plan_changes(scaled)] == [f"create service {RUN}_node1: is new"]
 
 
 @pytest.mark.test_all_only("trains with the real image; tests/unit/test_run_key.py has each attack")

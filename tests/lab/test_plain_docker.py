@@ -109,7 +109,7 @@ def test_what_docker_changed_by_hand_is_shown_by_plan_and_fixed_by_deploy(
     assert changes() == [
         "update service demo_node0: Replicas 0 → 1",
         "update service demo_node1: Env.SWARMTRAIN_SLOTS nothing → 1, Env.MORE 1 → nothing (restarts it)",
-        "create service demo_rendezvous: does not exist",
+        "create service demo_rendezvous: is new",
     ]
     launcher.deploy_run(plan, print_line)
     wait_until_all_running(launcher)

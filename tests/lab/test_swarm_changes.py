@@ -109,7 +109,7 @@ def test_a_deploy_that_hangs_is_canceled_by_down(
     plan = plan_run()
     plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], constraint="node.labels.colour==green")))
     waits = CommandThread(lambda say: create_launcher().deploy_run(plan, say))
-    waits.wait_for_message("no suitable node")
+    waits.wait_for_message("no machine of the swarm meets its constraints")
     again = CommandThread(lambda say: create_launcher().tear_down_run(RUN, say))
     create_launcher().tear_down_run(RUN, print_line)
     error = waits.wait_for_end()

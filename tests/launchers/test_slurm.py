@@ -197,7 +197,7 @@ def test_a_run_from_its_first_job_to_its_last(launcher: SlurmLauncher, tmp_path:
     """Submitted, requeued, scaled, done, removed."""
     plan = plan_run()
     assert launcher.check_plan(plan) == []
-    assert [str(change) for change in launcher.plan_changes(plan)] == ["submit a job: does not exist"]
+    assert [str(change) for change in launcher.plan_changes(plan)] == ["submit a job: the run is new"]
     launcher.deploy_run(plan, print)
     assert launcher.plan_changes(plan) == []
     assert launcher.load_deployment("demo") == (plan.config, plan.cargo)

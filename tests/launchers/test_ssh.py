@@ -148,9 +148,9 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     plan = plan_run(build_config(tmp_path, nodes=2))
     assert [finding for finding in launcher.check_plan(plan) if finding.fatal] == []
     assert [str(change) for change in launcher.plan_changes(plan)] == [
-        "start rendezvous on gpu-0: does not exist",
-        "start node0 on gpu-0: does not exist",
-        "start node1 on gpu-1: does not exist",
+        "start rendezvous on gpu-0: is new",
+        "start node0 on gpu-0: is new",
+        "start node1 on gpu-1: is new",
     ]
     launcher.deploy_run(plan, print)
     assert launcher.plan_changes(plan) == []
@@ -177,7 +177,7 @@ def test_a_run_is_brought_up_scaled_stopped_resumed_followed_to_its_end_and_remo
     assert hosts.list_programs("gpu-2") == []
     assert not (hosts.get_state_dir("gpu-2") / "swarmtrain/.hosts/gpu-2").exists()
     moved = launcher.plan_changes(plan_scaled_run(launcher, "demo", ScaleRequest(replaced_hosts=("gpu-1",))))
-    assert [str(change) for change in moved] == ["end node1 on gpu-1: is not in the plan", "start node1 on gpu-2: does not exist"]
+    assert [str(change) for change in moved] == ["end node1 on gpu-1: is not in the plan", "start node1 on gpu-2: is new"]
     launcher.stop_run("demo", print)
     saved = (tmp_path / "state").read_text()
     launcher.deploy_run(plan_scaled_run(launcher, "demo", ScaleRequest(2)), print)

@@ -66,12 +66,12 @@ def test_a_first_deploy_makes_everything_what_services_need_first() -> None:
     steps = format_steps(reconcile(build_desired_specs(), build_empty_state()))
     config, code = (name for name in build_desired_specs().configs)
     assert steps == [
-        f"create config {config}: does not exist",
-        f"create config {code}: does not exist",
-        "create network run_training: does not exist",
-        "create service run_node0: does not exist",
-        "create service run_node1: does not exist",
-        "create service run_rendezvous: does not exist",
+        f"create config {config}: is new",
+        f"create config {code}: is new",
+        "create network run_training: is new",
+        "create service run_node0: is new",
+        "create service run_node1: is new",
+        "create service run_rendezvous: is new",
     ]
 
 
@@ -102,7 +102,7 @@ def test_a_run_keeps_its_own_subnet() -> None:
 
 def test_scaling_up_only_adds() -> None:
     assert format_steps(reconcile(build_desired_specs(nodes=4), build_stored_state(build_desired_specs(nodes=3)))) == [
-        "create service run_node3: does not exist"
+        "create service run_node3: is new"
     ]
 
 
@@ -124,7 +124,7 @@ def test_edited_code_is_a_new_config_and_the_old_one_goes_last() -> None:
     steps = format_steps(reconcile(build_desired_specs(script=b"train_better()"), build_stored_state(build_desired_specs())))
     old = next(name for name in build_desired_specs().configs if "training_code" in name)
     new = next(name for name in build_desired_specs(script=b"train_better()").configs if "training_code" in name)
-    assert steps[0] == f"create config {new}: does not exist"
+    assert steps[0] == f"create config {new}: is new"
     assert steps[1].startswith("update service run_node0: Configs ")
     assert old in steps[1]
     assert new in steps[1]
@@ -166,7 +166,7 @@ def test_a_finished_run_is_left_alone_until_something_changes() -> None:
     assert reconcile(build_desired_specs(), build_stored_state(build_desired_specs()), ended) == []
     steps = format_steps(reconcile(build_desired_specs(nodes=3), build_stored_state(build_desired_specs()), ended))
     assert steps[-1] == "update service run_rendezvous: the run had ended (all steps done) and is restarted"
-    assert "create service run_node2: does not exist" in steps
+    assert "create service run_node2: is new" in steps
 
 
 def test_a_network_is_never_changed_in_place() -> None:

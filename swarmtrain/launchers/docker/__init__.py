@@ -115,7 +115,7 @@ class DockerLauncher:
         starts = []
         for name in _sort_services_coordinator_first(desired):
             if name not in existing:
-                starts.append(Action("start", name, "does not exist"))
+                starts.append(Action("start", name, "is new"))
             elif name not in unchanged:
                 starts.append(Action("replace", name, "has changed, or the coordinator is not running", existing[name].is_alive))
             elif not existing[name].is_alive and not existing[name].has_succeeded:

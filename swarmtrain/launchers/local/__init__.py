@@ -88,7 +88,7 @@ class LocalLauncher:
         _, desired, unchanged = _compare_processes_with_plan(folder, plan)
         removals = [Action("end", name, "is not in the plan") for name in existing if name not in desired]
         missing = [name for name in desired if name not in unchanged or _needs_start(folder, name)]
-        causes = {name: "has changed, or has exited" if name in existing else "does not exist" for name in missing}
+        causes = {name: "has changed, or has exited" if name in existing else "is new" for name in missing}
         return [*removals, *(Action("start", name, cause, name in running) for name, cause in causes.items())]
 
     def _reconcile_processes(self, run_folder: LocalRunFolder, plan: Plan, report_progress: ProgressReporter) -> None:

@@ -108,7 +108,7 @@ class SlurmLauncher:
         folder = SlurmRunFolder(plan.run)
         previous = folder.find_record()
         if previous is None or not is_job_active(previous, plan.run):
-            return [Action("submit", "a job", "does not exist" if previous is None else f"job {previous.job} has ended")]
+            return [Action("submit", "a job", "the run is new" if previous is None else f"job {previous.job} has ended")]
         if _is_job_unchanged(folder, plan, previous):
             return []
         is_running = previous.allocation or slurm_cli.read_job_state(previous.job).is_running

@@ -145,7 +145,7 @@ class SshLauncher:
         starts = []
         for host, spec in desired.processes_to_start:
             exists = spec.name in desired.host_states[host]["specs"]
-            cause = "has changed, or has exited" if exists else "does not exist"
+            cause = "has changed, or has exited" if exists else "is new"
             starts.append(Action("start", f"{spec.name} on {host}", cause, spec.name in desired.host_states[host]["alive"]))
         return [*removals, *starts]
 

@@ -131,7 +131,7 @@ class SwarmLauncher:
     def list_tasks(self, run: str) -> list[TaskState]:
         services = cluster_state.list_run_services(self._engine, run)
         tasks, hosts = cluster_state.list_tasks(self._engine, run), cluster_state.read_host_names(self._engine)
-        states = build_task_states(run, services, tasks, hosts)
+        states = build_task_states(run, services, tasks, hosts, cluster_state.read_unavailable_hosts(self._engine, tasks))
         return [
             *list_stopping_nodes(tasks, services, hosts),
             *resource_accounting.add_resource_holders_to_states(self._engine, run, services, states),

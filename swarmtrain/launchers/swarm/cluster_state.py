@@ -29,6 +29,7 @@ _MARKER_CONFIG_PATTERN = re.compile(r"config-[0-9a-f]{10}")
 FINAL_STATES = frozenset({"complete", "shutdown", "failed", "rejected", "remove", "orphaned"})
 UNKNOWN_STATE = "unknown"
 """State of a node that a new leader of the managers has not heard of. It becomes ready or down within half a minute."""
+_AVAILABILITY_WORDS = {"drain": "drained", "pause": "paused"}
 NEW_LEADER_HINT = "the managers have a new leader, which has not heard of this node yet; try again in 30 s"
 
 
@@ -327,6 +328,22 @@ def find_replaced_task_ids(tasks: list[Task], service_id: str) -> frozenset[str]
 def read_host_names(engine: DockerEngine) -> dict[str, str]:
     """Return the host name of each swarm node by node id. Raises EngineError."""
     return {node["ID"]: node["Description"]["Hostname"] for node in engine.list_objects("/nodes")}
+
+
+def read_unavailable_hosts(engine: DockerEngine, tasks: Iterable[Task]) -> dict[str, str]:
+    """Return the host names of the swarm's nodes that start no task: down, drained or paused. Empty if none of `tasks` waits for a node.
+
+    Raises EngineError.
+    """
+    if not any(task.state == "pending" for task in tasks):
+        return {}
+    problems = {
+        node["Description"]["Hostname"]: "down"
+        if node["Status"]["State"] == "down"
+        else _AVAILABILITY_WORDS.get(node["Spec"]["Availability"], "")
+        for node in engine.list_objects("/nodes")
+    }
+    return {host: problem for host, problem in problems.items() if problem}
 
 
 def list_managers(engine: DockerEngine) -> list[str]:

@@ -1,4 +1,4 @@
-"""Wait until a stack runs, report pending tasks with Swarm's messages, and fail if a service cannot be started.
+"""Wait until a stack runs, report tasks that do not run yet, and fail if a service cannot be started.
 
 A task that no node can run at the moment is reported and stays pending: a node may become available. If a node repeatedly rejects a task
 (no such image, no such folder), the deploy fails, unless enough other nodes are left.
@@ -19,6 +19,7 @@ from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.task_states import build_task_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
+from swarmtrain.launchers.task_words import format_task_state
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
 _POLL_SECONDS = 0.5
@@ -139,7 +140,8 @@ def wait_until_services_running(
         stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
         tasks = [task for task in tasks if task.id not in stale_ids]
         expected = [service for service in services if service.get_short_name(stack) not in tolerance.missing_nodes | progress.refused]
-        states = [build_task_state(service.get_short_name(stack), tasks, service, hosts) for service in expected]
+        unavailable_hosts = cluster_state.read_unavailable_hosts(engine, tasks)
+        states = [build_task_state(service.get_short_name(stack), tasks, service, hosts, unavailable_hosts) for service in expected]
         _report_state_changes(
             states,
             {service.get_short_name(stack) for service in services if _is_service_unchanged(service, tasks, old_task_ids)},
@@ -187,23 +189,18 @@ def _report_state_changes(
     for state in states:
         if state.node in unchanged_nodes:
             continue
-        line = _format_task_state(state)
+        line = format_task_state(state)
         if progress.reported_lines.get(state.node) != line:
             progress.reported_lines[state.node] = line
             progress.changed_at = progress.reminded_at = time.monotonic()
             report_progress(line)
 
 
-def _format_task_state(state: TaskState) -> str:
-    location = f" on {state.host}" if state.host else ""
-    return f"{state.node}{location}: {state.state}{f', {state.reason}' if state.reason else ''}"
-
-
 def _should_stop_waiting(
     waiting_states: list[TaskState], progress: _StartupProgress, report_progress: ProgressReporter, timeouts: SwarmTimeouts
 ) -> bool:
     now = time.monotonic()
-    names = "; ".join(_format_task_state(state) for state in waiting_states)
+    names = "; ".join(format_task_state(state) for state in waiting_states)
     all_pending = all(state.state in ("new", "allocated", "pending") for state in waiting_states)
     if (all_pending and now - progress.changed_at > timeouts.pending_seconds) or now - progress.started_at > _START_TIMEOUT_SECONDS:
         report_progress(f"no longer waiting for: {names}")

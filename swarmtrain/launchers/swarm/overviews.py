@@ -33,16 +33,30 @@ def read_overviews(engine: DockerEngine, timeouts: SwarmTimeouts = DEFAULT_TIMEO
     for stack, service in cluster_state.list_services_of_runs(engine):
         services_by_run[stack].append(service)
     tasks, hosts = cluster_state.list_tasks_of_runs(engine), cluster_state.read_host_names(engine)
+    unavailable_hosts = cluster_state.read_unavailable_hosts(engine, tasks)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="events") as pool:
-        overviews = list(pool.map(lambda item: _read_overview(engine, item[0], item[1], tasks, hosts), services_by_run.items()))
+        overviews = list(
+            pool.map(
+                lambda item: _read_overview(engine, item[0], item[1], tasks, hosts, unavailable_hosts=unavailable_hosts),
+                services_by_run.items(),
+            )
+        )
     waiting = [request for request in requests if request.run not in services_by_run]
     return overviews + [_build_waiting_overview(request, request.identity) for request in waiting if request.identity]
 
 
-def _read_overview(engine: DockerEngine, run: str, services: list[Service], tasks: list[Task], hosts: Mapping[str, str]) -> RunOverview:
+def _read_overview(
+    engine: DockerEngine,
+    run: str,
+    services: list[Service],
+    tasks: list[Task],
+    hosts: Mapping[str, str],
+    *,
+    unavailable_hosts: Mapping[str, str],
+) -> RunOverview:
     """Return the overview of `run`, with the reason if its events cannot be read, for example because it is removed meanwhile."""
     identity = cluster_state.find_identity(services, run)
-    states = tuple(build_task_states(run, services, tasks, hosts))
+    states = tuple(build_task_states(run, services, tasks, hosts, unavailable_hosts))
     coordinator = cluster_state.find_coordinator(services, run)
     note = describe_malformed_run(services)
     if coordinator is None:

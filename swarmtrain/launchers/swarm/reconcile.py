@@ -103,9 +103,7 @@ def _describe_restart_cause(desired: StackSpecs, existing: StackState, ended_run
 
 
 def _plan_creations(object_kind: ObjectKind, desired: Mapping[str, ApiSpec], existing: Mapping[str, object]) -> list[ReconcileStep]:
-    return [
-        ReconcileStep(StepVerb.create, object_kind, name, "does not exist", spec) for name, spec in desired.items() if name not in existing
-    ]
+    return [ReconcileStep(StepVerb.create, object_kind, name, "is new", spec) for name, spec in desired.items() if name not in existing]
 
 
 def _plan_removals(object_kind: ObjectKind, existing: Mapping[str, str], desired: Mapping[str, ApiSpec]) -> list[ReconcileStep]:
@@ -118,7 +116,7 @@ def _plan_service_steps(desired: StackSpecs, existing: StackState, restart_cause
     for name, spec in desired.services.items():
         service = existing.services.get(name)
         if service is None:
-            steps.append(ReconcileStep(StepVerb.create, ObjectKind.service, name, "does not exist", spec))
+            steps.append(ReconcileStep(StepVerb.create, ObjectKind.service, name, "is new", spec))
             continue
         cause, restarts = _describe_service_change(spec, service, existing)
         if restart_cause or cause:

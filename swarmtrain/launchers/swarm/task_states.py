@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from swarmtrain.launchers.base import QUEUED_STATE, TaskExit, TaskState
 from swarmtrain.launchers.swarm.cluster_state import Service, Task, find_newest_task
@@ -12,10 +13,19 @@ from swarmtrain.protocol import EXIT_PLANNED, LABEL_HOST
 
 
 def build_task_states(
-    run: str, services: Sequence[Service], tasks: Sequence[Task], host_name_by_node_id: Mapping[str, str]
+    run: str,
+    services: Sequence[Service],
+    tasks: Sequence[Task],
+    host_name_by_node_id: Mapping[str, str],
+    unavailable_hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TaskState]:
-    """Return the states of the services of `run`. Those that the queue has not started yet are queued, with the reason."""
-    states = [build_task_state(service.get_short_name(run), list(tasks), service, host_name_by_node_id) for service in services]
+    """Return the states of the services of `run`. Those that the queue has not started yet are queued, with the reason.
+
+    `unavailable_hosts`: the machines that start no task, with their states.
+    """
+    states = [
+        build_task_state(service.get_short_name(run), list(tasks), service, host_name_by_node_id, unavailable_hosts) for service in services
+    ]
     entry = find_queue_entry(services, run)
     if entry is None:
         return states
@@ -25,7 +35,13 @@ def build_task_states(
     return [replace(state, host="", state=QUEUED_STATE, reason=reason) if state.state == "stopped" else state for state in states]
 
 
-def build_task_state(node_name: str, tasks: list[Task], service: Service, host_name_by_node_id: Mapping[str, str]) -> TaskState:
+def build_task_state(
+    node_name: str,
+    tasks: list[Task],
+    service: Service,
+    host_name_by_node_id: Mapping[str, str],
+    unavailable_hosts: Mapping[str, str] = MappingProxyType({}),
+) -> TaskState:
     """Return the state of `service` as a TaskState, in Swarm's terms.
 
     While a task is pending, `reason` states why the previous task ended.
@@ -41,7 +57,9 @@ def build_task_state(node_name: str, tasks: list[Task], service: Service, host_n
             candidate for candidate in tasks if candidate.service_id == service.id and candidate.id != task.id and candidate.reason
         ]
         reason = f"restarting after: {earlier_failures[-1].reason}" if earlier_failures else ""
-    return TaskState(node_name, host_name_by_node_id.get(task.node_id, host), task.state, reason, task.exit_code, task.gpus, exits)
+    host = host_name_by_node_id.get(task.node_id, host)
+    machine_problem = unavailable_hosts.get(host, "") if task.state == "pending" else ""
+    return TaskState(node_name, host, task.state, reason, task.exit_code, task.gpus, exits, machine_problem)
 
 
 def _list_exits(node_name: str, tasks: list[Task], service: Service) -> tuple[TaskExit, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine, TaskState
+from swarmtrain.launchers.task_words import describe_task_reason
 from swarmtrain.protocol import Event
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator
 from swarmtrain.view.history import build_history_entries
@@ -177,13 +178,13 @@ def _build_node_page_data(run_status: RunStatus, timeline: Iterable[Event], now:
     ranks = run_status.world.get("ranks") or {}
     nodes = []
     for task in run_status.tasks:
-        if task.node == protocol.RENDEZVOUS_SERVICE and not task.reason:
+        if task.node == protocol.RENDEZVOUS_SERVICE and not describe_task_reason(task):
             continue
         restarts, quarantine = run_status.restarts.get(task.node), run_status.quarantined.get(task.node)
         join_data = joined.get(task.node, {})
         usage = run_status.usage.get(task.node, {}) if task.state == "running" else {}
         warnings = [
-            *([task.reason] if task.reason else []),
+            *([task_reason] if (task_reason := describe_task_reason(task)) else []),
             *([f"quarantined: {quarantine.reason}"] if quarantine else []),
             *([str(run_status.straggler.get("message", ""))] if run_status.straggler.get("node") == task.node else []),
             *(

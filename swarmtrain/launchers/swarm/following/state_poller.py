@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -23,6 +24,7 @@ class SwarmSnapshot:
     services: list[Service]
     tasks: list[Task]
     hosts: dict[str, str]
+    unavailable_hosts: Mapping[str, str] = field(default_factory=dict)
 
 
 class StatePoller(threading.Thread):
@@ -58,4 +60,4 @@ class StatePoller(threading.Thread):
         if not self._hosts or any(task.node_id not in self._hosts for task in tasks if task.node_id):
             self._hosts = cluster_state.read_host_names(self._engine)
             self.managers = cluster_state.list_managers(self._engine)
-        return SwarmSnapshot(services, tasks, self._hosts)
+        return SwarmSnapshot(services, tasks, self._hosts, cluster_state.read_unavailable_hosts(self._engine, tasks))

@@ -251,7 +251,7 @@ class _SwarmStream:
         self._finished_since = (self._finished_since or time.monotonic()) if is_finished else None
 
     def _collect_changed_task_states(self, snapshot: SwarmSnapshot) -> list[TaskState]:
-        states = build_task_states(self._run, snapshot.services, snapshot.tasks, snapshot.hosts)
+        states = build_task_states(self._run, snapshot.services, snapshot.tasks, snapshot.hosts, snapshot.unavailable_hosts)
         present = {state.node for state in states}
         removed = [TaskState(state.node, state.host, "removed") for state in self._states.values() if state.node not in present]
         changed = [state for state in states if self._states.get(state.node) != state]
