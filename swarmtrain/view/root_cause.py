@@ -111,13 +111,15 @@ class Interruption:
         return RootCause(CausePriority.collateral, collateral[0].time, accused, format_failure(failure), failure)
 
 
-def list_interruptions(events: Iterable[Event], exits: Iterable[TaskExit] = ()) -> list[Interruption]:
+def list_interruptions(events: Sequence[Event], exits: Iterable[TaskExit] = ()) -> list[Interruption]:
     """Return for each world, and for the time before the first world, the possible causes of its end; oldest first.
 
-    `events` are in chronological order. `exits`: exits of the run's tasks that its launcher reports.
+    `events` are in chronological order. `exits`: exits of the run's tasks that its launcher reports. Those before the first world
+    interrupted nothing: a container that starts before the coordinator can be reached exits, and is restarted.
     """
     builder = _InterruptionBuilder()
-    pending_exits = deque(sorted(exits, key=lambda task_exit: task_exit.time))
+    first_world_time = next((event.time for event in events if event.kind == protocol.EVENT_WORLD_FORMED), -inf)
+    pending_exits = deque(sorted((each for each in exits if each.time > first_world_time), key=lambda task_exit: task_exit.time))
     for event in events:
         while pending_exits and pending_exits[0].time <= event.time:
             builder.add_task_exit(pending_exits.popleft())
@@ -183,7 +185,9 @@ class _InterruptionBuilder:
         members = set(ranks)
         previous = self.interruptions[-1]
         if members:
-            for node in sorted((previous.members & self._present) - members):
+            # A node may also be missing because torch formed a world before it was back, which is not a failure.
+            has_lost_connections = any(cause.priority is CausePriority.collateral for cause in previous.causes)
+            for node in sorted((previous.members & self._present) - members if has_lost_connections else ()):
                 self._add_lost_node(previous, node, event.time)
             self._present = set(members)
         self.interruptions.append(Interruption(previous.world + 1, ranks, str(event.data.get("world", ""))))
@@ -214,7 +218,7 @@ class _InterruptionBuilder:
 
     def _add_joined_node(self, node: str, time: float) -> None:
         """Add the start of a node's supervisor. If it has joined before, and not left since, its predecessor has died silently."""
-        if node in self._present:
+        if node in self._present and self.interruptions[-1].world:
             failure = {"node": node, "error": "its container or process ended without reporting a reason"}
             self._add(CausePriority.lost_node, time, node, f"{node} was restarted: {failure['error']}", failure)
         else:

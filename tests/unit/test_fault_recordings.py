@@ -6,12 +6,14 @@ The events and tasks are those of real runs (tests/fault_suspects.py).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fault_suspects import SUSPECTS, find_suspect, is_recorded, read_recording
 
-from swarmtrain.protocol import EVENT_FAILURE, is_collateral_failure
+from swarmtrain.launchers.base import TaskExit, TaskState
+from swarmtrain.protocol import EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_WORLD_FORMED, Event, is_collateral_failure
 from swarmtrain.view.history import build_history_entries
 from swarmtrain.view.status import build_status
 from swarmtrain.view.why import diagnose_failure
@@ -54,6 +56,13 @@ def test_no_text_of_torch_or_gloo_is_in_status_and_history(fault: str) -> None:
 def test_the_recordings_contain_text_of_torch_that_could_be_shown() -> None:
     failures = [event.data for fault in RECORDED_FAULTS for event in read_recording(fault)[0] if event.kind == EVENT_FAILURE]
     assert sum(bool(LIBRARY_TEXT.search(str(failure["error"]))) for failure in failures if is_collateral_failure(failure)) > 10
+
+
+def test_a_container_that_was_restarted_before_the_first_world_is_no_failure() -> None:
+    restarted = Event(EVENT_NODE_JOINED, {"node": "node0"}, 2.0)
+    world = Event(EVENT_WORLD_FORMED, {"world": "w", "world_size": 1, "nodes": 1, "ranks": {"node0": [0]}}, 9.0)
+    tasks = [TaskState("node0", "a", "running", exits=(TaskExit("node0", 1.0, 1, "task: non-zero exit (1)"),))]
+    assert diagnose_failure("run", [replace(restarted, time=0.5), restarted, world], tasks, []) is None
 
 
 def test_a_killed_container_is_named_with_its_exit_code_and_its_peers_are_named_by_node() -> None:

@@ -293,7 +293,7 @@ def _report_agent_failure(env: NodeEnv, round: str, error: Exception) -> int:
     sys.stderr.write(f"swarmtrain: this node's agent exited: {text}" + "\n")
     if isinstance(error, RendezvousError):
         CoordinatorClient(env.coordinator).try_post_event(
-            Event(EVENT_NOTE, {"node": env.node, "message": f"left rendezvous round {round}: {text}"})
+            Event(EVENT_NOTE, {"node": env.node, "message": f"left rendezvous round {round}, and joins the next one"})
         )
     else:
         trace = traceback.format_exc()
