@@ -51,7 +51,6 @@ def build_node_env(folder: Path, **changes: Any) -> NodeEnv:
         "min_nodes": 1,
         "max_nodes": 1,
         "coordinator": "127.0.0.1:1",
-        "store": "127.0.0.1:2",
         "config": str(folder / "config.json"),
         "code_folder": str(folder),
         "script": str(folder / "script.py"),
