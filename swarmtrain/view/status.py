@@ -27,6 +27,7 @@ from swarmtrain.view.worlds import (
     QuarantinedNode,
     WorldInfo,
     count_restarts,
+    find_connecting_ranks,
     find_gpu_faults,
     find_quarantined_nodes,
     list_worlds,
@@ -169,15 +170,18 @@ def build_status(
     """Return the status of `run` at `now`, from the coordinator's events (oldest first) and the states of its tasks."""
     latest = _collect_latest_events(events)
     outcome = latest.get(protocol.EVENT_OUTCOME)
+    state = _derive_run_state(outcome, latest, tasks)
     usage, straggler = latest.get(protocol.EVENT_USAGE, {}), latest.get(protocol.EVENT_STRAGGLER, {})
+    connecting = find_connecting_ranks(events)
+    start_reason = str(connecting or _explain_start(latest, events, tasks))
     is_usage_fresh = now - usage.get("time", 0.0) < _STALE_SECONDS and not outcome
     return RunStatus(
         run=run,
-        state=_derive_run_state(outcome, latest, tasks),
+        state="starting" if connecting and state == "training" else state,
         time=now,
         started=next((event.time for event in events if event.kind == protocol.EVENT_COORDINATOR_STARTED), None),
         ended=outcome["time"] if outcome else None,
-        reason=str(outcome.get("reason", "")) if outcome else _find_queue_reason(tasks) or _explain_start(latest, events, tasks),
+        reason=str(outcome.get("reason", "")) if outcome else _find_queue_reason(tasks) or start_reason,
         hint=str(outcome.get("hint", "")) if outcome else "",
         exit_code=outcome.get("exit_code") if outcome else None,
         world=latest.get(protocol.EVENT_WORLD_FORMED, {}),

@@ -16,6 +16,7 @@ from swarmtrain.protocol import Event, RunOutcome
 from swarmtrain.view.console import has_color_support, print_message
 from swarmtrain.view.formatting import format_clock_time, format_count, format_duration, format_loss, remove_control_characters
 from swarmtrain.view.progress_bar import show_progress_bar
+from swarmtrain.view.worlds import build_connecting_ranks
 
 _MAX_RECENT_LINES = 200
 _KINDS_THAT_RANKS_LOG = (protocol.EVENT_RESUMED, protocol.EVENT_EVALUATION, protocol.EVENT_CHECKPOINT)
@@ -99,6 +100,7 @@ _EVENT_FORMATTERS: dict[str, Callable[[dict[str, Any]], str]] = {
     protocol.EVENT_WORLD_FORMED: lambda data: (
         f"a world of {format_count(data.get('world_size'), 'rank')} on {format_count(data.get('nodes'), 'node')} has formed"
     ),
+    protocol.EVENT_RANKS_CONNECTING: lambda data: str(build_connecting_ranks(data) or "all ranks have connected"),
     protocol.EVENT_RESUMED: lambda data: f"resumed at step {data.get('step')} from {data.get('path')}",
     protocol.EVENT_EVALUATION: lambda data: f"validation loss {format_loss(data.get('loss'))} at step {data.get('step')}",
     protocol.EVENT_CHECKPOINT: lambda data: (

@@ -16,7 +16,7 @@ from swarmtrain.view.formatting import format_duration, format_end_time, format_
 from swarmtrain.view.known_failures import FailureEvidence, FailureSignature, get_signal_name, identify_failure
 from swarmtrain.view.root_cause import CausePriority, list_interruptions
 from swarmtrain.view.status import format_progress, suggest_quarantine_remedy
-from swarmtrain.view.worlds import find_gpu_faults, find_quarantined_nodes, list_worlds
+from swarmtrain.view.worlds import find_connecting_ranks, find_gpu_faults, find_quarantined_nodes, list_worlds
 
 LINES_BEFORE_SECONDS = 60.0
 """Seconds before a failure whose output may explain the failure."""
@@ -25,6 +25,11 @@ _MAX_LINES = 8
 _MAX_TRACEBACK_LINES = 16
 _MAX_LINE_WIDTH = 160
 _MAX_GPU_FAULTS = 5
+_CONNECTING_TEXT = "its ranks wait for their process group"
+_CONNECTING_HINT = (
+    "a script that works for long before init_process_group may need this time; otherwise `swarmtrain doctor CONFIG` checks whether the "
+    "nodes reach each other"
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class FailureDiagnosis:
 
     run: str
     outcome: str
-    """Outcome that the coordinator reported; empty if the run continues."""
+    """Outcome that the coordinator reported, or that the ranks wait for their process group; empty if the run continues."""
     node: str
     rank: int | None
     host: str
@@ -114,8 +119,10 @@ def diagnose_failure(
     run: str, events: Sequence[Event], tasks: Sequence[TaskState], log_lines: Iterable[LogLine]
 ) -> FailureDiagnosis | None:
     """Return the diagnosis of `run`; None if nothing has failed. `events` and `log_lines` are in chronological order."""
+    connecting = _find_connecting_failure(events)
     first = (
-        find_root_cause(events, tasks)
+        connecting
+        or find_root_cause(events, tasks)
         or _find_outcome_failure(events)
         or _find_container_start_failure(tasks, events)
         or _find_gpu_failure(events)
@@ -142,7 +149,7 @@ def diagnose_failure(
     )
     return FailureDiagnosis(
         run=run,
-        outcome=protocol.describe_outcome(outcome) if "status" in outcome else "",
+        outcome=protocol.describe_outcome(outcome) if "status" in outcome else _CONNECTING_TEXT if connecting else "",
         node=node,
         rank=rank,
         host=host,
@@ -163,6 +170,15 @@ def diagnose_failure(
         lines=tuple(_drop_traceback_lines(own_lines, str(data.get("traceback", "")))[-_MAX_LINES:]),
         peers=_collect_peer_nodes(node, first, events, tasks, recent_lines),
     )
+
+
+def _find_connecting_failure(events: Sequence[Event]) -> Event | None:
+    """Return a failure event for ranks that wait for their process group; None if none does."""
+    connecting = find_connecting_ranks(events)
+    if connecting is None:
+        return None
+    data = {"node": next(iter(connecting.ranks)), "error": str(connecting), "hint": _CONNECTING_HINT}
+    return Event(protocol.EVENT_FAILURE, data, connecting.time)
 
 
 def _choose_fix(failure_data: dict[str, Any], signature: FailureSignature | None) -> str:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swarmtrain import protocol
 from swarmtrain.failure_text import describe_error
 from swarmtrain.protocol import EXIT_PLANNED, Event, is_collateral_failure
 from swarmtrain.view.root_cause import list_interruptions
+
+_ENDS_OF_CONNECTING = (
+    protocol.EVENT_COORDINATOR_STARTED,
+    protocol.EVENT_WORLD_FORMED,
+    protocol.EVENT_PROGRESS,
+    protocol.EVENT_FAILURE,
+    protocol.EVENT_OUTCOME,
+)
+"""Kinds of events after which ranks that waited before do so no longer."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,50 @@ class NodeGpuFault:
 
     def __str__(self) -> str:
         return f"{self.node}: {self.message}"
+
+
+@dataclass(frozen=True)
+class WaitingRanks:
+    """Ranks of the newest world that wait in torch's init_process_group for rank 0, since `time`."""
+
+    time: float
+    world_size: int
+    address: str
+    ranks: Mapping[str, Sequence[int]]
+    """The ranks that wait, by node name."""
+
+    def __str__(self) -> str:
+        waiting = {rank for ranks in self.ranks.values() for rank in ranks}
+        text = f"{_format_ranks(sorted(waiting))} on {', '.join(self.ranks)} wait{'s' * (len(waiting) == 1)} for rank 0 at {self.address}"
+        missing = [rank for rank in range(self.world_size) if rank not in waiting]
+        return f"{text}; {_format_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not started to connect" if missing else text
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return sorted rank numbers as text, in ranges: ranks 0-3, 5."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"rank{'s' * (len(ranks) != 1)} {text}"
+
+
+def build_connecting_ranks(data: Mapping[str, Any], time: float = 0.0) -> WaitingRanks | None:
+    """Return the ranks in the data of a connecting event; None if no rank waits any more."""
+    return WaitingRanks(time, data["world_size"], data["address"], data["ranks"]) if data["ranks"] else None
+
+
+def find_connecting_ranks(events: Sequence[Event]) -> WaitingRanks | None:
+    """Return the ranks of the newest world that wait for their process group; None if none does, or the run has ended."""
+    for event in reversed(events):
+        if event.kind == protocol.EVENT_RANKS_CONNECTING:
+            return build_connecting_ranks(event.data, event.time)
+        if event.kind in _ENDS_OF_CONNECTING:
+            return None
+    return None
 
 
 def list_worlds(events: Sequence[Event]) -> list[WorldInfo]:

@@ -14,6 +14,7 @@ from swarmtrain.protocol import EXIT_PLANNED, Event, RunOutcome
 from swarmtrain.view.formatting import format_duration, parse_time
 from swarmtrain.view.status import build_status, format_progress
 from swarmtrain.view.update_printer import follow_updates, format_event
+from swarmtrain.view.why import diagnose_failure
 from swarmtrain.view.worlds import list_worlds
 
 TASKS = [TaskState("node0", "a", "running"), TaskState("rendezvous", "a", "pending", "no suitable node")]
@@ -268,3 +269,22 @@ def test_points_in_time() -> None:
     assert parse_time("2026-11-21T22:30:00+00:00", 0.0) == 1795300200.0
     with pytest.raises(SwarmtrainError, match="neither a duration nor a point in time"):
         parse_time("yesterday", 0.0)
+
+
+def test_ranks_that_wait_for_their_process_group_are_named_until_it_has_formed() -> None:
+    data = {"world": "b-1/10.0.0.5:4000", "world_size": 4, "address": "10.0.0.5:4000"}
+    waiting = Event(protocol.EVENT_RANKS_CONNECTING, {**data, "ranks": {"node0": [0, 1], "node1": [2]}}, 120.0)
+    formed = TRAINING[:2]
+    text = "ranks 0-2 on node0, node1 wait for rank 0 at 10.0.0.5:4000; rank 3 has not started to connect"
+    status = build_status("demo", [*formed, waiting], TASKS[:1], 272.0)
+    assert (status.state, status.reason) == ("starting", text)
+    diagnosis = diagnose_failure("demo", [*TRAINING, Event(protocol.EVENT_WORLD_FORMED, {}, 119.0), waiting], TASKS[:1], [])
+    assert diagnosis
+    assert (diagnosis.error, diagnosis.outcome) == (text, "its ranks wait for their process group")
+    for later in (Event(protocol.EVENT_RANKS_CONNECTING, {**data, "ranks": {}}, 130.0), *TRAINING[1:3], TRAINING[4]):
+        assert build_status("demo", [*formed, waiting, later], TASKS[:1], 272.0).state == "training"
+    assert diagnose_failure("demo", [*formed, waiting, TRAINING[2]], TASKS[:1], []) is None
+    complete = Event(protocol.EVENT_RANKS_CONNECTING, {**data, "ranks": {"node0": [0, 1], "node1": [2, 3]}}, 120.0)
+    assert (
+        build_status("demo", [*formed, complete], TASKS[:1], 272.0).reason == "ranks 0-3 on node0, node1 wait for rank 0 at 10.0.0.5:4000"
+    )
