@@ -27,6 +27,7 @@ _RUN_NAME_PATTERN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 # Swarm limits config names to 64 characters; the longest name that contains the run's name is "<run>_config-<digest>".
 MAX_RUN_NAME_LENGTH = 64 - len("_config-") - 10
 _PROBE_SUFFIX = "-probe"
+_DEBUG_LEVEL_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 _DEFAULT_MASTER_PORT = 29500
 # Ports of runs, below the ephemeral range. A run has one port each for the store, the coordinator and the probe, and one in reserve.
 _FIRST_PORT, _PORTS_PER_RUN, _PORT_SETS = 20000, 4, 2500
@@ -185,7 +186,9 @@ def build_plan(
         nodes=(),
         origin=inventory.origin,
         coordinator_machine=_choose_coordinator_machine(config, inventory, placement),
-        notes=tuple(filter(None, (gpu_note, _describe_unused_queue_settings(config), *_describe_channels(config)))),
+        notes=tuple(
+            filter(None, (gpu_note, _describe_unused_queue_settings(config), _describe_debug_level(config), *_describe_channels(config)))
+        ),
         requested_node_count=requested_count,
     )
     usable = inventory if machines is None else inventory.restrict(machines, "used by other runs")
@@ -211,6 +214,17 @@ def _describe_unused_queue_settings(config: Config) -> str:
     if not names or config.runner.capabilities.has_queue:
         return ""
     return f"{', '.join(names)}: no effect, since {config.runner.runner_type} has no queue; runner_type swarm has one (swarmtrain queue up)"
+
+
+def _describe_debug_level(config: Config) -> str:
+    """Return a warning if ranks without GPUs have a debug level of torch.distributed with which gloo crashes; else an empty string."""
+    level = config.runner.env.get(_DEBUG_LEVEL_VARIABLE) or ""
+    if level.upper() != "DETAIL" or config.runner.swarm.gpu is not GpuMode.none:
+        return ""
+    return (
+        f"warning: runner.env.{_DEBUG_LEVEL_VARIABLE}: {level} crashes DistributedDataParallel over gloo with SIGSEGV, a fault of torch; "
+        "set INFO, unless the ranks use NCCL"
+    )
 
 
 def _describe_channels(config: Config) -> list[str]:

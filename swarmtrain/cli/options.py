@@ -46,8 +46,11 @@ DebugOption = Annotated[
         help="Verbose torch and NCCL logs, and one CUDA kernel at a time (CUDA_LAUNCH_BLOCKING=1): slow, but with exact tracebacks.",
     ),
 ]
-DEBUG_OVERRIDES = ("runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", "runner.env.CUDA_LAUNCH_BLOCKING=1", "runner.nccl.debug=INFO")
-"""Config overrides that the option --debug adds. Overrides from -o are applied later and take precedence."""
+DEBUG_OVERRIDES = ("runner.env.TORCH_DISTRIBUTED_DEBUG=INFO", "runner.env.CUDA_LAUNCH_BLOCKING=1", "runner.nccl.debug=INFO")
+"""Config overrides that the option --debug adds. Overrides from -o are applied later and take precedence.
+
+Not DETAIL: with it, torch crashes DistributedDataParallel over gloo (see `_describe_debug_level` in plan.py).
+"""
 LOCAL_OVERRIDES = ("runner.runner_type=local",)
 """Config overrides that the option --attach adds. They take precedence over -o."""
 RunNameOption = Annotated[str | None, typer.Option("--name", help="Name of the run. Default: the config file's name.", show_default=False)]

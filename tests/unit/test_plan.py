@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.cargo import Cargo, RunFile, read_cargo
+from swarmtrain.cli.options import DEBUG_OVERRIDES
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
@@ -51,6 +52,20 @@ def test_without_hosts_the_first_ready_nodes_are_used() -> None:
         "  global batch 24 = 12 micro batches of 2, 6 each\n"
         "  gpu: none (no host is known to have GPUs; swarmtrain doctor CONFIG looks for them)"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_warned"),
+    [
+        (["runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL"], True),
+        (["runner.env.TORCH_DISTRIBUTED_DEBUG=detail"], True),
+        (["runner.env.TORCH_DISTRIBUTED_DEBUG=DETAIL", "runner.swarm.gpu=visible"], False),
+        ([*DEBUG_OVERRIDES], False),
+    ],
+)
+def test_a_debug_level_that_crashes_gloo_is_warned_about(overrides: list[str], *, is_warned: bool) -> None:
+    warnings = [note for note in plan_demo(THREE_MACHINES, *overrides).notes if "over gloo with SIGSEGV" in note]
+    assert len(warnings) == is_warned
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16", "powersgd"])
