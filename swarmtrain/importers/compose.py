@@ -28,7 +28,6 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "depends_on": (UnmappedReason.done_differently, "nodes wait for the rendezvous"),
     "ports": (UnmappedReason.no_counterpart, "nodes publish no ports; with swarm.network: host, ports are those of the host"),
     "expose": (UnmappedReason.no_counterpart, "all ports are open within the run's network"),
-    "restart": (UnmappedReason.done_differently, "runner.max_restarts"),
     "network_mode": (UnmappedReason.no_counterpart, "the stack creates its own network"),
     "tmpfs": (UnmappedReason.done_differently, "runner.docker_config.shm_size, for /dev/shm"),
     "healthcheck": (UnmappedReason.done_differently, "the coordinator receives events from every rank"),
@@ -48,7 +47,6 @@ _UNMAPPED_KEYS: dict[str, tuple[UnmappedReason, str]] = {
     "labels": (UnmappedReason.no_counterpart, ""),
     "extra_hosts": (UnmappedReason.no_counterpart, ""),
     "env_file": (UnmappedReason.done_differently, "put its variables into runner.env and its secrets into runner.secrets"),
-    "deploy.restart_policy": (UnmappedReason.done_differently, "runner.max_restarts"),
     "deploy.update_config": (UnmappedReason.done_differently, "swarmtrain scale and deploy change one run at a time"),
     "deploy.rollback_config": (UnmappedReason.no_counterpart, ""),
     "deploy.endpoint_mode": (UnmappedReason.done_differently, _STACK_FILE_TEXT),
@@ -157,6 +155,7 @@ def _map_service(report: MigrationReport, service_name: str, launch: LaunchComma
         *([(*service_key, "environment")] if isinstance(report.get_source_value((*service_key, "environment")), list) else [])
     )
     _map_deploy_section(report, (*service_key, "deploy"))
+    _map_restart_limit(report, service_key)
     _map_mounts(report, (*service_key, "volumes"))
     return nodes, slots
 
@@ -168,7 +167,7 @@ def _get_command_field(report: MigrationReport, service_key: KeyPath) -> str:
 def _map_service_field(report: MigrationReport, service_key: KeyPath, field: str) -> None:
     key = (*service_key, field)
     value = report.get_source_value(key)
-    if field in ("environment", "deploy", "volumes", "networks"):
+    if field in ("environment", "deploy", "volumes", "networks", "restart"):
         return
     if field in ("command", "secrets") or (field == "entrypoint" and not report.has_source_key((*service_key, "command"))):
         report.mark_keys_handled(key)
@@ -196,6 +195,35 @@ def _map_machine_field(report: MigrationReport, key: KeyPath, field: str, value:
     else:
         return False
     return True
+
+
+def _map_restart_limit(report: MigrationReport, service_key: KeyPath) -> None:
+    """Map the limit of a service's restarts, if it has one. deploy.restart_policy takes precedence over restart, as in a swarm."""
+    policy_key, restart_key = (*service_key, "deploy", "restart_policy"), (*service_key, "restart")
+    policy, restart = report.get_source_mapping(policy_key), report.get_source_value(restart_key)
+    limits: dict[KeyPath, int | None] = {}
+    if policy:
+        limits[*policy_key, "condition"] = 0 if policy.get("condition") == "none" else None
+        limits[*policy_key, "max_attempts"] = _parse_restart_count(policy.get("max_attempts"))
+    elif restart_count := re.fullmatch(r"on-failure:(\d+)", str(restart)):
+        limits[restart_key] = _parse_restart_count(restart_count[1])
+    elif str(restart) in ("no", "False"):
+        limits[restart_key] = 0
+    limited_key = next((key for key, limit in limits.items() if limit is not None), None)
+    if report.get_config_value("runner.max_restarts") is not None:  # torchrun restarts the ranks within the container
+        limited_key = None
+    if limited_key is not None:
+        report.map_key(limited_key, "runner.max_restarts", limits[limited_key])
+    for key in ((*policy_key, field) for field in policy) if policy else (policy_key,):
+        if key != limited_key and report.has_source_key(key):
+            report.add_unmapped_key(key, UnmappedReason.done_differently, "runner.max_restarts")
+    if restart_key != limited_key and report.has_source_key(restart_key):
+        report.add_unmapped_key(restart_key, UnmappedReason.done_differently, "runner.max_restarts")
+
+
+def _parse_restart_count(count: Any) -> int | None:
+    """Return the restart limit `count` of a service; None if it has none, which Docker also writes as 0."""
+    return int(count) if str(count).isdecimal() and int(count) > 0 else None
 
 
 def _map_image(report: MigrationReport, key: KeyPath, image: str) -> None:

@@ -261,3 +261,41 @@ def test_scaling_writes_nothing_to_tensorboard_without_a_folder(folder: str, *, 
     result = importers.import_config_text(text, "config.yml", source_format=importers.SourceFormat.scaling)
     assert parse_config(result.to_yaml()).logger.use_tensorboard == used
     assert ("set logger.log_dir; without it" in str(result.format_report())) != used
+
+
+@pytest.mark.parametrize(
+    ("service", "max_restarts", "unmapped"),
+    [
+        ({"deploy": {"restart_policy": {"condition": "none"}}}, 0, set()),
+        ({"deploy": {"restart_policy": {"condition": "none", "max_attempts": 5, "delay": "5s"}}}, 0, {"max_attempts", "delay"}),
+        ({"deploy": {"restart_policy": {"condition": "on-failure", "max_attempts": 5}}}, 5, {"condition"}),
+        ({"deploy": {"restart_policy": {"max_attempts": 0}}}, None, {"max_attempts"}),  # Docker's word for unlimited
+        ({"deploy": {"restart_policy": {"condition": "any", "window": "2m"}}}, None, {"condition", "window"}),
+        ({"deploy": {"restart_policy": {"condition": "none"}}, "restart": "always"}, 0, {"restart"}),
+        ({"deploy": {"restart_policy": {"condition": "any"}}, "restart": "no"}, None, {"condition", "restart"}),
+        ({"restart": "no"}, 0, set()),
+        ({"restart": False}, 0, set()),
+        ({"restart": "on-failure:7"}, 7, set()),
+        ({"restart": "on-failure:0"}, None, {"restart"}),
+        ({"restart": "on-failure"}, None, {"restart"}),
+        ({"restart": "unless-stopped"}, None, {"restart"}),
+    ],
+    ids=str,
+)
+def test_the_restart_limit_of_a_compose_service_is_kept(service: dict[str, Any], max_restarts: int | None, unmapped: set[str]) -> None:
+    result = import_compose_service("torchrun --nproc_per_node=1 train.py", service)
+    assert result.values["runner"].get("max_restarts") == max_restarts
+    assert {key.key.rpartition(".")[2] for key in result.unmapped_keys if "restart" in key.key} == unmapped
+
+
+def test_the_limit_of_torchrun_counts_not_that_of_the_container() -> None:
+    """torchrun restarts the ranks within a container that Docker does not restart."""
+    service = {"deploy": {"restart_policy": {"condition": "none"}}}
+    result = import_compose_service("torchrun --nproc_per_node=1 --max-restarts=5 train.py", service)
+    assert result.values["runner"]["max_restarts"] == 5
+    assert [key.key for key in result.unmapped_keys if "restart" in key.key] == ["services.node.deploy.restart_policy.condition"]
+
+
+def import_compose_service(command: str, service: dict[str, Any]) -> migration_report.ImportResult:
+    text = yaml.safe_dump({"services": {"node": {"image": "example/trainer", "command": command, **service}}})
+    return importers.import_config_text(text, "compose.yml").result
