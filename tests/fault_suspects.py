@@ -1,7 +1,8 @@
 """What `swarmtrain why` names as the first to fail after each fault of tests/lab/faults.py, as a regular expression.
 
 An empty text: nothing has failed, so that `why` names nobody. The recordings in tests/unit/faults are events and tasks of real runs with
-these faults: the chaos tests write them with SWARMTRAIN_DOCS set.
+these faults: the chaos tests write them with SWARMTRAIN_DOCS set. Two are derived from other recordings, with the events that the agent and
+the trainer post: `a rank is killed` from `torchrun is killed`, and `the disk is full` from `save_dir vanishes`.
 """
 
 from __future__ import annotations
