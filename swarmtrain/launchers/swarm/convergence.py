@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from swarmtrain.errors import NodesRefused
 from swarmtrain.launchers.base import ProgressReporter, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
+from swarmtrain.launchers.common.engine_values import parse_count, parse_environment
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.task_states import build_task_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.launchers.task_words import format_task_state
-from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.protocol import ENV_PREFIX, RENDEZVOUS_SERVICE
 
 _POLL_SECONDS = 0.5
 _REMINDER_SECONDS = 15.0
@@ -56,6 +58,14 @@ _OTHER_START_FAILURE = (5, "list all attempts with docker service ps SERVICE, an
 _CONSTRAINTS_NOT_MET = "assigned node no longer meets constraints"
 # Failures of the coordinator itself do not count against the restart budget.
 _COORDINATOR_FAILURE = (3, "see its log for the reason; if the image lacks swarmtrain, build one with swarmtrain image build")
+# The engine's message in the log of a container whose program the kernel could not start: its agent never ran. The task itself only has an
+# exit code, as that of an agent that has failed, of which the coordinator counts the restarts.
+_EXEC_FAILURE_PATTERN = re.compile(
+    r"exec /\S+: (argument list too long|exec format error|no such file or directory|permission denied)|"
+    r"standard_init_linux\.go:\d+: exec user process caused: .+"
+)
+_MAX_EXEC_FAILURES, _EXEC_FAILURE_SECONDS = 5, 600.0
+_EXEC_HINT = "check that the image is built for the machine's architecture, and shorten long values in runner.env"
 # Seconds without a change after which tasks count as stable: after a start, and for a coordinator that has already failed.
 _STEADY_SECONDS = 0.8
 _STEADY_AFTER_FAILURE_SECONDS = 3.0
@@ -261,6 +271,40 @@ def find_refusals(
             host = host_name_by_node_id.get(failed_tasks[-1].node_id, "")
             refusals.append(Refusal(name, host, f"{reason}{final_lines}", hint))
     return refusals
+
+
+def find_exec_failures(
+    engine: DockerEngine, stack: str, services: Sequence[Service], tasks: Sequence[Task], host_name_by_node_id: Mapping[str, str]
+) -> list[Refusal]:
+    """Return the nodes whose last 5 containers, within 10 min, have ended because their program could not be started.
+
+    A node that has printed anything else since has started its agent, and is not among them. `tasks` are ordered by creation.
+    """
+    refusals = []
+    for service in services:
+        failed = [task for task in tasks if task.service_id == service.id and _is_container_failure(task)][-_MAX_EXEC_FAILURES:]
+        is_running = any(task.service_id == service.id and task.state == "running" for task in tasks)
+        if not service.is_node or is_running or len(failed) < _MAX_EXEC_FAILURES:
+            continue
+        started, ended = (datetime.fromisoformat(task.created_at).timestamp() for task in (failed[0], failed[-1]))
+        if ended - started > _EXEC_FAILURE_SECONDS:
+            continue
+        name = service.get_short_name(stack)
+        lines = [line.text for line in container_logs.read_log_lines(engine, service.api_path, name, tail=_MAX_EXEC_FAILURES)]
+        if lines and all(_EXEC_FAILURE_PATTERN.fullmatch(line.strip()) for line in lines):
+            refusals.append(Refusal(name, host_name_by_node_id.get(failed[-1].node_id, ""), lines[-1].strip(), _EXEC_HINT))
+    return refusals
+
+
+def read_min_nodes(services: Sequence[Service], stack: str) -> int:
+    """Return with how many nodes the run of `services` can train; 1 if that is unknown."""
+    coordinator = cluster_state.find_coordinator(list(services), stack)
+    container = (coordinator.spec["TaskTemplate"].get("ContainerSpec") or {}) if coordinator else {}
+    return parse_count(parse_environment(container.get("Env")).get(f"{ENV_PREFIX}MIN_NODES"), default=1)
+
+
+def _is_container_failure(task: Task) -> bool:
+    return task.state == "failed" and "non-zero exit" in task.reason
 
 
 def is_late_network(reason: str) -> bool:

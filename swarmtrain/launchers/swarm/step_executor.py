@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_outdated_version_error
-from swarmtrain.launchers.swarm.cluster_state import read_stack_state
+from swarmtrain.launchers.swarm.cluster_state import Service, read_stack_state
 from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
 from swarmtrain.launchers.swarm.service_specs import ApiSpec
 
@@ -133,6 +133,11 @@ def update_service(engine: DockerEngine, service_id: str, version: int, spec: Ap
                 raise
         time.sleep(0.1 * (attempt + 1))
         version = engine.get(f"/services/{service_id}")["Version"]["Index"]
+
+
+def scale_service_to_zero(engine: DockerEngine, service: Service) -> None:
+    """Let Swarm stop the containers of `service`. Raises EngineError."""
+    update_service(engine, service.id, service.version, {**service.spec, "Mode": {"Replicated": {"Replicas": 0}}})
 
 
 def resolve_config_and_secret_ids(spec: ApiSpec, config_id_by_name: Mapping[str, str], secret_id_by_name: Mapping[str, str]) -> ApiSpec:

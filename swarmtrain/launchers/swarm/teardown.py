@@ -15,7 +15,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.launchers.swarm.following.update_stream import record_final_log_lines
-from swarmtrain.launchers.swarm.step_executor import LockCheck, run_in_parallel, update_service
+from swarmtrain.launchers.swarm.step_executor import LockCheck, run_in_parallel, scale_service_to_zero
 
 _POLL_SECONDS = 0.3
 _LOG_INTERVAL_SECONDS = 5.0
@@ -119,7 +119,7 @@ def stop_nodes(engine: DockerEngine, stack: str, services: list[Service], report
         if running:
             check_lock()
             report_progress(f"stopping {', '.join(service.name for service in running)}")
-            run_in_parallel(lambda service: _scale_service_to_zero(engine, service), running)
+            run_in_parallel(lambda service: scale_service_to_zero(engine, service), running)
         wait_until_services_stopped(engine, stack, nodes, report_progress)
 
 
@@ -131,10 +131,6 @@ def _group_services_for_removal(services: list[Service]) -> list[list[Service]]:
     if any(service.is_probe for service in services):
         return [services]
     return [[service for service in services if service.is_node], [service for service in services if not service.is_node]]
-
-
-def _scale_service_to_zero(engine: DockerEngine, service: Service) -> None:
-    update_service(engine, service.id, service.version, {**service.spec, "Mode": {"Replicated": {"Replicas": 0}}})
 
 
 def _get_stop_grace_period(service: Service) -> float:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from swarmtrain.errors import EngineError
+from swarmtrain.errors import EXIT_ERROR, EngineError
 from swarmtrain.launchers.base import RunUpdate, TaskState
 from swarmtrain.launchers.common.container_logs import ContainerLogLine, LogReader, take_line_batch
 from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -16,9 +16,11 @@ from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder, record_log_lines
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
+from swarmtrain.launchers.swarm.convergence import find_exec_failures, read_min_nodes
 from swarmtrain.launchers.swarm.following.coordinator_repair import CoordinatorRepair
 from swarmtrain.launchers.swarm.following.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
-from swarmtrain.launchers.swarm.queue_entry import is_waiting_in_queue
+from swarmtrain.launchers.swarm.queue_entry import find_queue_entry, is_waiting_in_queue
+from swarmtrain.launchers.swarm.step_executor import run_in_parallel, scale_service_to_zero
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
@@ -34,6 +36,8 @@ _MAX_COORDINATOR_SILENCE_SECONDS = 10.0
 _MAX_NODE_SILENCE_SECONDS = 30.0
 # Readers wait when this many lines are in the queue.
 _MAX_QUEUED_LINES = 50_000
+# Seconds between two checks whether containers fail before their agent starts.
+_EXEC_CHECK_SECONDS = 5.0
 # Number of last lines that are read from each container when it is stopped, even if its log was not followed before.
 _FINAL_LINES = 1000
 
@@ -117,6 +121,8 @@ class _SwarmStream:
         self._repair = CoordinatorRepair(engine, self._run)
         self._answered_at = time.monotonic()
         self._lost_reason = ""
+        self._snapshot: SwarmSnapshot | None = None
+        self._exec_check_at = 0.0
 
     def stream_updates(self) -> Iterator[RunUpdate]:
         """Yield updates: poll the states and read the logs until the run has ended."""
@@ -133,8 +139,29 @@ class _SwarmStream:
                     yield update
                     if isinstance(update, Event) and update.kind == EVENT_OUTCOME:
                         outcome_at = time.monotonic()
+            if failure := self._find_exec_failure():
+                yield failure
+                return
             if self._is_stream_finished(outcome_at, is_quiet=not batch):
                 return
+
+    def _find_exec_failure(self) -> Event | None:
+        """Return the outcome of a run whose containers fail before their agent starts, after stopping its nodes; None for other runs.
+
+        The coordinator does not hear of such containers, and Swarm restarts them indefinitely.
+        """
+        snapshot, now = self._snapshot, time.monotonic()
+        if snapshot is None or now < self._exec_check_at:
+            return None
+        self._exec_check_at = now + _EXEC_CHECK_SECONDS
+        nodes = [service for service in snapshot.services if service.is_node and service.replicas]
+        failures = find_exec_failures(self._engine, self._run, nodes, snapshot.tasks, snapshot.hosts)
+        is_queued = find_queue_entry(snapshot.services, self._run) is not None  # the scheduler stops it
+        if not failures or is_queued or len(nodes) - len(failures) >= read_min_nodes(snapshot.services, self._run):
+            return None
+        run_in_parallel(lambda service: scale_service_to_zero(self._engine, service), nodes)
+        reason = f"cannot be started: {'; '.join(map(str, failures))}"
+        return Event(EVENT_OUTCOME, {"status": "failed", "reason": reason, "exit_code": EXIT_ERROR, "hint": failures[0].hint})
 
     def close(self) -> None:
         """End all reader threads, and close the recorder."""
@@ -199,7 +226,7 @@ class _SwarmStream:
         return f"{self._run} continues; follow it again with swarmtrain logs -f {self._run}{alternative}"
 
     def _process_snapshot(self, snapshot: SwarmSnapshot) -> list[TaskState]:
-        self._is_removed = not snapshot.services
+        self._snapshot, self._is_removed = snapshot, not snapshot.services
         self._repair.observe_snapshot(snapshot)
         self._remember_replaced_coordinators(snapshot)
         self._start_new_log_readers(snapshot.services)

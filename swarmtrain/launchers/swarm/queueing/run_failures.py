@@ -8,7 +8,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.launchers.swarm.convergence import find_refusals
+from swarmtrain.launchers.swarm.convergence import find_exec_failures, find_refusals
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, RENDEZVOUS_SERVICE, Event
 
@@ -27,6 +27,7 @@ def describe_start_failure(engine: DockerEngine, member: QueueMember, now: float
     try:
         hosts, seconds = cluster_state.read_host_names(engine), now - member.entry.changed
         refusals = find_refusals(engine, member.run, list(member.services), current_tasks, hosts, seconds=seconds)
+        refusals = refusals or find_exec_failures(engine, member.run, member.services, current_tasks, hosts)
     except EngineError:
         return ""
     refused = {refusal.service for refusal in refusals}
