@@ -6,7 +6,7 @@ import heapq
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from swarmtrain.errors import HostError
@@ -22,6 +22,8 @@ _LONG_POLL_SECONDS = 2.0
 _RETRY_SECONDS = 2.0
 _TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may still print their last lines
 _FINAL_STATES = ("complete", "shutdown")
+_MAX_SILENCE_SECONDS = 60.0
+"""Seconds after which the nodes of a host that does not answer count as stopped, if another host answers."""
 
 
 def build_task_state(node: str, host: str, process_state: dict[str, Any] | None) -> TaskState:
@@ -135,7 +137,7 @@ def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator
     times: dict[str, float] = {}
     nodes = {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}
     outcome_at: float | None = None
-    live_nodes = _LiveNodes(host_group)
+    live_nodes = _LiveNodes(host_group.hosts)
     with host_group, HostUpdateStream(host_group, run, 0) as stream:
         for message in stream:
             if live_nodes.update(message):
@@ -166,18 +168,24 @@ def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator
 
 
 class _LiveNodes:
-    """The hosts on which a node of the run may be running. A host that cannot be reached keeps its last state."""
+    """The hosts on which a node of the run may be running: what they last answered, for up to 60 s, or until any host answers again."""
 
-    def __init__(self, host_group: HostGroup) -> None:
-        self._is_running = dict.fromkeys(host_group.hosts, True)
-        self._stop_detector = StopDetector()
+    def __init__(self, hosts: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._stop_detector = clock, StopDetector(clock)
+        self._is_running = dict.fromkeys(hosts, True)
+        self._answered_at = dict.fromkeys(self._is_running, clock())
 
     def update(self, message: tuple[str, dict[str, Any] | HostError] | None) -> bool:
         """Return whether no node has been running for 10 s, with the update of a host in `message`."""
         host, update = message or ("", None)
         if update is not None and not isinstance(update, HostError):
             self._is_running[host] = any(name != RENDEZVOUS_SERVICE for name in update["alive"]) or update["has_more"]
-        return self._stop_detector.update(is_running=any(self._is_running.values()))
+            self._answered_at[host] = self._clock()
+        newest_answer = max(self._answered_at.values())
+        running = [name for name, is_running in self._is_running.items() if is_running]
+        return self._stop_detector.update(
+            is_running=any(newest_answer - self._answered_at[name] < _MAX_SILENCE_SECONDS for name in running)
+        )
 
 
 def _build_task_states(host: str, update: dict[str, Any] | HostError, host_by_node: dict[str, str]) -> list[TaskState]:
@@ -215,7 +223,7 @@ def _follow_logs(
 ) -> Iterator[LogLine]:
     initial_lines: dict[str, list[LogLine]] = {}
     times: dict[str, float] = {}
-    live_nodes = _LiveNodes(host_group)
+    live_nodes = _LiveNodes(host_group.hosts)
     reachable: dict[str, bool] = {}
     caught_up = False
     with HostUpdateStream(host_group, run, tail) as stream:
