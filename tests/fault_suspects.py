@@ -72,11 +72,6 @@ def find_suspect(diagnosis_text: str) -> str:
     return match[1] if match else ""
 
 
-def is_recorded(fault: str) -> bool:
-    """Return whether there is a recording of a run with `fault`."""
-    return _get_recording_path(fault).exists()
-
-
 def write_recording(fault: str, events: Iterable[Event], tasks: Sequence[TaskState]) -> None:
     """Write the events and tasks of a run with `fault` to its recording, without tracebacks."""
     lines = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fault_suspects import SUSPECTS, find_suspect, is_recorded, read_recording
+from fault_suspects import SUSPECTS, find_suspect, read_recording
 
 from swarmtrain.launchers.base import TaskExit, TaskState
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_WORLD_FORMED, Event, is_collateral_failure
@@ -21,7 +21,6 @@ from swarmtrain.view.worlds import list_worlds
 
 RELIABILITY_PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md"
 # Texts that only torch and gloo write.
-RECORDED_FAULTS = [fault for fault in SUSPECTS if is_recorded(fault)]
 LIBRARY_TEXT = re.compile(r"GLHF|gloo|/pytorch/|\.cc:\d+|RuntimeError|Read error|DistNetworkError|callback", re.IGNORECASE)
 
 
@@ -30,14 +29,14 @@ def test_each_fault_of_the_chaos_table_has_an_expected_suspect() -> None:
     assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]] == list(SUSPECTS)
 
 
-@pytest.mark.parametrize("fault", RECORDED_FAULTS)
+@pytest.mark.parametrize("fault", SUSPECTS)
 def test_why_names_what_caused_the_fault(fault: str) -> None:
     events, tasks = read_recording(fault)
     suspect = find_suspect(str(diagnose_failure("run", events, tasks, [])))
     assert re.fullmatch(SUSPECTS[fault], suspect), suspect
 
 
-@pytest.mark.parametrize("fault", RECORDED_FAULTS)
+@pytest.mark.parametrize("fault", SUSPECTS)
 def test_why_names_it_after_the_run_is_down_too(fault: str) -> None:
     """The tasks are gone then, and their exit codes with them."""
     events, _ = read_recording(fault)
@@ -45,7 +44,7 @@ def test_why_names_it_after_the_run_is_down_too(fault: str) -> None:
     assert re.fullmatch(SUSPECTS[fault], suspect), suspect
 
 
-@pytest.mark.parametrize("fault", RECORDED_FAULTS)
+@pytest.mark.parametrize("fault", SUSPECTS)
 def test_no_text_of_torch_or_gloo_is_in_status_and_history(fault: str) -> None:
     events, tasks = read_recording(fault)
     texts = [str(build_status("run", events, tasks, events[-1].time)), *(world.reason for world in list_worlds(events))]
@@ -54,7 +53,7 @@ def test_no_text_of_torch_or_gloo_is_in_status_and_history(fault: str) -> None:
 
 
 def test_the_recordings_contain_text_of_torch_that_could_be_shown() -> None:
-    failures = [event.data for fault in RECORDED_FAULTS for event in read_recording(fault)[0] if event.kind == EVENT_FAILURE]
+    failures = [event.data for fault in SUSPECTS for event in read_recording(fault)[0] if event.kind == EVENT_FAILURE]
     assert sum(bool(LIBRARY_TEXT.search(str(failure["error"]))) for failure in failures if is_collateral_failure(failure)) > 10
 
 
