@@ -91,7 +91,7 @@ def _is_test(name: str, node: ast.stmt) -> bool:
     return (
         name.startswith("test")
         and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and not any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and not any("pytest.fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
     )
 
 
