@@ -30,7 +30,7 @@ GARBAGE += [_NESTED, "[1, null]", '{"a": 1}', '{"node0": null, "node1": {"a": []
 _NAMED_LABELS = {name.lstrip("_"): value for name, value in {**vars(protocol), **vars(queue_entry)}.items() if isinstance(value, str)}
 # Without these three, a service is not one of a run.
 LABELS = sorted({value for name, value in _NAMED_LABELS.items() if name.startswith("LABEL_")} - {LABEL_RUN, LABEL_ROLE, LABEL_STACK})
-VARIABLES = ["SWARMTRAIN_NODE", "SWARMTRAIN_STORE_PORT", "SWARMTRAIN_COORDINATOR_PORT", "NVIDIA_VISIBLE_DEVICES", "SWARMTRAIN_MIN_NODES"]
+VARIABLES = ["SWARMTRAIN_NODE", "SWARMTRAIN_COORDINATOR_PORT", "NVIDIA_VISIBLE_DEVICES", "SWARMTRAIN_MIN_NODES"]
 texts = st.one_of(st.sampled_from(GARBAGE), st.text(max_size=30))
 labels = st.dictionaries(st.sampled_from(LABELS), texts, min_size=1, max_size=6)
 environment = st.lists(st.one_of(texts, st.tuples(st.sampled_from(VARIABLES), texts).map("=".join)), max_size=4)
