@@ -77,7 +77,7 @@ def test_two_deploys_at_once_end_in_the_last_one(
     }
     # No service was recreated, and the lock is removed together with the last command.
     assert "demo_lock" not in run_docker(lab, "config", "ls")
-    assert [line.partition(":")[0] for line in second.messages if "create" in line] == ["create service demo_node2"]
+    assert [line.partition(":")[0] for line in second.messages if line.startswith("create ")] == ["create service demo_node2"]
 
 
 @pytest.mark.test_all_only("each waits for two commands that race; the contract has the changes one at a time")
