@@ -164,7 +164,8 @@ def attack_from(lab: Lab, node: str, key: bytes, coordinator: str, seconds: floa
 def assert_run_is_undisturbed(events: Sequence[Event]) -> None:
     """Check that the events of a run under attack show one world, no failure, and few lines about the attack."""
     kinds = [event.kind for event in events]
-    assert (kinds.count(EVENT_WORLD_FORMED), kinds.count(EVENT_FAILURE), kinds.count(EVENT_OUTCOME)) == (1, 0, 0)
+    transcript = "\n".join(event.to_line() for event in events)
+    assert (kinds.count(EVENT_WORLD_FORMED), kinds.count(EVENT_FAILURE), kinds.count(EVENT_OUTCOME)) == (1, 0, 0), transcript
     reports = [event for event in events if "not signed with the run's key" in str(event.data.get("message"))]
     assert 1 <= len(reports) <= 3, "the attack takes less than 2 min"
 
