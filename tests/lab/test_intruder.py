@@ -134,7 +134,7 @@ def test_docker_stack_deploy_uses_the_key_that_generate_has_written(
 def test_an_intruder_on_the_host_network(
     lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan], image: str, tmp_path: Path
 ) -> None:
-    plan = plan_run(nodes=2, script=TRAIN, image=image, swarm=HOST_NETWORK, env={"OMP_NUM_THREADS": "1"})
+    plan = plan_run(nodes=2, min_nodes=2, script=TRAIN, image=image, swarm=HOST_NETWORK, env={"OMP_NUM_THREADS": "1"})
     launcher.deploy_run(plan, DISCARD)
     assert plan.coordinator_machine is not None
     coordinator = f"{plan.coordinator_machine.address}:{plan.master_port}"
