@@ -19,12 +19,15 @@ import pytest
 from swarm_helpers import DISCARD, NODES, RUN, find_docker_programs, is_run_removed, list_task_ids, print_line, run_docker
 
 from swarmtrain import protocol
+from swarmtrain.config import Config
+from swarmtrain.config.schema.fields import validators
 from swarmtrain.config.schema.runner import NcclDebug, RunnerConfig
 from swarmtrain.errors import EngineError, ImageError, RunNotFound, StackError
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.history_store import list_recorded_runs
+from swarmtrain.launchers.docker import DockerLauncher
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.operations.runs import remove_run
@@ -306,6 +309,23 @@ def test_a_deploy_that_cannot_work_prints_why_and_leaves_nothing(
     # An image without swarmtrain: the reason is in the log, and is shown.
     expect_refusal(launcher, plan_run(image=base_image), StackError, "No module named")
     assert is_run_removed(lab, engine)
+
+
+@pytest.mark.test_all_only("the gate has it on a swarm in memory")
+def test_containers_whose_program_cannot_be_started_are_not_restarted_without_end(
+    lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deploy decides it, also if nobody follows the run. The config refuses such a variable, so its check is switched off here."""
+    monkeypatch.setattr(validators, "_MAX_EXEC_STRING_BYTES", 2**20)
+    plan = plan_run(env={"LONG": "x" * 140_000})
+    expect_refusal(launcher, plan, StackError, "node[01] on node[01]: exec /sbin/docker-init: argument list too long")
+    assert is_run_removed(lab, launcher._engine)
+    docker_launcher = DockerLauncher(lab.get_docker_host("node0"))
+    docker_config = Config.model_validate({"runner": {**plan.config.runner.model_dump(exclude_unset=True), "runner_type": "docker"}})
+    docker_plan = build_plan(docker_config, docker_launcher.read_inventory(docker_config.runner), plan.cargo, run=RUN)
+    with pytest.raises(StackError, match="node0: exec /sbin/docker-init: argument list too long"):
+        docker_launcher.deploy_run(docker_plan, print_line)
+    assert docker_launcher.list_runs() == []
 
 
 def test_an_interrupted_first_deploy_leaves_nothing(lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan]) -> None:

@@ -27,6 +27,7 @@ from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, Pro
 from swarmtrain.launchers.common import container_logs, engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
 from swarmtrain.launchers.common.engine_values import translate_malformed_deployment
+from swarmtrain.launchers.common.exec_failures import EXEC_HINT, MAX_EXEC_FAILURES, read_exec_failure
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
@@ -54,6 +55,7 @@ from swarmtrain.run_identity import RunIdentity, create_run_identity
 _MAX_NODES = 64
 _DEFAULT_STOP_GRACE_SECONDS = 10
 _STOP_MARGIN_SECONDS = 60.0
+_START_CHECK_SECONDS = 0.5
 
 
 class DockerLauncher:
@@ -134,6 +136,7 @@ class DockerLauncher:
             identity = container_state.find_identity(existing) if existing else create_run_identity()
             try:
                 self._reconcile_containers(desired, image, identity, report_progress)
+                self._check_that_programs_start(plan.run)
             except BaseException:
                 if is_first_deploy:
                     self._remove_run(plan.run, lambda line: None)
@@ -158,6 +161,25 @@ class DockerLauncher:
                 continue
             self._engine.post(f"/containers/{container_id}/start", {})
             report_progress(f"{name} started")
+
+    def _check_that_programs_start(self, run: str) -> None:
+        """Wait while the engine restarts containers whose program cannot be started. After 5 attempts, stop them and raise StackError.
+
+        Such a container ends within milliseconds, and the engine starts it again after 0.1, 0.2, 0.4 s and so on.
+        """
+        reasons = {"": ""}
+        while reasons:
+            time.sleep(_START_CHECK_SECONDS)
+            containers = container_state.list_containers(self._engine, run)
+            reasons = {
+                node: reason
+                for node, container in containers.items()
+                if container.restarts and (reason := read_exec_failure(self._engine, container.api_path, node, attempts=1))
+            }
+            if failed := [containers[node] for node in reasons if containers[node].restarts >= MAX_EXEC_FAILURES]:
+                self._stop_containers(run, failed)
+                shown = "; ".join(f"{container.node}: {reasons[container.node]}" for container in failed)
+                raise StackError(f"cannot be started: {shown}", place=f"run {run}", hint=EXEC_HINT)
 
     def _create_container(self, desired_stack: Stack, service_name: str, image: str, identity: RunIdentity) -> str:
         """Create the container of `service_name` with its files, and return the container id."""

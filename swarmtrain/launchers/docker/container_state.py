@@ -33,6 +33,8 @@ class Container:
     """The container's state as the engine reports it."""
     created: str
     """Time of the container's creation, in Docker's format."""
+    restarts: int = 0
+    """How often the engine has restarted the container."""
 
     @property
     def api_path(self) -> str:
@@ -95,8 +97,9 @@ def list_containers(engine: DockerEngine, run: str) -> dict[str, Container]:
             raise
         labels = details["Config"]["Labels"]
         if node := labels.get(LABEL_NODE):
+            restarts = details.get("RestartCount", 0)
             containers[node] = Container(
-                details["Id"], node, labels[LABEL_CONTAINER], details["Image"], labels, details["State"], details["Created"]
+                details["Id"], node, labels[LABEL_CONTAINER], details["Image"], labels, details["State"], details["Created"], restarts
             )
     return dict(sorted(containers.items(), key=lambda pair: (pair[0] == RENDEZVOUS_SERVICE, len(pair[0]), pair[0])))
 

@@ -17,6 +17,7 @@ from swarmtrain.launchers.base import ProgressReporter, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.engine_values import parse_count, parse_environment
+from swarmtrain.launchers.common.exec_failures import EXEC_HINT, MAX_EXEC_FAILURES, read_exec_failure
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.task_states import build_task_state
@@ -58,14 +59,7 @@ _OTHER_START_FAILURE = (5, "list all attempts with docker service ps SERVICE, an
 _CONSTRAINTS_NOT_MET = "assigned node no longer meets constraints"
 # Failures of the coordinator itself do not count against the restart budget.
 _COORDINATOR_FAILURE = (3, "see its log for the reason; if the image lacks swarmtrain, build one with swarmtrain image build")
-# The engine's message in the log of a container whose program the kernel could not start: its agent never ran. The task itself only has an
-# exit code, as that of an agent that has failed, of which the coordinator counts the restarts.
-_EXEC_FAILURE_PATTERN = re.compile(
-    r"exec /\S+: (argument list too long|exec format error|no such file or directory|permission denied)|"
-    r"standard_init_linux\.go:\d+: exec user process caused: .+"
-)
-_MAX_EXEC_FAILURES, _EXEC_FAILURE_SECONDS = 5, 600.0
-_EXEC_HINT = "check that the image is built for the machine's architecture, and shorten long values in runner.env"
+_EXEC_FAILURE_SECONDS = 600.0
 # Seconds without a change after which tasks count as stable: after a start, and for a coordinator that has already failed.
 _STEADY_SECONDS = 0.8
 _STEADY_AFTER_FAILURE_SECONDS = 3.0
@@ -104,7 +98,8 @@ class _StartupProgress:
     """Progress of a startup: the messages that were already reported, and the time at which the state last changed."""
 
     reported_lines: dict[str, str] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+    """The refusals so far. A machine that refuses a node is not seen to refuse it at each moment: it tries again and again."""
     started_at: float = field(default_factory=time.monotonic)
     changed_at: float = field(default_factory=time.monotonic)
     reminded_at: float = field(default_factory=time.monotonic)
@@ -143,13 +138,16 @@ def wait_until_services_running(
         tasks = cluster_state.list_tasks(engine, stack)
         new_tasks = [task for task in tasks if task.id not in old_task_ids]
         seconds = time.monotonic() - progress.started_at
-        _report_refusals(
-            find_refusals(engine, stack, services, new_tasks, hosts, seconds=seconds), stack, tolerance, progress, report_progress
-        )
+        refusals = find_refusals(engine, stack, services, new_tasks, hosts, seconds=seconds)
+        attempts = [task for task in new_tasks if task.state != "running"]
+        refusals += find_exec_failures(engine, stack, services, attempts, hosts)
+        _report_refusals(refusals, stack, tolerance, progress, report_progress)
         # Until Swarm has created the new task, the newest one is the old one, whose state is irrelevant.
         stale_ids = {task.id for task in tasks if task.id in old_task_ids and task.service_id in restarted_service_ids}
         tasks = [task for task in tasks if task.id not in stale_ids]
-        expected = [service for service in services if service.get_short_name(stack) not in tolerance.missing_nodes | progress.refused]
+        expected = [
+            service for service in services if service.get_short_name(stack) not in tolerance.missing_nodes | progress.refused.keys()
+        ]
         unavailable_hosts = cluster_state.read_unavailable_hosts(engine, tasks)
         states = [build_task_state(service.get_short_name(stack), tasks, service, hosts, unavailable_hosts) for service in expected]
         _report_state_changes(
@@ -158,7 +156,8 @@ def wait_until_services_running(
             progress,
             report_progress,
         )
-        waiting = [state for state in states if not _has_converged(state)]
+        failing = {refusal.service for refusal in find_exec_failures(engine, stack, services, attempts, hosts, attempts=2)}
+        waiting = [state for state in states if state.node in failing or not _has_converged(state)]
         if not waiting and _has_stable_tasks(stack, services, new_tasks, progress):
             return
         if waiting and _should_stop_waiting(waiting, progress, report_progress, timeouts):
@@ -225,18 +224,19 @@ def _report_refusals(
     refusals: list[Refusal], stack: str, tolerance: StartupTolerance, progress: _StartupProgress, report_progress: ProgressReporter
 ) -> None:
     """Report each new refusal. Raises NodesRefused if the coordinator is refused, or more nodes than `tolerance` allows."""
-    refused = {refusal.service for refusal in refusals}
-    if RENDEZVOUS_SERVICE in refused or len(refused - tolerance.missing_nodes) > tolerance.max_refused_nodes:
+    new_refusals = [refusal for refusal in refusals if refusal.service not in progress.refused]
+    progress.refused |= {refusal.service: refusal for refusal in new_refusals}
+    refused = progress.refused.keys()
+    if new_refusals and (RENDEZVOUS_SERVICE in refused or len(refused - tolerance.missing_nodes) > tolerance.max_refused_nodes):
+        refusals = list(progress.refused.values())
         raise NodesRefused(
             f"cannot be started: {'; '.join(map(str, refusals))}",
             place=f"run {stack}",
             hint=refusals[0].hint,
             reasons={refusal.host: (refusal.reason, refusal.hint) for refusal in refusals if refusal.service != RENDEZVOUS_SERVICE},
         )
-    for refusal in refusals:
-        if refusal.service not in progress.refused:
-            progress.refused.add(refusal.service)
-            report_progress(f"{refusal}; the run starts without it, and Swarm keeps retrying. To fix it: {refusal.hint}")
+    for refusal in new_refusals:
+        report_progress(f"{refusal}; the run starts without it, and Swarm keeps retrying. To fix it: {refusal.hint}")
 
 
 def find_refusals(
@@ -274,25 +274,32 @@ def find_refusals(
 
 
 def find_exec_failures(
-    engine: DockerEngine, stack: str, services: Sequence[Service], tasks: Sequence[Task], host_name_by_node_id: Mapping[str, str]
+    engine: DockerEngine,
+    stack: str,
+    services: Sequence[Service],
+    tasks: Sequence[Task],
+    host_name_by_node_id: Mapping[str, str],
+    *,
+    attempts: int = MAX_EXEC_FAILURES,
 ) -> list[Refusal]:
-    """Return the nodes whose last 5 containers, within 10 min, have ended because their program could not be started.
+    """Return the nodes that were started at least `attempts` times within 10 min, and never because their program cannot be started.
 
-    A node that has printed anything else since has started its agent, and is not among them. `tasks` are ordered by creation.
+    A node that runs, or has printed anything else since, has started its agent, and is not among them. `tasks` are ordered by creation.
     """
     refusals = []
     for service in services:
-        failed = [task for task in tasks if task.service_id == service.id and _is_container_failure(task)][-_MAX_EXEC_FAILURES:]
-        is_running = any(task.service_id == service.id and task.state == "running" for task in tasks)
-        if not service.is_node or is_running or len(failed) < _MAX_EXEC_FAILURES:
+        own_tasks = [task for task in tasks if task.service_id == service.id][-attempts:]
+        failed = [task for task in own_tasks if _is_container_failure(task)]
+        # Swarm keeps four failed tasks beside the one that it starts next.
+        is_last = bool(own_tasks) and own_tasks[-1].state != "running" and len(failed) >= len(own_tasks) - 1
+        if not service.is_node or not failed or not is_last or len(own_tasks) < attempts:
             continue
         started, ended = (datetime.fromisoformat(task.created_at).timestamp() for task in (failed[0], failed[-1]))
         if ended - started > _EXEC_FAILURE_SECONDS:
             continue
         name = service.get_short_name(stack)
-        lines = [line.text for line in container_logs.read_log_lines(engine, service.api_path, name, tail=_MAX_EXEC_FAILURES)]
-        if lines and all(_EXEC_FAILURE_PATTERN.fullmatch(line.strip()) for line in lines):
-            refusals.append(Refusal(name, host_name_by_node_id.get(failed[-1].node_id, ""), lines[-1].strip(), _EXEC_HINT))
+        if reason := read_exec_failure(engine, service.api_path, name, len(failed)):
+            refusals.append(Refusal(name, host_name_by_node_id.get(failed[-1].node_id, ""), reason, EXEC_HINT))
     return refusals
 
 
