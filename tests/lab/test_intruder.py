@@ -135,12 +135,13 @@ def test_an_intruder_on_the_host_network(
     lab: Lab, launcher: SwarmLauncher, plan_run: Callable[..., Plan], image: str, tmp_path: Path
 ) -> None:
     plan = plan_run(nodes=2, min_nodes=2, script=TRAIN, image=image, swarm=HOST_NETWORK, env={"OMP_NUM_THREADS": "1"})
-    launcher.deploy_run(plan, DISCARD)
+    write_stack(render_stack(plan), tmp_path / "generated.yml")
+    key = (tmp_path / "generated" / RUN_KEY_NAME).read_bytes()
     assert plan.coordinator_machine is not None
     coordinator = f"{plan.coordinator_machine.address}:{plan.master_port}"
-    container = find_container(lab, f"{RUN}_node0", "node0")
-    key = run_docker(lab, "exec", container, "cat", f"/run/secrets/{RUN_KEY_NAME}").encode()
+    # The attack begins before there is a coordinator. It has the key only to record signed requests, as one who listens would.
     with attack_from(lab, "node2", key, coordinator, seconds=30):
+        run_docker(lab, "stack", "deploy", "-c", str(tmp_path / "generated.yml"), RUN)
         wait_for_event(launcher, "progress")
     step = launcher.read_events(RUN)[-1].data.get("step", 0)
     end = time.monotonic() + 60
