@@ -1,10 +1,12 @@
-"""Build images with the engine's classic builder (not BuildKit), without network: all inputs are already on this machine."""
+"""Build images with the engine's classic builder (not BuildKit), without a network that reaches others: all inputs are on this machine."""
 
 from __future__ import annotations
 
+import hashlib
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +18,7 @@ from swarmtrain.images import project as projects
 from swarmtrain.images.base_image import ensure_base_image
 from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error, follow_build_output
 from swarmtrain.images.project import DOCKERFILE, LOCK, PINS, REQUIREMENTS, Project
+from swarmtrain.images.wheel_server import PIP_ARGS, serve_wheels
 
 
 def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str | None = None, report_progress: ProgressReporter) -> None:
@@ -45,19 +48,27 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str
     wheels.build_swarmtrain_wheel(project.package_wheel_folder, report_progress=report_progress)
     build_args = {
         "BASE_IMAGE": base_image,
-        "PIP_ARGS": "--no-index --find-links=/wheels",
+        "PIP_ARGS": "--no-index --find-links=/wheels" if project.copies_wheels else PIP_ARGS,
         "HASHES": "--require-hashes" if project.lock else "",
+        "PACKAGES": _compute_names_digest(project.list_wheels()),
+        "EXTRA_PACKAGES": _compute_names_digest(project.list_extra_wheels()),
     }
-    with tempfile.TemporaryFile(dir=context / "build") as tar_file:
-        write_build_context(project, tar_file)
-        build_image_from_tar(
-            client,
-            tar_file,
-            tag,
-            build_args=build_args,
-            labels=contents.compute_image_contents(project).to_labels(),
-            report_progress=report_progress,
-        )
+    try:
+        with ExitStack() as stack:
+            tar_file = stack.enter_context(tempfile.TemporaryFile(dir=context / "build"))
+            write_build_context(project, tar_file)
+            network_mode = "none" if project.copies_wheels else stack.enter_context(serve_wheels(client, base_image, project))
+            build_image_from_tar(
+                client,
+                tar_file,
+                tag,
+                build_args=build_args,
+                labels=contents.compute_image_contents(project).to_labels(),
+                network_mode=network_mode,
+                report_progress=report_progress,
+            )
+    except OSError as error:
+        raise ImageError(describe_engine_error(error), place=f"image {tag}") from None
 
 
 def build_image_from_tar(
@@ -67,6 +78,7 @@ def build_image_from_tar(
     *,
     labels: Mapping[str, str],
     build_args: Mapping[str, str] | None = None,
+    network_mode: str = "none",
     report_progress: ProgressReporter,
 ) -> None:
     """Build an image from the build context `tar_file` on the engine, and tag it `tag`.
@@ -81,7 +93,7 @@ def build_image_from_tar(
             tag=tag,
             buildargs=dict(build_args or {}),
             labels=dict(labels),
-            network_mode="none",
+            network_mode=network_mode,
             rm=True,
             forcerm=True,
             decode=True,
@@ -89,6 +101,10 @@ def build_image_from_tar(
         follow_build_output(stream, location=f"image {tag}", report_progress=report_progress)
     except OSError as error:
         raise ImageError(describe_engine_error(error), place=f"image {tag}") from None
+
+
+def _compute_names_digest(wheels: Sequence[Path]) -> str:
+    return hashlib.sha256(" ".join(path.name for path in wheels).encode()).hexdigest()[:12] if wheels else ""
 
 
 def write_build_context(project: Project, tar_file: IO[bytes]) -> None:
@@ -104,7 +120,7 @@ def _list_context_entries(project: Project) -> list[FolderEntry]:
         (LOCK, (project.lock or project.pins).resolve()),
         *([(REQUIREMENTS, project.requirements)] if project.requirements else []),
         *((path.name, path) for path in project.code),
-        *((f"build/wheels/{path.name}", path) for path in sorted(project.wheel_folder.glob("*.whl"))),
-        *((f"build/extra/{path.name}", path) for path in sorted(project.extra_wheel_folder.glob("*.whl"))),
+        *((f"build/wheels/{path.name}", path) for path in project.list_wheels() if project.copies_wheels),
+        *((f"build/extra/{path.name}", path) for path in project.list_extra_wheels() if project.copies_wheels),
         *((f"build/package/{path.name}", path) for path in sorted(project.package_wheel_folder.glob("*.whl"))),
     ]

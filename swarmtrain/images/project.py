@@ -41,6 +41,19 @@ class Project:
         """Folder of the wheels of the packages in requirements.txt; it may not exist yet."""
         return self.folder / "build" / "extra"
 
+    def list_wheels(self) -> list[Path]:
+        """Return the wheels of the pinned packages."""
+        return sorted(self.wheel_folder.glob("*.whl"))
+
+    def list_extra_wheels(self) -> list[Path]:
+        """Return the wheels of the packages in requirements.txt."""
+        return sorted(self.extra_wheel_folder.glob("*.whl"))
+
+    @property
+    def copies_wheels(self) -> bool:
+        """Whether the Dockerfile copies the wheels from the build context; otherwise it can install them from a server."""
+        return "build/wheels" in self.dockerfile.read_text(errors="replace")
+
     @property
     def package_wheel_folder(self) -> Path:
         """Folder of swarmtrain's own wheel; it may not exist yet."""

@@ -64,9 +64,10 @@ def test_a_second_build_downloads_nothing_and_keeps_the_layers_of_wheels(engine:
     assert (ROOT / "build" / "wheels" / ".complete").stat().st_mtime_ns == stamp
     assert not [line for line in said if line.startswith("downloading")]
     layers = engine.client.inspect_image(before)["RootFS"]["Layers"]
-    # Base image, user, wheels. The layers after these hold swarmtrain itself, which may change while the tests run.
-    assert engine.client.inspect_image(image)["RootFS"]["Layers"][:3] == layers[:3]
-    assert len(layers) > 3
+    # Base image, user, pins, packages. The layers after these hold swarmtrain itself, which may change while the tests run.
+    assert engine.client.inspect_image(image)["RootFS"]["Layers"][:4] == layers[:4]
+    assert len(layers) > 4
+    assert engine.client.containers(all=True) == []
 
 
 @pytest.mark.test_all_only("pulls the image on every node; the contract deploys it there")
@@ -130,6 +131,17 @@ def test_a_step_that_fails_is_reported_with_its_output(engine: DockerEngine, ima
             report_progress=said.append,
         )
     assert "the reason" in said
+
+
+@pytest.mark.test_all_only("builds an image again")
+def test_a_dockerfile_that_copies_the_wheels_has_them_in_its_context(engine: DockerEngine, image: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "build" / "wheels", tmp_path / "build" / "wheels")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "Dockerfile").write_text(
+        "ARG BASE_IMAGE\nFROM ${BASE_IMAGE}\nARG PIP_ARGS\nCOPY build/wheels /wheels\n"
+        "RUN python3 -m venv /opt/venv && /opt/venv/bin/pip install ${PIP_ARGS} pydantic\n"
+    )
+    images.build_image(engine.client, tmp_path, f"{REGISTRY_ADDRESS}/other:1.0", report_progress=print_line)
 
 
 @pytest.mark.test_all_only("builds an image again")

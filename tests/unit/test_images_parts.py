@@ -98,7 +98,12 @@ PREPARED_FILES = ("build/wheels/torch.whl", "build/extra/einops.whl", "build/pac
 
 def test_the_context_holds_what_the_dockerfile_copies_and_nothing_else(tmp_path: Path) -> None:
     write_files(tmp_path, *OWN_FILES, *PREPARED_FILES, "build/wheels/.complete", "runs/secret", "data/deep.py", ".env")
-    assert read_archive(pack_context(tmp_path)) == {name: name.encode() for name in (*OWN_FILES, *PREPARED_FILES)}
+    package = "build/package/swarmtrain.whl"
+    assert read_archive(pack_context(tmp_path)) == {name: name.encode() for name in (*OWN_FILES, package)}
+    copying = "COPY requirements/image.txt build/wheels* /wheels/"
+    (tmp_path / "Dockerfile").write_text(copying)
+    contents = {name: name.encode() for name in (*OWN_FILES, *PREPARED_FILES)}
+    assert read_archive(pack_context(tmp_path)) == contents | {"Dockerfile": copying.encode()}
 
 
 def test_a_folder_with_nothing_but_a_script_gets_the_rest_from_swarmtrain(tmp_path: Path) -> None:

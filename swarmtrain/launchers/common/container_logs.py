@@ -22,6 +22,13 @@ from swarmtrain.launchers.base import LogLine, ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, LogStream, is_not_found_error
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 
+MAX_EXEC_FAILURES = 5
+EXEC_HINT = "check that the image is built for the machine's architecture, and shorten long values in runner.env"
+# The engine's message in the log of a container whose program the kernel cannot start. The exit code alone does not show it.
+_EXEC_FAILURE_PATTERN = re.compile(
+    r"exec /\S+: (argument list too long|exec format error|no such file or directory|permission denied)|"
+    r"standard_init_linux\.go:\d+: exec user process caused: .+"
+)
 _RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
 _TASK_ID_PREFIX = "com.docker.swarm.task.id="
 _RETRY_SECONDS = 0.5
@@ -88,6 +95,16 @@ def read_log_lines(
         engine.get("/version")  # raises if the manager does not answer at all
     lines.sort(key=lambda line: line.time)
     return lines if tail is None else lines[max(0, len(lines) - tail) :]
+
+
+def read_exec_failure(engine: DockerEngine, api_path: str, node: str, attempts: int = MAX_EXEC_FAILURES) -> str:
+    """Return why the kernel could not start the program in the last `attempts` attempts, by the log of `api_path`; empty if it could.
+
+    Engines restart such containers, although the next attempt fails in the same way. Their agent never runs, so that the coordinator does
+    not hear of them, and counts no restart. Raises EngineError if the engine does not answer.
+    """
+    lines = [line.text.strip() for line in read_log_lines(engine, api_path, node, tail=attempts)]
+    return lines[-1] if lines and all(map(_EXEC_FAILURE_PATTERN.fullmatch, lines)) else ""
 
 
 class LogReader(threading.Thread):

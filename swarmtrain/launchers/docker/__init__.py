@@ -25,9 +25,9 @@ from swarmtrain.images.transfer_progress import pull_image_if_missing
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs, engine_variants
+from swarmtrain.launchers.common.container_logs import EXEC_HINT, MAX_EXEC_FAILURES, read_exec_failure
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
 from swarmtrain.launchers.common.engine_values import translate_malformed_deployment
-from swarmtrain.launchers.common.exec_failures import EXEC_HINT, MAX_EXEC_FAILURES, read_exec_failure
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines

@@ -15,9 +15,9 @@ from datetime import datetime
 from swarmtrain.errors import NodesRefused
 from swarmtrain.launchers.base import ProgressReporter, TaskState
 from swarmtrain.launchers.common import container_logs
+from swarmtrain.launchers.common.container_logs import EXEC_HINT, MAX_EXEC_FAILURES, read_exec_failure
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.engine_values import parse_count, parse_environment
-from swarmtrain.launchers.common.exec_failures import EXEC_HINT, MAX_EXEC_FAILURES, read_exec_failure
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.task_states import build_task_state
@@ -290,7 +290,7 @@ def find_exec_failures(
     for service in services:
         own_tasks = [task for task in tasks if task.service_id == service.id][-attempts:]
         failed = [task for task in own_tasks if _is_container_failure(task)]
-        # Swarm keeps four failed tasks beside the one that it starts next.
+        # Swarm keeps four failed tasks in addition to the one that it starts next.
         is_last = bool(own_tasks) and own_tasks[-1].state != "running" and len(failed) >= len(own_tasks) - 1
         if not service.is_node or not failed or not is_last or len(own_tasks) < attempts:
             continue
