@@ -12,9 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarmtrain.lab import Lab, registry
+from swarmtrain.lab import Lab, image_store, registry
 from swarmtrain.lab.state import get_labs_folder
-from swarmtrain.launchers.common.docker_engine import DockerEngine
 
 _REGISTRY = "registry"
 _IMMUTABLE_BLOBS = Path("docker", "registry", "v2", "blobs")
@@ -35,8 +34,8 @@ def save_images(lab: Lab, node: str, cache: Path | None) -> None:
     if cache is None or cache.exists():
         return
     staging = Path(tempfile.mkdtemp(dir=cache.parent))
-    for name in _list_image_folders(lab, node):
-        _copy_with_hard_links(_find_engine_data(lab, node) / name, staging / name)
+    for name in image_store.list_image_folders(lab.directory, node):
+        image_store.copy_with_hard_links(image_store.get_data_folder(lab.directory, node) / name, staging / name)
     _copy_registry(registry.get_image_store_path(get_labs_folder()), staging / _REGISTRY)
     staging.rename(cache)
 
@@ -51,34 +50,16 @@ def restore_images(lab: Lab, nodes: Sequence[str], cache: Path | None) -> None:
     """Copy the images from `cache` to nodes without images. Do nothing if the cache does not exist."""
     if cache is None or not cache.exists():
         return
-    names = {node: _list_image_folders(lab, node) for node in nodes}
+    names = image_store.list_image_folders(lab.directory, nodes[0])
     for node in nodes:
         lab.power_off_node(node, report_progress=print)
-        for name in names[node]:
-            subprocess.run(["rm", "-rf", str(_find_engine_data(lab, node) / name)], check=True)
-            _copy_with_hard_links(cache / name, _find_engine_data(lab, node) / name)
+        for name in names:
+            image_store.copy_with_hard_links(cache / name, image_store.get_data_folder(lab.directory, node) / name)
     for node in nodes:
         lab.power_on_node(node, report_progress=print)
 
 
 def _copy_registry(source: Path, target: Path) -> None:
-    _copy_with_hard_links(source / _IMMUTABLE_BLOBS, target / _IMMUTABLE_BLOBS)
+    image_store.copy_with_hard_links(source / _IMMUTABLE_BLOBS, target / _IMMUTABLE_BLOBS)
     names = _IMMUTABLE_BLOBS.with_name("repositories")
     subprocess.run(["cp", "-a", str(source / names), str(target / names)], check=True)
-
-
-def _copy_with_hard_links(source: Path, target: Path) -> None:
-    """Copy a folder as hard links, without what is mounted in it. Engine and registry replace these files and never modify them."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if subprocess.run(["cp", "-alx", str(source), str(target)], stderr=subprocess.DEVNULL, check=False).returncode:  # another disk
-        subprocess.run(["rm", "-rf", str(target)], check=True)
-        subprocess.run(["cp", "-ax", str(source), str(target)], check=True)
-
-
-def _find_engine_data(lab: Lab, node: str) -> Path:
-    return Path(lab.get_docker_host(node).removeprefix("unix://")).parent / "data"
-
-
-def _list_image_folders(lab: Lab, node: str) -> list[str]:
-    """Return the folders of the engine's data that have images."""
-    return ["image", str(DockerEngine(lab.get_docker_host(node)).get("/info")["Driver"])]

@@ -9,7 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import DEFAULT_NAME, cpu_share, engine_api, engines, machines, network, path_shims, registry, slurm, ssh, state
+from swarmtrain.lab import (
+    DEFAULT_NAME,
+    cpu_share,
+    engine_api,
+    engines,
+    image_store,
+    machines,
+    network,
+    path_shims,
+    registry,
+    slurm,
+    ssh,
+    state,
+)
 from swarmtrain.lab.prerequisites import check_machine_prerequisites, check_root
 from swarmtrain.lab.state import LabDescription
 
@@ -169,6 +182,16 @@ class Lab:
         if description.has_swarm:
             engines.wait_until_swarm_ready(self.directory, description, [node])
         report_progress(f"{node}: running again{' and is ready in the swarm' if description.has_swarm else ''}")
+
+    def copy_images(self, *, report_progress: ProgressReporter) -> None:
+        """Copy the images of the first machine to the others, which are restarted and lose their own images and containers."""
+        source, *targets = self._load_description().nodes
+        for node in targets:
+            self.power_off_node(node, report_progress=lambda line: None)
+            image_store.copy_image_store(self.directory, source, node)
+            report_progress(f"{node}: has the images of {source}")
+        for node in targets:
+            self.power_on_node(node, report_progress=lambda line: None)
 
     def partition_node(self, node: str, *, report_progress: ProgressReporter) -> None:
         """Partition the node from the lab's network; the machine keeps running."""

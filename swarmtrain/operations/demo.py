@@ -106,13 +106,16 @@ def _install_system_packages(*, assume_yes: bool) -> None:
 def _run_demo_on_lab(lab: Lab) -> int:
     try:
         os.environ.update(lab.build_client_environment())
-        _print_heading("building the image and pushing it to the lab's registry")
+        _print_heading("building the image, and copying it to all machines of the lab")
         engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
         with show_progress(f"building {_IMAGE}") as report_progress:
             images.build_image(engine.client, Path(), _IMAGE, report_progress=report_progress)
-            images.push_image(engine.client, _IMAGE, report_progress=report_progress)
+            image = images.distribute_image(
+                engine.client, _IMAGE, {}, lambda address: DockerEngine(address).client, report_progress=report_progress
+            )
+            lab.copy_images(report_progress=report_progress)
         _print_heading(f"deploying {_CONFIG_FILE} on {_NODE_COUNT} nodes")
-        return _deploy_and_follow(load_config(_CONFIG_FILE))
+        return _deploy_and_follow(load_config(_CONFIG_FILE, [f"runner.docker_config.docker_container={image}"]))
     finally:
         _print_heading("removing the lab")
         lab.tear_down(keep_images=True, report_progress=print_message)
