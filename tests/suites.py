@@ -69,12 +69,13 @@ SUITES = {
     "trainer": Suite(list_test_files("trainer", exclude=["test_any_config"]), "the trainer's exact claims, with 1 to 8 gloo processes"),
     "contract": Suite(
         ["contract", "lab/test_contract.py"],
-        "the life of a run on each of the six launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with "
-        "`make test-all` on each, a killed node, a failed machine, a failed rank, scaling, interruption, and rejected changes",
+        "the life of a run on five launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with `make test-all` on "
+        "each of the six launchers, a killed node, a failed machine, a failed rank, scaling, interruption, and rejected changes",
     ),
     "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
     "configs": Suite(
-        ["trainer/test_any_config.py"], "200 generated configs that complete a simulated step, and invalid configs that are rejected"
+        ["trainer/test_any_config.py"],
+        "100 generated configs that complete a simulated step, 200 with `make test-all`, and invalid configs that are rejected",
     ),
     "launchers": Suite(
         ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],

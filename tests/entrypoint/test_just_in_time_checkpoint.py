@@ -266,7 +266,10 @@ def test_learners_are_saved_by_surviving_replicas(small_run: Any, tmp_path_facto
     assert trained.read_losses() == undisturbed
 
 
-@pytest.mark.parametrize("split", ["model_parallel_size", "pipe_parallel_size"])
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param("model_parallel_size", marks=pytest.mark.test_all_only("the same with tensor parallelism")), "pipe_parallel_size"],
+)
 def test_a_sharded_model_is_saved_by_parts_of_several_replicas(small_run: Any, undisturbed_losses: dict[int, float], split: str) -> None:
     """Two replicas of a model in two shards. One rank of each shard dies: no replica is complete, but together they are."""
     trained = TrainingRun(small_run, **{split: 2})
@@ -280,6 +283,7 @@ def test_a_sharded_model_is_saved_by_parts_of_several_replicas(small_run: Any, u
 
 
 @pytest.mark.parametrize("mode", ["bf16", "powersgd"])
+@pytest.mark.test_all_only("trains twice for each; the gate has the same without compression, and compression with a resume")
 def test_surviving_ranks_save_with_compressed_gradients(small_run: Any, tmp_path: Path, mode: str) -> None:
     """Losses depend on the number of ranks then, so they are compared with those of four undisturbed ranks."""
     settings = {"powersgd": {"start_step": 4, "matrix_approximation_rank": 2}} if mode == "powersgd" else {}
@@ -321,6 +325,7 @@ def test_surviving_ranks_save_while_collectives_wait_for_dead_peers(small_run: A
     assert trained.read_losses() == undisturbed_losses
 
 
+@pytest.mark.test_all_only("one more life of a run; the gate has a constant assignment")
 def test_surviving_ranks_save_while_the_assignment_of_micro_batches_changes(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
     """Each step has other numbers of micro batches on the four replicas than the step before it; two ranks are killed in turn."""
     trained = TrainingRun(small_run, script=TRAIN_WITH_CHANGING_ASSIGNMENT)

@@ -107,6 +107,7 @@ class SshDockerTarget(LabTarget):
         self.run_docker(node, "kill", f"{RUN}-{node}")
 
 
+@pytest.mark.test_all_only("the gate has ssh, and docker; this is both")
 class TestSshDocker(Contract):
     kind = "ssh_docker"
 

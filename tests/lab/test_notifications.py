@@ -151,6 +151,7 @@ def cluster_channel(engine: DockerEngine, image: str, start_receiver: Callable[[
     engine.delete(f"/secrets/{secret}")
 
 
+@pytest.mark.test_all_only("two training runs; the gate has preemption and notifications, each by itself")
 def test_a_preempted_run_is_notified_with_the_run_that_has_replaced_it(
     cluster_channel: ReceiverProcess, launcher: SwarmLauncher, image: str
 ) -> None:

@@ -46,6 +46,7 @@ def check_rows(completed: subprocess.CompletedProcess[str], stages: list[str]) -
     return rows
 
 
+@pytest.mark.test_all_only("trains for a minute; tests/trainer has each claim by itself")
 def test_stages_on_the_cpu() -> None:
     completed = run_doctor("--json", *(word for stage in GATE_STAGES for word in ("--stage", stage)))
     rows = {row["name"]: row for row in check_rows(completed, GATE_STAGES)}
@@ -69,6 +70,7 @@ def test_all_stages_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.test_all_only("interrupts whole checks twice; tests/interruption has other commands")
 def test_an_interrupted_run_stops_everything_that_it_has_started(number: signal.Signals) -> None:
     # Not pytest's folder: the path of a socket in it may be too long.
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="st-") as name:
@@ -93,7 +95,13 @@ def wait_for(condition: Callable[[], object], description: str, timeout: float =
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize(("how", "reason"), [("raise", "ValueError: no more rows"), ("hang", "not finished after 20 s")])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raise", "ValueError: no more rows"),
+        pytest.param("hang", "not finished after 20 s", marks=pytest.mark.test_all_only("waits for 20 s")),
+    ],
+)
 def test_rows_of_a_process_that_fails_are_kept(how: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     rows = list(run_worker(yield_rows_and_fail, {"count": 2, "how": how}, timeout=20 if how == "hang" else 120))

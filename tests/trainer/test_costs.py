@@ -23,7 +23,7 @@ def count_steps(requests: Sequence[costs.Request]) -> Sequence[costs.StepCosts]:
     return [(asdict(passes), asdict(update)) for passes, update in counted]
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("ranks", [1, pytest.param(8, marks=pytest.mark.test_all_only("the same with more ranks"))])
 def test_each_part_of_a_step_stays_within_its_budget(ranks: int) -> None:
     rows = [row for row in costs.ROWS if row.name.startswith("fsdp/") == (ranks > 1)]
     parts = costs.count_parts(ranks, count_steps)

@@ -56,7 +56,11 @@ def test_killed_and_restarted_by_torchrun_every_step_is_logged_once(tmp_path: Pa
     assert "[rank 0]" not in done.stdout
 
 
-@pytest.mark.parametrize("environ", [{}, {"JOINS": "1"}], ids=["alone", "script joins"])
+@pytest.mark.parametrize(
+    "environ",
+    [pytest.param({}, marks=pytest.mark.test_all_only("the same without a world")), {"JOINS": "1"}],
+    ids=["alone", "script joins"],
+)
 def test_a_script_exits_when_a_stop_is_requested(tmp_path: Path, environ: dict[str, str]) -> None:
     world = LocalWorld(tmp_path, {}, 2, {**environ, "STOP_STEP": "1"}, script="custom_script")
     assert world.wait() == [EXIT_PLANNED] * 2, world.read_log()

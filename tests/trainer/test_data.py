@@ -139,6 +139,7 @@ def _write_python_sources(folder: str) -> None:
     datautils.write_python_sources(Path(folder) / "train", Path(folder) / "heldout")
 
 
+@pytest.mark.test_all_only("tokenizes the standard library twice; make demo trains on it")
 def test_python_sources(tmp_path: Path) -> None:
     """Two processes at once, as with two nodes on one machine: both succeed, and the files are complete."""
     processes = [multiprocessing.get_context("spawn").Process(target=_write_python_sources, args=(str(tmp_path),)) for _ in range(2)]

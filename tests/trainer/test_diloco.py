@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import signal
@@ -53,8 +54,17 @@ def run_of_two(tmp_path_factory: pytest.TempPathFactory, diloco_config: dict[str
 STREAMING = {"fragments": 2, "overlap": 1, "mixing": 0.5, "quantization": "int4"}
 
 
-@pytest.mark.parametrize("exchange", [{}, {"quantization": "int8"}, STREAMING], ids=["unquantized", "int8", "streaming int4"])
-@pytest.mark.parametrize("learners", [2, 4])
+@pytest.mark.parametrize(
+    ("learners", "exchange"),
+    [
+        pytest.param(2, {}, id="2-unquantized"),
+        pytest.param(2, {"quantization": "int8"}, id="2-int8"),
+        pytest.param(2, STREAMING, id="2-streaming int4", marks=pytest.mark.test_all_only("another number of learners, or exchange")),
+        pytest.param(4, {}, id="4-unquantized", marks=pytest.mark.test_all_only("another number of learners, or exchange")),
+        pytest.param(4, {"quantization": "int8"}, id="4-int8", marks=pytest.mark.test_all_only("another number of learners, or exchange")),
+        pytest.param(4, STREAMING, id="4-streaming int4"),
+    ],
+)
 def test_learners_on_any_number_of_ranks_are_one_process_bit_for_bit(
     tmp_path: Path, diloco_config: dict[str, Any], learners: int, exchange: dict[str, Any]
 ) -> None:
@@ -70,7 +80,7 @@ def test_learners_on_any_number_of_ranks_are_one_process_bit_for_bit(
     assert one[STEPS] < 0.9 * one[1], "a model that learns nothing is equal to anything"
 
 
-@pytest.mark.parametrize("method", ["sgd", "muon"])
+@pytest.mark.parametrize("method", [pytest.param("sgd", marks=pytest.mark.test_all_only("one more optimizer")), "muon"])
 def test_learners_with_other_inner_optimizers_and_precisions(tmp_path: Path, diloco_config: dict[str, Any], method: str) -> None:
     """In bfloat16, and with int4: each rank casts its weights from the parameters of the learner that it trains."""
     base = merge_config(
@@ -98,8 +108,13 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4"])
-@pytest.mark.parametrize("sharding", SHARDED)
+@pytest.mark.parametrize(
+    ("sharding", "quantization"),
+    [
+        pytest.param(*case, marks=() if case in (("fsdp", "int4"), ("hsdp", "none")) else pytest.mark.test_all_only("other ways to shard"))
+        for case in itertools.product(SHARDED, ["none", "int4"])
+    ],
+)
 def test_sharded_learners_equal_one_process(tmp_path: Path, diloco_config: dict[str, Any], sharding: str, quantization: str) -> None:
     """Two learners of two ranks that shard its state, and of one rank each. FSDP with one learner shards it over all four ranks."""
     base = merge_config(diloco_config, topology={"learners": 2}, diloco={"quantization": quantization})
@@ -164,6 +179,7 @@ def test_a_killed_learner_costs_the_steps_since_the_last_checkpoint(
     assert run_training(tmp_path, diloco_config, 2) == read_losses(run_of_two)
 
 
+@pytest.mark.test_all_only("kills four worlds; tests/entrypoint kills learners of a run")
 def test_learners_that_are_killed_again_and_again_change_nothing(tmp_path: Path, diloco_config: dict[str, Any]) -> None:
     """Saving after every step, with exchanges in flight for half of the steps, so that kills hit rounds, exchanges and saves."""
     streaming = merge_config(diloco_config, diloco=STREAMING, trainer={"train_iterations": 40, "save_interval": 1, "eval_interval": None})
@@ -235,6 +251,7 @@ def test_one_learner_whose_changes_are_applied_unchanged_is_a_run_without_learne
     assert compute_deviation(read_validation_losses(tmp_path / "plain"), read_validation_losses(tmp_path / "learner")) < 1e-5
 
 
+@pytest.mark.test_all_only("two training runs; make bench has the learning curves")
 def test_learners_reach_the_loss_of_data_parallelism(tmp_path: Path, config: dict[str, Any]) -> None:
     """Within 5 % at equal tokens on a small model, with two learners, int8 and 30 rounds of 10 steps: a check, not a learning curve."""
     base = merge_config(

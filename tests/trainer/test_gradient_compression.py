@@ -89,6 +89,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, config: dict[str,
     assert RESET not in (tmp_path / "twice" / "rank-0.log").read_text()
 
 
+@pytest.mark.test_all_only("two long training runs; make bench has the learning curves")
 def test_the_loss_falls_with_powersgd_as_with_exact_sums(tmp_path: Path, config: dict[str, Any]) -> None:
     """And is the same up to start_step, after which it is not."""
     longer = merge_config(config, trainer={"train_iterations": 240}, learning_rate_scheduler={"learning_rate_decay_iters": 240})

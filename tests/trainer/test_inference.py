@@ -256,6 +256,7 @@ def test_it_generates_during_training(
     assert said[6] == [{"prompt": row["prompt"], "text": row["text"]} for row in wanted]
 
 
+@pytest.mark.test_all_only("trains once more; the gate has samples and sinks, each by itself")
 def test_generated_samples_reach_every_sink(trained_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

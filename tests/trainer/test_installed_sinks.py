@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from toy_package import install_toy_package, write_metadata  # lies next to this folder
 from worlds import ROOT, merge_config
@@ -40,6 +41,7 @@ def test_an_unknown_sink_is_refused_with_all_that_exist(tmp_path: Path, config: 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.test_all_only("one more way to fail")
 def test_a_broken_sink_is_an_error_that_names_its_package(tmp_path: Path, config: dict[str, Any]) -> None:
     write_metadata(tmp_path / "packages", "swarmtrain-broken", "2.0", {"swarmtrain.metrics_sinks": {"broken": "a_missing_module:Sink"}})
     done = train(tmp_path, config, ["broken"])

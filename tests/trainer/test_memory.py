@@ -178,6 +178,7 @@ def test_each_learner_has_its_own_parameters_and_optimizer_state(config: Mapping
     assert (one / parameters, two / parameters, overlapping / parameters) == pytest.approx((4, 7, 9), rel=1e-3)
 
 
+@pytest.mark.test_all_only("starts commands; the gate has the estimates")
 def test_it_is_printed_without_a_cluster(config: Mapping[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.yml").write_text(json.dumps(config))
     options = ["--ranks", "2", "--device-memory", "1GiB", "-o", "transformer_architecture.num_layers=1", "--json"]

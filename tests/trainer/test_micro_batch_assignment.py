@@ -266,6 +266,7 @@ def set_seconds(folder: Path, *seconds: float) -> None:
         (folder / f"seconds-{rank}.new").rename(folder / f"seconds-{rank}")
 
 
+@pytest.mark.test_all_only("measures speeds; the gate has the assignments and their losses")
 def test_the_assignment_follows_a_rank_that_becomes_slow_and_recovers(
     tmp_path: Path, config: dict[str, Any], coordinator_address: str, published_events: list[Event]
 ) -> None:
@@ -299,6 +300,7 @@ def test_the_assignment_follows_a_rank_that_becomes_slow_and_recovers(
     assert run_training(tmp_path / "equal", equal, 2) == losses
 
 
+@pytest.mark.test_all_only("measures speeds for half a minute; the gate has the assignments and their losses")
 def test_three_ranks_of_which_one_has_half_the_speed_reach_93_percent_of_the_sum_of_their_speeds(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_launcher_of_the_recipe_deploys_a_run(extended_tree: Path, tmp_path:
     assert "toy removed" in run_python(extended_tree, tmp_path, "-m", "swarmtrain", "down", "toy")
 
 
+@pytest.mark.test_all_only("trains the recipes of a page; the gate has sinks and objectives of other packages")
 def test_the_sink_and_the_objective_of_the_recipes_train(extended_tree: Path, tmp_path: Path, config: dict[str, Any]) -> None:
     """With an exponent of 0 the focal loss is the cross-entropy, and with 2 it is smaller."""
     cross_entropy = train(extended_tree, tmp_path / "none", config)

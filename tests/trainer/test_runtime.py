@@ -109,7 +109,7 @@ def test_ranks_of_which_some_have_no_gpu_are_refused(config: dict[str, Any], tmp
     assert world.read_log().count("TrainingError: rank 1 on node7: sees no GPU, but other ranks of this run do") == 2
 
 
-@pytest.mark.parametrize("script", ["training_code", "custom_script"])
+@pytest.mark.parametrize("script", ["training_code", pytest.param("custom_script", marks=pytest.mark.test_all_only("the same with run()"))])
 def test_a_run_that_uses_gpus_never_trains_on_cpus(config: dict[str, Any], tmp_path: Path, script: str) -> None:
     world = LocalWorld(tmp_path, config, 1, {"SWARMTRAIN_NODE": "node7", "SWARMTRAIN_GPUS": "8+"}, script=script)
     assert world.wait() == [1]

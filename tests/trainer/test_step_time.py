@@ -52,6 +52,7 @@ def test_all_ranks_of_a_node_are_measured_at_the_same_time(tmp_path: Path, confi
     assert 0 <= result["step_seconds"] < elapsed
 
 
+@pytest.mark.test_all_only("waits for a rank that fails")
 def test_a_rank_that_cannot_train_is_an_error(tmp_path: Path) -> None:
     result = measure_step_times(build_node_env(tmp_path / "missing.json", slots=2), 0.2)
     assert "No such file" in result["error"]
