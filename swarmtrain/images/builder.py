@@ -6,6 +6,7 @@ import hashlib
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -41,11 +42,13 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str
         ) from None
     if base_image is not None:
         ensure_base_image(client, base_image, report_progress=report_progress)  # before the long downloads
-    wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
-    needs_compiler = wheels.can_compile_for_gpus(project.wheel_folder)
-    base_image = ensure_base_image(client, base_image, needs_compiler=needs_compiler, report_progress=report_progress)
-    wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
-    wheels.build_swarmtrain_wheel(project.package_wheel_folder, report_progress=report_progress)
+    with ThreadPoolExecutor(1) as pool:
+        package = pool.submit(wheels.build_swarmtrain_wheel, project.package_wheel_folder, report_progress=report_progress)
+        wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
+        needs_compiler = wheels.can_compile_for_gpus(project.wheel_folder)
+        base_image = ensure_base_image(client, base_image, needs_compiler=needs_compiler, report_progress=report_progress)
+        wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
+        package.result()
     build_args = {
         "BASE_IMAGE": base_image,
         "PIP_ARGS": "--no-index --find-links=/wheels" if project.copies_wheels else PIP_ARGS,

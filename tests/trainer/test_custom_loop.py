@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -371,6 +372,68 @@ def test_a_non_finite_metric_is_never_the_best(tmp_path: Path, mode: str, non_fi
             run.save_if_due(metric=metric)
             assert not run.stop_requested
     assert list_saved_steps(tmp_path) == [3, 6]
+
+
+def run_with_losses(folder: Path, losses: list[float], *, log: bool = True, save_interval: int = 3, **trainer: Any) -> None:
+    """Train one step for each of `losses`, whose gradient is that of the loss, and log each if `log`."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"save_dir": str(folder / "run"), "save_interval": save_interval, **trainer}
+    with swarmtrain.trainer.run(trainer=options, logger={"log_interval": 4, "log_dir": str(folder / "logs")}) as run:
+        run.register_for_checkpointing(model=model, optimizer=optimizer)
+        for value in run.steps(losses):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1)).sum() * value
+            loss.backward()
+            optimizer.step()
+            if log:
+                run.log(loss=loss)
+            run.save_if_due()
+            if run.stop_requested:
+                run.save_and_exit()
+
+
+def log_losses(*losses: float, **trainer: Any) -> None:
+    with swarmtrain.trainer.run(trainer=trainer) as run:
+        for loss in losses:
+            run.log(loss=loss, other=float("nan"))
+
+
+@pytest.mark.usefixtures("_single_process")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("log", [True, False])
+def test_a_run_whose_loss_is_not_finite_ends_and_saves_no_nan(tmp_path: Path, value: float, log: bool) -> None:
+    with pytest.raises(TrainingError) as raised:
+        run_with_losses(tmp_path, [1.0] * 4 + [value] + [1.0] * 20, log=log)
+    assert raised.value.place in ("step 5", "step 6"), "found in the losses of steps 5 to 8, or when step 6 is saved"
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # the process would end after it
+            thread.join()
+    assert list_saved_steps(tmp_path) == [3]
+
+
+@pytest.mark.usefixtures("_single_process")
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_last_loss_that_is_not_finite_is_no_success(tmp_path: Path, steps: int) -> None:
+    """Neither with checkpoints nor in a script that registers nothing."""
+    with pytest.raises(TrainingError, match="not finite" if steps == 1 else "not"):
+        run_with_losses(tmp_path / "saves", [1.0] * (steps - 1) + [float("nan")], save_interval=100)
+    assert list_saved_steps(tmp_path / "saves") == []
+    with pytest.raises(TrainingError, match="the loss is not finite"):
+        log_losses(*[1.0] * (steps - 1), float("nan"))
+
+
+@pytest.mark.usefixtures("_single_process")
+def test_a_script_that_skips_steps_by_itself_may_log_some_losses_that_are_not_finite(tmp_path: Path) -> None:
+    nan, skip = float("nan"), {"non_finite": "skip", "non_finite_steps": 3}
+    log_losses(nan, nan, 1.0, nan, nan, **skip)
+    with pytest.raises(TrainingError, match="for 3 logged steps in a row"):
+        log_losses(1.0, nan, nan, nan, 1.0, **skip)
+    with (
+        pytest.raises(TrainingError, match="roll_back does not work in a custom script"),
+        swarmtrain.trainer.run(trainer={"non_finite": "roll_back", "save_dir": str(tmp_path)}),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("_single_process")

@@ -187,7 +187,8 @@ class TrainerConfig(Section):
         NonFiniteAction.stop,
         description="On NaN or Inf loss or gradient. stop: end the run. skip: skip the step, without an update. "
         "roll_back: restart from the newest checkpoint and skip the batch. The batch's sample ids are "
-        "recorded in save_dir.",
+        "recorded in save_dir. Custom scripts update by themselves: stop is decided by the metric named loss, skip only counts, and "
+        "roll_back is rejected.",
     )
     non_finite_steps: int = Field(10, ge=1, description="With non_finite: skip, consecutive non-finite steps that end the run.")
     detect_anomaly: bool = Field(

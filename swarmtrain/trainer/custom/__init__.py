@@ -16,6 +16,7 @@ data_sharding     shard the samples of a DataLoader over any number of ranks
 state_tree        split a state_dict() into tensors and JSON
 prefetch          read data that cannot be sharded one batch ahead
 training_loop     the steps of a run: resume, save and exit
+finite_checks     end the run if its loss or its parameters are not finite
 callbacks         functions called after a step, after a save, and at the end of the run
 lr_warmup         learning rate schedules for larger batches
 """
@@ -41,6 +42,7 @@ from swarmtrain.errors import ConfigError, TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import SavedCheckpoint
 from swarmtrain.trainer.custom.callbacks import CallbackEvent, CallbackRegistry
+from swarmtrain.trainer.custom.finite_checks import LossCheck
 from swarmtrain.trainer.custom.lr_warmup import build_linear_scaling_warmup
 from swarmtrain.trainer.custom.training_loop import TrainingLoop
 from swarmtrain.trainer.custom.user_state import Stateful, UserState
@@ -120,6 +122,7 @@ class Run:
         self._is_open = False
         self._event_sender = EventSender(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
         self._loop: TrainingLoop | None = None
+        self._loss_check = LossCheck(runtime.config.trainer)
         self.callbacks = CallbackRegistry()
 
     @property
@@ -250,7 +253,8 @@ class Run:
         for which higher is better. It must be equal on all ranks. trainer.keep_best_checkpoints is the number of checkpoints with the best
         metric to keep.
 
-        Raises WorldError if a newer world (restart) has taken over, TrainingError outside the loop over steps().
+        Raises WorldError if a newer world (restart) has taken over; TrainingError outside the loop over steps(), or if a trained
+        parameter of a registered module contains NaN or Inf.
         """
         if self._loop is None:
             raise TrainingError(
@@ -287,7 +291,8 @@ class Run:
         such as a torchmetrics metric. The mean over ranks is logged; for another reduction, pass run.sum(value), or use run.min, run.max,
         run.last or run.cat. Ranks communicate once every logger.log_interval steps.
 
-        Raises TrainingError if a value is not a number, or if a configured sink cannot be opened.
+        Raises TrainingError if a value is not a number, if a configured sink cannot be opened, or if the metric `loss` is not finite and
+        trainer.non_finite ends the run for that.
         """
         current_step = self._loop.progress.step if self._loop else 0
         number = (current_step or self._step + 1) if step is None else step
@@ -332,13 +337,15 @@ class Run:
             resumed_step = self._resumed_step
             collectives.run_on_all_ranks(lambda: self._sinks.open(self.runtime, resumed_step), self._group)
             self._is_open = True
-        line: dict[str, Any] = {}
+        lines = []
         for step in sorted({step for rank_metrics in metrics_by_rank for step in rank_metrics}):
-            line = {"step": step, **reduce_metrics([rank_metrics.get(step, {}) for rank_metrics in metrics_by_rank])}
-            self._sinks.write_metrics(line)
-        if line:
-            LOG.info("%s", _format_metrics_line(line))
-            self._post_progress(line)
+            lines.append({"step": step, **reduce_metrics([rank_metrics.get(step, {}) for rank_metrics in metrics_by_rank])})
+            self._sinks.write_metrics(lines[-1])
+        if lines:
+            LOG.info("%s", _format_metrics_line(lines[-1]))
+            self._post_progress(lines[-1])
+        for line in lines:
+            self._loss_check.check_metrics(line)
 
     def _post_progress(self, metrics_line: Mapping[str, Any]) -> None:
         if self._event_sender:
@@ -352,6 +359,7 @@ class Run:
 
     def _finish_run(self) -> None:
         """Save the last step, and report the end of the run. Called when the body of the context manager has completed without an error."""
+        self._write_pending_metrics()  # a loss that is not finite ends the run before it counts as finished
         if loop := self._loop:
             self._report_saved_checkpoints(loop.save_and_wait())
             if loop.is_done:
@@ -383,11 +391,13 @@ class Run:
                 self._event_sender.queue_event(protocol.Event(kind, data))
 
     def _close_run(self, *, all_ranks_present: bool) -> None:
-        if all_ranks_present:
-            self._write_pending_metrics()
-        self._sinks.close()
-        if self._event_sender:
-            self._event_sender.close(_FLUSH_TIMEOUT_SECONDS)
+        try:
+            if all_ranks_present:
+                self._write_pending_metrics()
+        finally:
+            self._sinks.close()
+            if self._event_sender:
+                self._event_sender.close(_FLUSH_TIMEOUT_SECONDS)
 
 
 def _format_metrics_line(line: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
 from swarmtrain.trainer.checkpoint.storage import discovery
 from swarmtrain.trainer.checkpoint.storage.discovery import WarningReporter
 from swarmtrain.trainer.custom.data_sharding import ShardedLoader, can_shard_loader
+from swarmtrain.trainer.custom.finite_checks import check_parameters
 from swarmtrain.trainer.custom.prefetch import BatchPrefetcher
 from swarmtrain.trainer.custom.user_state import UserState, describe_changes_since_checkpoint
 from swarmtrain.trainer.health.stop_flag import StopFlag
@@ -138,6 +139,7 @@ class TrainingLoop:
             progress.step, progress.consumed_samples, has_validation_loss=metric is not None
         )
         if is_due and self._checkpoint_manager.latest_step != progress.step:
+            check_parameters(self._user_state.list_parameters(), progress.step)
             self._checkpoint_manager.save(progress)
             save_interval.record_stall(0.0)
         checkpoints = self._checkpoint_manager.take_completed_saves()
@@ -150,9 +152,10 @@ class TrainingLoop:
         """Save a checkpoint of this step, and wait until it is committed.
 
         Return the checkpoints that this rank has committed since the last call. Raises CheckpointError if the checkpoint cannot
-        be written, WorldError if a newer world has taken over.
+        be written, WorldError if a newer world has taken over, TrainingError if a parameter contains NaN or Inf.
         """
         if self.progress.step:
+            check_parameters(self._user_state.list_parameters(), self.progress.step)
             self._checkpoint_manager.save_and_wait(self.progress)
         return self._checkpoint_manager.take_completed_saves()
 

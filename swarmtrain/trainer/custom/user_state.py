@@ -63,6 +63,11 @@ class UserState:
         self._state = {"objects": trees, "data_layout": dict(self.data_layout), "script": _describe_script()}
         return tensors
 
+    def list_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of the registered modules, by name."""
+        modules = {name: module for name, module in self._objects.items() if isinstance(module, torch.nn.Module)}
+        return {f"{name}/{key}": parameter for name, module in modules.items() for key, parameter in module.named_parameters()}
+
     def collect_rank_tensors(self) -> dict[str, Tensor]:
         """Return an empty dict: the objects' state is that of rank 0."""
         return {}
