@@ -209,6 +209,7 @@ def test_the_kernel_log_is_read_from_its_end_across_a_rotation(tmp_path: Path) -
     assert log.read_new_lines() == []
 
 
+@pytest.mark.test_all_only("the gate quarantines another bad machine, in test_runs.py")
 def test_a_node_with_a_faulty_gpu_is_quarantined_and_training_continues_on_the_others(small_run: Any, tmp_path: Path) -> None:
     machines = [SimulatedGpus(tmp_path / f"machine{number}") for number in range(3)]
     small_run.start_coordinator()

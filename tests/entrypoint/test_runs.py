@@ -346,6 +346,7 @@ def test_sigterm_reaches_the_ranks_which_save_and_the_node_requests_a_restart(sm
     assert small_run.coordinator.wait(10) == 143
 
 
+@pytest.mark.test_all_only("one more life of a run; tests/contract scales a run")
 def test_a_third_node_joins_and_no_step_is_lost(small_run: Any) -> None:
     small_run.start_coordinator()
     for number in (0, 1):

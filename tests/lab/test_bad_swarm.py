@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from error_cases import ErrorCase
@@ -72,8 +73,10 @@ def test_a_network_with_other_options(error_case: ErrorCase, lab: Lab) -> None:
     """
     error_case.write_config(f"runner: {{nodes: 1, {IMAGE}}}")
     error_case("swarmtrain deploy config.yml --detach", code=0, start_pattern="^deploying", allowed_changes="home/state", show=False)
-    error_case("swarmtrain deploy config.yml -o runner.swarm.mtu=1400 -o runner.swarm.encrypted=true", start_pattern="^error:")
-    error_case("swarmtrain plan config.yml -o runner.swarm.mtu=1400", start_pattern="^error:", show=False)
+    # Commands that read the events of a run that is up also record them.
+    options: dict[str, Any] = {"start_pattern": "^error:", "allowed_changes": "home/state/.*/history"}
+    error_case("swarmtrain deploy config.yml -o runner.swarm.mtu=1400 -o runner.swarm.encrypted=true", **options)
+    error_case("swarmtrain plan config.yml -o runner.swarm.mtu=1400", **options, show=False)
 
 
 def test_a_network_that_is_not_there(error_case: ErrorCase, lab: Lab) -> None:
