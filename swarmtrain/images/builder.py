@@ -42,15 +42,17 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str
         ) from None
     if base_image is not None:
         ensure_base_image(client, base_image, report_progress=report_progress)  # before the long downloads
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         package = pool.submit(wheels.build_swarmtrain_wheel, project.package_wheel_folder, report_progress=report_progress)
+        base = pool.submit(ensure_base_image, client, base_image, report_progress=report_progress)
         wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
-        needs_compiler = wheels.can_compile_for_gpus(project.wheel_folder)
-        base_image = ensure_base_image(client, base_image, needs_compiler=needs_compiler, report_progress=report_progress)
         wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
         package.result()
+        base_name = base.result()
+    if wheels.can_compile_for_gpus(project.wheel_folder):  # known only after the downloads; compared to these, the other image is small
+        base_name = ensure_base_image(client, base_image, needs_compiler=True, report_progress=report_progress)
     build_args = {
-        "BASE_IMAGE": base_image,
+        "BASE_IMAGE": base_name,
         "PIP_ARGS": "--no-index --find-links=/wheels" if project.copies_wheels else PIP_ARGS,
         "HASHES": "--require-hashes" if project.lock else "",
         "PACKAGES": _compute_names_digest(project.list_wheels()),
@@ -60,7 +62,7 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str
         with ExitStack() as stack:
             tar_file = stack.enter_context(tempfile.TemporaryFile(dir=context / "build"))
             write_build_context(project, tar_file)
-            network_mode = "none" if project.copies_wheels else stack.enter_context(serve_wheels(client, base_image, project))
+            network_mode = "none" if project.copies_wheels else stack.enter_context(serve_wheels(client, base_name, project))
             build_image_from_tar(
                 client,
                 tar_file,
