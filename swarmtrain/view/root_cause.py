@@ -73,7 +73,7 @@ class Interruption:
         collateral = [cause for cause in self.causes if cause.priority is CausePriority.collateral]
         if first.priority is CausePriority.collateral:
             joined = next((cause for cause in self.causes if cause.priority is CausePriority.joined), None)
-            if joined and joined.time < first.time:
+            if joined and joined.time <= first.time:
                 return joined
             return self._find_unresponsive_node(collateral) or self._find_accused_node(collateral) or first
         if first.priority in (CausePriority.failure, CausePriority.lost_node) and collateral:
@@ -190,8 +190,19 @@ class _InterruptionBuilder:
             for node in sorted((previous.members & self._present) - members if has_lost_connections else ()):
                 self._add_lost_node(previous, node, event.time)
             self._present = set(members)
+            self._add_returned_nodes(previous, members)
         self.interruptions.append(Interruption(previous.world + 1, ranks, str(event.data.get("world", ""))))
         self._is_active = True
+
+    def _add_returned_nodes(self, previous: Interruption, members: set[str]) -> None:
+        """Add the nodes that the next world has in addition, if nothing but lost connections explains the end of the previous one.
+
+        Ranks that stop for a node that can be reached again do not stop at the same moment: some lose their connections to others.
+        """
+        if previous.members and previous.members < members and all(each.priority is CausePriority.collateral for each in previous.causes):
+            time = min((cause.time for cause in previous.causes), default=inf)
+            for node in sorted(members - previous.members if time < inf else ()):
+                previous.causes.append(RootCause(CausePriority.joined, time, node, f"{node} joined"))
 
     def _add_node_exit(self, event: Event) -> None:
         node, code = str(event.data.get("node", "a node")), event.data.get("exit_code")
