@@ -12,7 +12,7 @@ _MARKER = "pytest.mark.test_all_only"
 PAGE = ROOT.parent / "docs" / "reference" / "tests.md"
 _HEADER = """# Tests
 
-`make test` is the gate, which every change must pass: 15 to 25 min on two idle cores from a fresh clone. `make test-all` runs
+`make test` is the gate, which every change must pass: 20 to 35 min on two idle cores from a fresh clone. `make test-all` runs
 all tests, and generates new examples for randomized tests from a seed that it prints. Both print the duration of each suite; select
 suites with `SUITES='fast trainer'`. `make chaos` and `make soak` take longer. `REFRESH=1 pytest tests/docs` generates this page.
 
