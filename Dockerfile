@@ -1,6 +1,6 @@
 # The image of all nodes: Python, its packages, swarmtrain, and the user's Python files.
 # `swarmtrain image build` downloads the packages into build/, and serves them to this build at PIP_ARGS: no other network is reached,
-# and no layer has the packages twice. With `docker build`, they come from pip's package index. Docker's classic builder is sufficient.
+# and no layer has the packages twice. Without PIP_ARGS, they come from pip's package index. Docker's classic builder is sufficient.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 ENV PATH=/opt/venv/bin:/opt/extra/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

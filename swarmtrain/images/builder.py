@@ -48,9 +48,11 @@ def build_image(client: ImageClient, context: Path, tag: str, *, base_image: str
         wheels.download_pinned_wheels(project, architecture, report_progress=report_progress)
         wheels.download_extra_wheels(project, architecture, report_progress=report_progress)
         package.result()
-        base_name = base.result()
-    if wheels.can_compile_for_gpus(project.wheel_folder):  # known only after the downloads; compared to these, the other image is small
-        base_name = ensure_base_image(client, base_image, needs_compiler=True, report_progress=report_progress)
+    # Only the downloads show whether a compiler is needed. Compared to those, the other image is small, and need not be available.
+    needs_compiler = wheels.can_compile_for_gpus(project.wheel_folder)
+    base_name = (
+        ensure_base_image(client, base_image, needs_compiler=True, report_progress=report_progress) if needs_compiler else base.result()
+    )
     build_args = {
         "BASE_IMAGE": base_name,
         "PIP_ARGS": "--no-index --find-links=/wheels" if project.copies_wheels else PIP_ARGS,

@@ -359,8 +359,8 @@ class Run:
 
     def _finish_run(self) -> None:
         """Save the last step, and report the end of the run. Called when the body of the context manager has completed without an error."""
-        self._write_pending_metrics()  # a loss that is not finite ends the run before it counts as finished
         if loop := self._loop:
+            self._write_pending_metrics()  # a loss that is not finite ends the run before it counts as finished
             self._report_saved_checkpoints(loop.save_and_wait())
             if loop.is_done:
                 self._report_event(f"finished at step {loop.progress.step}", protocol.EVENT_TRAINING_FINISHED, step=loop.progress.step)
