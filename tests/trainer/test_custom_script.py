@@ -130,3 +130,8 @@ def test_the_coordinator_receives_the_progress_of_a_script(
         run.log(loss=torch.tensor(0.5), each=run.cat([1, 2]))
     (progress,) = [event.data for event in published_events if event.kind == protocol.EVENT_PROGRESS]
     assert progress == {"step": 1, "loss": 0.5}
+
+
+def test_a_rank_may_exit_before_the_end_of_the_block(tmp_path: Path) -> None:
+    world = LocalWorld(tmp_path, {}, 2, script="early_exit")
+    assert world.wait() == [0, 0], world.read_log()
