@@ -22,6 +22,8 @@ _EXIT_WITH_ENGINE = 255
 """Exit code that an engine reports for a container that it finds dead after a restart."""
 _SIMULTANEOUS_SECONDS = 1.0
 """Seconds within which the order of two reports means nothing."""
+_PLANNED_EXIT_SECONDS = 5.0
+"""Seconds after the start of the next world within which a node that received a stop request has reported its exit."""
 
 
 class CausePriority(IntEnum):
@@ -57,6 +59,8 @@ class Interruption:
     """Ranks of each node of the world."""
     key: str = ""
     """Key of the world (protocol.build_world_key)."""
+    end_time: float = inf
+    """When the next world formed; inf if none has yet."""
     causes: list[RootCause] = field(default_factory=list)
 
     @property
@@ -191,6 +195,7 @@ class _InterruptionBuilder:
                 self._add_lost_node(previous, node, event.time)
             self._present = set(members)
             self._add_returned_nodes(previous, members)
+        previous.end_time = event.time
         self.interruptions.append(Interruption(previous.world + 1, ranks, str(event.data.get("world", ""))))
         self._is_active = True
 
@@ -213,6 +218,8 @@ class _InterruptionBuilder:
         self._is_active = self._is_active and bool(self._present)
         if code is None:
             self._add_lost_node(interruption, node, event.time)
+        elif code == EXIT_PLANNED and event.time > interruption.end_time + _PLANNED_EXIT_SECONDS:
+            return  # of a node that the next world had to do without: its old container is ended when it can be reached again
         elif code == EXIT_PLANNED:
             interruption.causes = [
                 cause for cause in interruption.causes if cause.node != node or cause.priority is not CausePriority.lost_node

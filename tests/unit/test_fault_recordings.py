@@ -13,7 +13,15 @@ import pytest
 from fault_suspects import SUSPECTS, find_suspect, read_recording
 
 from swarmtrain.launchers.base import TaskExit, TaskState
-from swarmtrain.protocol import EVENT_FAILURE, EVENT_NODE_JOINED, EVENT_WORLD_FORMED, Event, is_collateral_failure
+from swarmtrain.protocol import (
+    EVENT_FAILURE,
+    EVENT_NODE_JOINED,
+    EVENT_NODE_LEFT,
+    EVENT_WORLD_FORMED,
+    EXIT_PLANNED,
+    Event,
+    is_collateral_failure,
+)
 from swarmtrain.view.history import build_history_entries
 from swarmtrain.view.status import build_status
 from swarmtrain.view.why import diagnose_failure
@@ -57,27 +65,47 @@ def test_the_recordings_contain_text_of_torch_that_could_be_shown() -> None:
     assert sum(bool(LIBRARY_TEXT.search(str(failure["error"]))) for failure in failures if is_collateral_failure(failure)) > 10
 
 
-def test_ranks_that_stop_for_a_node_that_returns_do_not_blame_each_other() -> None:
-    """As when a link was cut one way: node2 comes back to a world of two, whose ranks stop one after the other, to start again with it."""
+def build_world(time: float, **ranks: list[int]) -> Event:
+    return Event(EVENT_WORLD_FORMED, {"world": str(time), "world_size": len(ranks), "nodes": len(ranks), "ranks": ranks}, time)
 
-    def build_world(time: float, **ranks: list[int]) -> Event:
-        return Event(EVENT_WORLD_FORMED, {"world": str(time), "world_size": len(ranks), "nodes": len(ranks), "ranks": ranks}, time)
 
-    def build_failure(time: float, world: float, node: str, rank: int, error: str, **data: str) -> Event:
-        failure = {"node": node, "rank": rank, "world": str(world), "error": f"RuntimeError: [tcp/pair.cc:78] {error}", "exit_code": 1}
-        return Event(EVENT_FAILURE, {**failure, **data}, time)
+def build_failure(time: float, world: float, node: str, rank: int, error: str, **data: str) -> Event:
+    failure = {"node": node, "rank": rank, "world": str(world), "error": f"RuntimeError: [tcp/pair.cc:78] {error}", "exit_code": 1}
+    return Event(EVENT_FAILURE, {**failure, **data}, time)
 
-    events = [
+
+def list_events_of_a_cut_link() -> list[Event]:
+    """node2 can be reached in one direction only, and the other two go on without it."""
+    return [
         *(Event(EVENT_NODE_JOINED, {"node": node}, 1.0) for node in ("node0", "node1", "node2")),
         build_world(2.0, node2=[0], node0=[1], node1=[2]),
         build_failure(30.0, 2.0, "node1", 2, "Timed out waiting 10000ms for send operation to complete"),
         build_failure(30.1, 2.0, "node0", 1, "Timed out waiting 10000ms for recv operation to complete"),
         build_world(32.0, node0=[0], node1=[1]),
+    ]
+
+
+def test_ranks_that_stop_for_a_node_that_returns_do_not_blame_each_other() -> None:
+    """As when a link was cut one way: node2 comes back to a world of two, whose ranks stop one after the other, to start again with it."""
+    events = [
+        *list_events_of_a_cut_link(),
         build_failure(50.0, 32.0, "node1", 1, "Connection closed by peer [10.128.4.2]:1", peer="node0"),
         build_world(55.0, node0=[0], node1=[1], node2=[2]),
     ]
     assert find_suspect(str(diagnose_failure("run", events, [], []))) == "node2"
     assert list_worlds(events)[2].reason == "node2 joined"
+
+
+@pytest.mark.parametrize(("exit_time", "suspect"), [(33.0, ""), (40.0, "node2")])
+def test_a_container_that_is_ended_when_its_node_returns_does_not_explain_why_the_others_lost_it(exit_time: float, suspect: str) -> None:
+    """An engine ends the container of a node that was down when it returns; a node that is stopped has left when the next world forms."""
+    events = [
+        *list_events_of_a_cut_link(),
+        Event(EVENT_NODE_LEFT, {"node": "node2", "exit_code": EXIT_PLANNED}, exit_time),
+        Event(EVENT_NODE_JOINED, {"node": "node2"}, 41.0),
+        build_world(45.0, node0=[0], node1=[1], node2=[2]),
+    ]
+    assert find_suspect(str(diagnose_failure("run", events, [], []))) == suspect
 
 
 def test_a_container_that_was_restarted_before_the_first_world_is_no_failure() -> None:
