@@ -22,8 +22,6 @@ _EXIT_WITH_ENGINE = 255
 """Exit code that an engine reports for a container that it finds dead after a restart."""
 _SIMULTANEOUS_SECONDS = 1.0
 """Seconds within which the order of two reports means nothing."""
-_PLANNED_EXIT_SECONDS = 5.0
-"""Seconds after the start of the next world within which a node that received a stop request has reported its exit."""
 
 
 class CausePriority(IntEnum):
@@ -59,8 +57,6 @@ class Interruption:
     """Ranks of each node of the world."""
     key: str = ""
     """Key of the world (protocol.build_world_key)."""
-    end_time: float = inf
-    """When the next world formed; inf if none has yet."""
     causes: list[RootCause] = field(default_factory=list)
 
     @property
@@ -80,9 +76,21 @@ class Interruption:
             if joined and joined.time <= first.time:
                 return joined
             return self._find_unresponsive_node(collateral) or self._find_accused_node(collateral) or first
+        if first.priority is CausePriority.planned and self.has_timeout_before(first.time):
+            return self._find_unresponsive_node(collateral) or self._convert_to_unreachable_node(first)
         if first.priority in (CausePriority.failure, CausePriority.lost_node) and collateral:
             return replace(first, time=min(first.time, collateral[0].time))
         return first
+
+    def has_timeout_before(self, time: float) -> bool:
+        """Return whether a rank has waited too long for another before `time`: what happened only then is not why it waited."""
+        return any(is_timeout(cause.failure) and cause.time <= time for cause in self.causes)
+
+    def _convert_to_unreachable_node(self, planned_exit: RootCause) -> RootCause:
+        """Return as the cause that the node of `planned_exit` was lost: an engine ends the container of such a node when it returns."""
+        error = "could not be reached: ranks waited too long for each other, and then its engine ended its container"
+        failure = {"node": planned_exit.node, "error": error}
+        return RootCause(CausePriority.lost_node, planned_exit.time, planned_exit.node, format_failure(failure), failure)
 
     def _find_unresponsive_node(self, collateral: Sequence[RootCause]) -> RootCause | None:
         """Return as the cause the only node with ranks that did not wait for others, if all other ranks waited too long; else None."""
@@ -195,7 +203,6 @@ class _InterruptionBuilder:
                 self._add_lost_node(previous, node, event.time)
             self._present = set(members)
             self._add_returned_nodes(previous, members)
-        previous.end_time = event.time
         self.interruptions.append(Interruption(previous.world + 1, ranks, str(event.data.get("world", ""))))
         self._is_active = True
 
@@ -218,12 +225,11 @@ class _InterruptionBuilder:
         self._is_active = self._is_active and bool(self._present)
         if code is None:
             self._add_lost_node(interruption, node, event.time)
-        elif code == EXIT_PLANNED and event.time > interruption.end_time + _PLANNED_EXIT_SECONDS:
-            return  # of a node that the next world had to do without: its old container is ended when it can be reached again
         elif code == EXIT_PLANNED:
-            interruption.causes = [
-                cause for cause in interruption.causes if cause.node != node or cause.priority is not CausePriority.lost_node
-            ]
+            if not interruption.has_timeout_before(event.time):
+                interruption.causes = [
+                    cause for cause in interruption.causes if cause.node != node or cause.priority is not CausePriority.lost_node
+                ]
             interruption.causes.append(RootCause(CausePriority.planned, event.time, node, f"{node} received a stop request"))
         elif code:
             error = f"exited with exit code {code}"

@@ -96,16 +96,27 @@ def test_ranks_that_stop_for_a_node_that_returns_do_not_blame_each_other() -> No
     assert list_worlds(events)[2].reason == "node2 joined"
 
 
-@pytest.mark.parametrize(("exit_time", "suspect"), [(33.0, ""), (40.0, "node2")])
-def test_a_container_that_is_ended_when_its_node_returns_does_not_explain_why_the_others_lost_it(exit_time: float, suspect: str) -> None:
-    """An engine ends the container of a node that was down when it returns; a node that is stopped has left when the next world forms."""
-    events = [
-        *list_events_of_a_cut_link(),
-        Event(EVENT_NODE_LEFT, {"node": "node2", "exit_code": EXIT_PLANNED}, exit_time),
-        Event(EVENT_NODE_JOINED, {"node": "node2"}, 41.0),
-        build_world(45.0, node0=[0], node1=[1], node2=[2]),
-    ]
-    assert find_suspect(str(diagnose_failure("run", events, [], []))) == suspect
+@pytest.mark.parametrize("exit_time", [31.0, 33.0, 40.0])
+def test_a_container_that_is_ended_when_its_node_returns_does_not_explain_why_the_others_lost_it(exit_time: float) -> None:
+    """An engine ends the container of a node that was down when it returns: before or after the other nodes go on without it."""
+    node2_left = Event(EVENT_NODE_LEFT, {"node": "node2", "exit_code": EXIT_PLANNED}, exit_time)
+    events = sorted([*list_events_of_a_cut_link(), node2_left], key=lambda event: event.time)
+    events += [Event(EVENT_NODE_JOINED, {"node": "node2"}, 41.0), build_world(45.0, node0=[0], node1=[1], node2=[2])]
+    assert find_suspect(str(diagnose_failure("run", events, [], []))) in ("node2", "node2 rank 0")
+
+
+def test_a_node_that_is_stopped_while_all_wait_for_each_other_was_lost_before() -> None:
+    """With a link that is cut one way, the node that others cannot reach may wait for them too."""
+    events = list_events_of_a_cut_link()
+    events.insert(-1, build_failure(30.2, 2.0, "node2", 0, "Timed out waiting 10000ms for recv operation to complete"))
+    events.insert(-1, Event(EVENT_NODE_LEFT, {"node": "node2", "exit_code": EXIT_PLANNED}, 31.0))
+    assert find_suspect(str(diagnose_failure("run", events, [], []))) == "node2"
+
+
+def test_a_node_that_is_stopped_and_that_no_rank_waited_for_is_no_failure() -> None:
+    events = [event for event in list_events_of_a_cut_link() if event.kind != EVENT_FAILURE]
+    events.insert(-1, Event(EVENT_NODE_LEFT, {"node": "node2", "exit_code": EXIT_PLANNED}, 31.0))
+    assert diagnose_failure("run", events, [], []) is None
 
 
 def test_a_container_that_was_restarted_before_the_first_world_is_no_failure() -> None:
