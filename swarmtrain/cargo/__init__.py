@@ -16,7 +16,7 @@ from swarmtrain.notifications.channel import CHANNEL_SECRET_PREFIX, check_secret
 
 _MAX_FILE_BYTES = 64_000_000
 _CHANNEL_HINT = "docs/how-to/notify.md shows the file of each type of channel; swarmtrain notify-test sends a test notification"
-_BUILT_IN_TRAINER_CALL, _BUILT_IN_TRAINER_PACKAGE = b"train_model(", b"swarmtrain"
+_BUILT_IN_TRAINER_CALLS, _BUILT_IN_TRAINER_PACKAGE = (b"prepare_training(", b"train_model("), b"swarmtrain"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Cargo:
     def calls_built_in_trainer(self) -> bool:
         """Whether a code file calls the built-in trainer, which the config's topology and batch sizes are for; True without code files."""
         return not self.code or any(
-            _BUILT_IN_TRAINER_CALL in file.content and _BUILT_IN_TRAINER_PACKAGE in file.content for file in self.code
+            any(call in file.content for call in _BUILT_IN_TRAINER_CALLS) and _BUILT_IN_TRAINER_PACKAGE in file.content
+            for file in self.code
         )
 
 

@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from swarmtrain.cargo import Cargo, read_cargo
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
+from swarmtrain.config.learning_rate_schedule import describe_learning_rate_change
 from swarmtrain.config.loader import STDIN_PATH
 from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
@@ -77,8 +79,17 @@ def plan_run(config: Config, run: str, *, working_folder: Path, min_nodes: int |
     At least `min_nodes`, by default runner.min_nodes, must be available. Raises SwarmtrainError if a file cannot be read, or if the run
     does not fit on the machines.
     """
-    resolved = resolve_config(config, working_folder, lambda: _load_running_config(config, run))
-    return resolved.build_plan(read_inventory(resolved.config), run, _read_placement(resolved.config, run), min_nodes=min_nodes)
+    load_running_config = cache(lambda: _load_running_config(config, run))
+    resolved = resolve_config(config, working_folder, load_running_config)
+    plan = resolved.build_plan(read_inventory(resolved.config), run, _read_placement(resolved.config, run), min_nodes=min_nodes)
+    running_config = load_running_config() if plan.cargo.calls_built_in_trainer else None
+    return add_notes(plan, _describe_longer_training(running_config, resolved.config) if running_config else "")
+
+
+def _describe_longer_training(running: Config, config: Config) -> str:
+    """Return a note if other trainer.train_iterations change the learning rate of the step at which the shorter training ends."""
+    lengths = running.trainer.train_iterations, config.trainer.train_iterations
+    return describe_learning_rate_change(running, config, min(lengths)) if lengths[0] != lengths[1] else ""
 
 
 def plan_run_offline(config: Config, run: str, *, working_folder: Path, use_placeholders: bool = False) -> Plan:

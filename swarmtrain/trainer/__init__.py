@@ -1,4 +1,4 @@
-"""Training library: the parts that a training script calls, and `run()`, which trains a custom script.
+"""Training library: the parts that a training script calls.
 
 runtime         config, rank, world size and device of this process
 data            token files, samples and their order
@@ -8,7 +8,7 @@ parallel        one device mesh; tensor, context and pipeline parallelism within
 optim           AdamW, SGD, Muon, parameter groups, learning rate schedules, gradient clipping
 memory          estimates of each rank's memory, without a cluster
 speed           measure the speed of a config on this machine
-loop            train_model(): steps, validation, checkpoints, graceful exit
+loop            train_model(): the loop of training_code.py in one call
 checkpoint      checkpoints: written in the background, restored in any topology
 metrics         log lines, events, metric sinks
 health          detection of hangs, stragglers, non-finite losses, diverged replicas
@@ -17,7 +17,7 @@ inference       generate text, embed texts, evaluate
 huggingface     read Hugging Face models
 export          convert checkpoints to Hugging Face models
 random_seeds    seeds of random number generators
-custom          run(): train a custom script
+custom          run(): the steps, metrics and checkpoints of a training script
 object_factory  create objects from a config
 """
 
@@ -27,9 +27,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swarmtrain.trainer.custom import Run, build_linear_scaling_warmup, instantiate, run
+    from swarmtrain.trainer.custom import Run, TrainingResult, build_linear_scaling_warmup, instantiate, run, start_run
     from swarmtrain.trainer.data.samples import TokenDataset, open_data
-    from swarmtrain.trainer.loop import TrainingResult, train_model
+    from swarmtrain.trainer.loop import train_model
     from swarmtrain.trainer.model.objective import EmbeddingObjective, Objective
     from swarmtrain.trainer.model.transformer import Transformer
     from swarmtrain.trainer.optim import Optimizer
@@ -52,6 +52,7 @@ __all__ = [
     "read_config",
     "read_options",
     "run",
+    "start_run",
     "start_runtime",
     "train_model",
 ]
@@ -63,7 +64,7 @@ _MODULE_BY_NAME = {
     "Run": "custom",
     "Runtime": "runtime",
     "TokenDataset": "data.samples",
-    "TrainingResult": "loop",
+    "TrainingResult": "custom",
     "Transformer": "model.transformer",
     "EmbeddingObjective": "model.objective",
     "build_linear_scaling_warmup": "custom",
@@ -73,6 +74,7 @@ _MODULE_BY_NAME = {
     "read_config": "runtime",
     "read_options": "runtime",
     "run": "custom",
+    "start_run": "custom",
     "start_runtime": "runtime",
     "train_model": "loop",
 }

@@ -50,8 +50,8 @@ LOG = logging.getLogger("swarmtrain")
 def parallelize(model: Transformer, runtime: Runtime, *, initialize: bool = True) -> ParallelModel:
     """Distribute `model` over all ranks according to the config's topology, and write the initial values of this rank's part.
 
-    Return the parallel model. `initialize`: False leaves all parameters uninitialized. train_model then loads the newest checkpoint, or
-    writes the initial values if there is none, so that no values are computed only to be replaced.
+    Return the parallel model. `initialize`: False leaves all parameters uninitialized. Run.prepare_training then loads the newest
+    checkpoint, or writes the initial values if there is none, so that no values are computed only to be replaced.
 
     Raises WorldError if the number of ranks does not match the topology, TrainingError if the model cannot be compiled, if its attention
     kernel needs a compiler that is missing, or if its objective is invalid, and CheckpointError if trainer.init_from cannot be read or is a

@@ -26,7 +26,7 @@ import swarmtrain
 from swarmtrain.atomic_file import write_text_atomically
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
@@ -56,12 +56,14 @@ class RankPlacement:
     data_rank: int
 
 
-def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -> ReportFields:
+def gather_run_report(runtime: Runtime, generation: int, parameter_count: int, mesh: Mesh | None) -> ReportFields:
     """Gather the placement of all ranks, and return the run report. Collective: all ranks must call it.
 
-    `generation`: generation of the current world (rendezvous round).
+    `generation`: generation of the current world (rendezvous round). `mesh`: mesh of the model; None for a custom script, whose batches
+    have no known number of tokens.
     """
-    placements = collectives.all_gather_values(asdict(_collect_rank_placement(runtime, model)))
+    placements = collectives.all_gather_values(asdict(_collect_rank_placement(runtime, mesh)))
+    tokens_per_step = runtime.config.topology.samples_per_step * runtime.config.transformer_architecture.sequence_length if mesh else None
     config = runtime.config.model_dump(mode="json")
     config["runner"]["env"] = dict.fromkeys(config["runner"].get("env") or {}, "…")
     environment = {name: value for name, value in sorted(os.environ.items()) if _REPORTED_VARIABLES.match(name)}
@@ -69,8 +71,8 @@ def gather_run_report(runtime: Runtime, generation: int, model: ParallelModel) -
         "run": runtime.run_name,
         "generation": generation,
         "time": time.time(),
-        "parameters": model.parameter_count,
-        "tokens_per_step": runtime.config.topology.samples_per_step * runtime.config.transformer_architecture.sequence_length,
+        "parameters": parameter_count,
+        **({"tokens_per_step": tokens_per_step} if tokens_per_step else {}),
         "versions": _collect_versions(placements[0]["driver"]),
         "communication": {"backend": "nccl and gloo" if runtime.device.type == "cuda" else "gloo", "environment": environment},
         "ranks": placements,
@@ -113,19 +115,18 @@ def summarize_nodes(report: ReportFields) -> Iterator[tuple[str, ReportFields]]:
         }
         shared_fields = {
             "parameters": f"{report['parameters']:,}",
-            "tokens_per_step": report["tokens_per_step"],
+            **({"tokens_per_step": report["tokens_per_step"]} if "tokens_per_step" in report else {}),
             "versions": report["versions"],
             "communication": report["communication"],
         }
         yield node, {**{name: value for name, value in node_fields.items() if value}, **shared_fields}
 
 
-def _collect_rank_placement(runtime: Runtime, model: ParallelModel) -> RankPlacement:
+def _collect_rank_placement(runtime: Runtime, mesh: Mesh | None) -> RankPlacement:
     device, uuid = platform.machine() or "CPU", ""
     if runtime.device.type == "cuda":
         properties = torch.cuda.get_device_properties(runtime.device)
         device, uuid = properties.name, str(getattr(properties, "uuid", ""))
-    mesh = model.mesh
     host = socket.gethostname()
     return RankPlacement(
         runtime.rank,
@@ -135,9 +136,7 @@ def _collect_rank_placement(runtime: Runtime, model: ParallelModel) -> RankPlace
         device,
         uuid,
         _read_driver_version(),
-        mesh.pipe_rank,
-        mesh.tensor_rank,
-        mesh.replica_rank,
+        *((mesh.pipe_rank, mesh.tensor_rank, mesh.replica_rank) if mesh else (0, 0, runtime.rank)),
     )
 
 

@@ -126,8 +126,8 @@ def read_options(options_class: type[OptionsT], config: Config) -> OptionsT:
 def start_runtime(config: Config, *, monitors_peers: bool = False) -> Iterator[Runtime]:
     """Context manager: initialize logging, device and process group from environment variables; destroy the process group at the end.
 
-    `monitors_peers`: the body only calls `train_model`, which notices dead peers itself. Otherwise torch ends the process if a peer dies
-    during a collective over NCCL, and no just-in-time checkpoint is saved.
+    `monitors_peers`: the body only trains a parallel model with Run.prepare_training, which notices dead peers itself. Otherwise torch ends
+    the process if a peer dies during a collective over NCCL, and no just-in-time checkpoint is saved.
 
     A process group that the script has already initialized is used unchanged, and not destroyed. Raises TrainingError if the environment
     variables are invalid; and on every rank, if the config enables float8 and any rank's device does not support it.

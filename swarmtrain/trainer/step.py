@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,14 +33,33 @@ class StepRequest:
     """Position of the first sample of the step's global batch in the order of all samples."""
     stop_flag: StopFlag
     """This rank's stop flag."""
-    timer: StepTimer | None = None
+    timer: StepTimer = field(default_factory=lambda: StepTimer(torch.device("cpu")))
     """Is notified at the start of each phase."""
     requests_save: bool = False
     """Whether this rank requests a checkpoint."""
     after_backward: Callable[[], None] = _do_nothing
     """Is called once the backward passes are complete."""
+    batch: GlobalBatch | None = None
+    """The step's global batch; None: the batch at `first_sample_position`."""
     check_results: Callable[[], None] = _do_nothing
     """Is called when the results of collectives are known, before they are used (see Optimizer.prepare_step)."""
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """The gradients of a step, summed over all ranks and clipped. No parameter has changed yet."""
+
+    batch: GlobalBatch
+    """Global batch of the step."""
+    micro_batches: MicroBatches
+    """Micro batches of this replica."""
+    update: OptimizerUpdate
+    """The prepared update: gradient norm, learning rates, loss scale, and this rank's loss and number of correct loss units."""
+
+    @property
+    def loss_token_count(self) -> int:
+        """Divisor of the summed loss; 1 if the loss mask excludes all tokens."""
+        return max(1, self.batch.loss_denominator)
 
 
 @dataclass(frozen=True)
@@ -86,8 +105,15 @@ class StepResult:
 
 def train_step(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, request: StepRequest) -> StepResult:
     """Run an optimizer step, and return its result. A step with a NaN/Inf loss or gradient changes no parameters."""
+    return apply_gradients(model, optimizer, data, compute_gradients(runtime, model, optimizer, data, request), request)
+
+
+def compute_gradients(
+    runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, request: StepRequest
+) -> StepGradients:
+    """Run the forward and backward passes of the requested step, and sum and clip its gradients. Collective: all ranks must call it."""
     topology, mesh = runtime.config.topology, model.mesh
-    timer = request.timer or StepTimer(runtime.device)
+    timer = request.timer
     timer.start_phase(DATA)
     batch, next_batch = build_batches(data, request, topology.samples_per_step)
     local_micro_batches, next_micro_batches = (
@@ -113,15 +139,25 @@ def train_step(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, dat
         request.after_backward()
     timer.start_phase(OPTIMIZER)
     update = optimizer.prepare_step(request.number, *local_sums, check_results=request.check_results)
-    # The last collective comes before the first parameter update. A rank that has completed it can finish the step without its peers.
-    # If a peer dies earlier, the state after the previous step is intact.
+    return StepGradients(batch, local_micro_batches, update)
+
+
+def apply_gradients(
+    model: ParallelModel, optimizer: Optimizer, data: TokenDataset, gradients: StepGradients, request: StepRequest
+) -> StepResult:
+    """Update the parameters with the gradients of the requested step, unless they or the loss are NaN/Inf. Return the step's result.
+
+    Collective: all ranks must call it. The last collective comes before the first parameter update: a rank that has completed it can finish
+    the step without its peers. If a peer dies earlier, the state after the previous step is intact.
+    """
+    timer, update = request.timer, gradients.update
     timer.start_phase(COMMUNICATION)
     loss_sum, correct = update.extra_scalars
-    replica_means = _build_replica_loss_means(model, data, local_micro_batches, loss_sum)
+    replica_means = _build_replica_loss_means(model, data, gradients.micro_batches, loss_sum)
     (loss_sum, correct, *replica_means), (stop_requested, save_requested) = reduce_values_over_ranks(
         model, [loss_sum, correct, *replica_means], request.stop_flag.is_set, request.requests_save
     )
-    loss_mean = loss_sum / loss_token_count
+    loss_mean = loss_sum / gradients.loss_token_count
     timer.start_phase(OPTIMIZER)
     non_finite_reason = "" if update.skipped else describe_non_finite_values(loss_mean, update)
     if non_finite_reason:
@@ -131,13 +167,13 @@ def train_step(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, dat
     timer.start_phase(OPTIMIZER)
     optimizer.step(request.number)
     timer.start_phase(OTHER)
-    sample_ids = tuple(int(sample) for _, ids in local_micro_batches for sample in ids)
+    sample_ids = tuple(int(sample) for _, ids in gradients.micro_batches for sample in ids)
     return StepResult(
         request.number,
         sample_ids,
-        batch.loss_tokens,
+        gradients.batch.loss_tokens,
         loss_mean,
-        get_accuracy(model, correct / loss_token_count),
+        get_accuracy(model, correct / gradients.loss_token_count),
         max(replica_means, key=lambda mean: (math.isnan(mean), mean)),
         update,
         stop_requested=stop_requested,
@@ -149,7 +185,7 @@ def train_step(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, dat
 def build_batches(data: TokenDataset, request: StepRequest, batch_size: int) -> tuple[GlobalBatch, GlobalBatch]:
     """Return the global batch of the requested step, and that of the step after it, whose samples are loaded ahead."""
     first = request.first_sample_position
-    return data.build_batch(first, batch_size), data.build_batch(first + batch_size, batch_size)
+    return request.batch or data.build_batch(first, batch_size), data.build_batch(first + batch_size, batch_size)
 
 
 def count_validation_samples(config: Config, data: TokenDataset) -> int:

@@ -26,19 +26,17 @@ ROOT = Path(__file__).parents[2]
 TRAIN = """
 import os, pathlib, sys, time
 import training_code
-from swarmtrain.trainer import loop
+from swarmtrain.trainer import Run
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
 write, folder = TensorStorageWriter.write_staged_shards, pathlib.Path(sys.argv[1])
-def slow_down(train_step):
-    def slowly(*args):
-        time.sleep(0.02)
-        try:
-            (folder / "pause").unlink()
-            time.sleep(30)
-        except FileNotFoundError:
-            pass
-        return train_step(*args)
-    return slowly
+def slow_down(run, batch):
+    time.sleep(0.02)
+    try:
+        (folder / "pause").unlink()
+        time.sleep(30)
+    except FileNotFoundError:
+        pass
+    return forward_backward(run, batch)
 def watched(writer):
     if (folder / "slow").exists():
         (folder / "slow").unlink()
@@ -46,7 +44,7 @@ def watched(writer):
         (folder / "writing").write_text(str(os.getpid()))
         time.sleep(60)
     return write(writer)
-loop.train_step, loop.train_learners_step = slow_down(loop.train_step), slow_down(loop.train_learners_step)
+forward_backward, Run.forward_backward = Run.forward_backward, slow_down
 TensorStorageWriter.write_staged_shards = watched
 home = folder / os.environ.get("SWARMTRAIN_NODE", "")
 home.mkdir(exist_ok=True)

@@ -183,27 +183,27 @@ def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
 HANG_AND_FAIL = """
 import os, pathlib, sys, time
 import training_code
-from swarmtrain.trainer import loop
+from swarmtrain.trainer import Run
 from swarmtrain.trainer.health import stop_flag, watchdog
 from swarmtrain.trainer.data import memory_map
 
 stop_flag._MIN_SECONDS, stop_flag._MAX_SECONDS, watchdog.MARGIN_SECONDS, watchdog.POLL_SECONDS = 2.0, 2.0, 1.0, 0.2
-made, hung = loop.train_step, pathlib.Path(sys.argv[1])
+forward_backward, hung = Run.forward_backward, pathlib.Path(sys.argv[1])
 
-def train_step(*args):
-    step = args[-1].number
+def fail(run, batch):
+    step = run.step + 1
     if os.environ["RANK"] == "1":
         if step == 6 and not hung.exists():
             hung.touch()
             lie_down()
         if step == 8:
-            raise ValueError(f"a row of {id(args)} letters")
-    return made(*args)
+            raise ValueError(f"a row of {id(batch)} letters")
+    return forward_backward(run, batch)
 
 def lie_down():
     time.sleep(600)
 
-loop.train_step = train_step
+Run.forward_backward = fail
 training_code.main()
 """
 
@@ -226,7 +226,7 @@ def test_a_rank_that_hangs_prints_where_and_a_bug_is_recognized_the_second_time(
     first, *_ = [event.data for event in small_run.read_events("failure") if "hangs" in event.data["error"]]
     assert first["error"].startswith("hangs in step 6, for ")
     assert first["error"].endswith("× the usual step time, in lie_down, script.py line 22")
-    assert "in train_step" in first["traceback"]
+    assert "in fail" in first["traceback"]
     assert first["rank"] == 1
     assert "Current thread" in small_run.read_output()
     assert "in lie_down" in small_run.read_output()

@@ -339,12 +339,13 @@ def test_plain_srun_finds_its_world(launcher: SlurmLauncher, lab: Lab, tmp_path:
     }
     (tmp_path / "config.yml").write_text(json.dumps(config))
     (tmp_path / "script.py").write_text(
-        "import training_code\nfrom swarmtrain.trainer import collectives, train_model\n"
-        "def shown(runtime, *rest, **facts):\n"
-        "    place = (runtime.rank, runtime.local_rank, runtime.node)\n"
+        "import training_code\nfrom swarmtrain.trainer import Run, collectives\n"
+        "prepare_training = Run.prepare_training\n"
+        "def print_world(run, *arguments):\n"
+        "    place = (run.rank, run.local_rank, run.runtime.node)\n"
         "    print('world', sorted(collectives.all_gather_values(place)), flush=True)\n"
-        "    return train_model(runtime, *rest, **facts)\n"
-        "training_code.train_model = shown\ntraining_code.main()\n"
+        "    prepare_training(run, *arguments)\n"
+        "Run.prepare_training = print_world\ntraining_code.main()\n"
     )
     command = ["srun", "--nodes=2", "--ntasks=2", "--nodelist=n01,n02", "--time=2", sys.executable, "script.py", "config.yml"]
     printed = run_command(command, env={"MASTER_ADDR": lab.get_status()[0].address}, timeout=60)

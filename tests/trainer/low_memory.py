@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import training_code
-from swarmtrain.trainer import loop, step
+from swarmtrain.trainer import Run
+from swarmtrain.trainer.data.samples import GlobalBatch
 
 
 def main() -> None:
-    original_train_step = step.train_step
+    forward_backward = Run.forward_backward
 
-    def train_step_without_memory(*args: Any) -> step.StepResult:
-        if args[-1].number == 1:
+    def run_without_memory(run: Run, batch: GlobalBatch) -> Any:
+        if run.step == 0:
             _limit_address_space()
-        return original_train_step(*args)
+        return forward_backward(run, batch)
 
     if os.environ["LOW_MEMORY_AT"] == "step":
-        loop.train_step = train_step_without_memory
+        Run.forward_backward = run_without_memory  # type: ignore[method-assign]
     else:
         _limit_address_space()
     training_code.main()

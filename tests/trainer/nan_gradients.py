@@ -9,18 +9,18 @@ from typing import Any
 from torch import Tensor
 
 import training_code
-from swarmtrain.trainer import loop
+from swarmtrain.trainer.custom import model_loop
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate
 
 
 def main() -> None:
-    original_prepare, original_train_step = Optimizer.prepare_step, loop.train_step
+    original_prepare, original_compute = Optimizer.prepare_step, model_loop.compute_gradients
     positions, position = json.loads(os.environ["NAN_POSITIONS"]), -1
 
-    def train_step(*args: Any) -> Any:
+    def compute_gradients(*args: Any) -> Any:
         nonlocal position
         position = args[-1].first_sample_position
-        return original_train_step(*args)
+        return original_compute(*args)
 
     def prepare(optimizer: Optimizer, number: int, *extra_scalars: Tensor, **options: Any) -> OptimizerUpdate:
         if position in positions and os.environ["RANK"] == "1":
@@ -29,6 +29,6 @@ def main() -> None:
             gradient[3] = float("nan")
         return original_prepare(optimizer, number, *extra_scalars, **options)
 
-    loop.train_step = train_step
+    model_loop.compute_gradients = compute_gradients
     Optimizer.prepare_step = prepare  # type: ignore[method-assign]
     training_code.main()

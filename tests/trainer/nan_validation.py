@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import training_code
-from swarmtrain.trainer import loop
+from swarmtrain.trainer.custom import model_loop
 from swarmtrain.trainer.step import ValidationResult
 
 
@@ -16,5 +16,5 @@ def main() -> None:
     def evaluate(*_: Any) -> ValidationResult:
         return ValidationResult(next(losses), None)
 
-    loop.evaluate_model = evaluate
+    model_loop.evaluate_model = evaluate
     training_code.main()

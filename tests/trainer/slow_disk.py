@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import training_code
-from swarmtrain.trainer import loop
+from swarmtrain.trainer import Run
 from swarmtrain.trainer.checkpoint import save_interval
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import TensorStorageWriter
+from swarmtrain.trainer.data.samples import GlobalBatch
 
 
 def main() -> None:
-    original_write, original_train_step = TensorStorageWriter.write_staged_shards, loop.train_step
+    original_write, forward_backward = TensorStorageWriter.write_staged_shards, Run.forward_backward
 
     def write(writer: TensorStorageWriter) -> dict[str, dict[str, Any]]:
         _write_note(f"begin {int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGESIZE')}")
@@ -31,13 +32,13 @@ def main() -> None:
         _write_note("end")
         return files
 
-    def train_step_slowly(*args: Any) -> Any:
+    def run_slowly(run: Run, batch: GlobalBatch) -> Any:
         time.sleep(float(os.environ.get("PACE", "0")))
-        return original_train_step(*args)
+        return forward_backward(run, batch)
 
     save_interval.MIN_AUTO_INTERVAL_SECONDS = float(os.environ.get("FIRST", save_interval.MIN_AUTO_INTERVAL_SECONDS))
     TensorStorageWriter.write_staged_shards = write  # type: ignore[method-assign]
-    loop.train_step = train_step_slowly
+    Run.forward_backward = run_slowly  # type: ignore[method-assign]
     training_code.main()
 
 

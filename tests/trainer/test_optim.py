@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import LocalWorld, compute_deviation, merge_config, run_training
 
 from swarmtrain.config import Config
+from swarmtrain.config.learning_rate_schedule import compute_learning_rate
 from swarmtrain.config.schema.learning_rate_scheduler import LearningRateSchedulerConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import Optimizer, Transformer, parallelize, start_runtime
-from swarmtrain.trainer.optim.lr_schedule import compute_learning_rate
 from swarmtrain.trainer.optim.param_groups import build_parameter_groups
 
 NAMES = ["embedding.weight", "blocks.0.attention.query.weight", "blocks.0.attention_norm.weight", "norm.weight"]

@@ -6,6 +6,7 @@ training_state      what is saved: model and optimizer, or the state of a custom
 manifest            everything except tensors, as JSON, with digests of all files
 storage             files on the disks: staging folders, commit, fence, and the search for the newest checkpoint
 compatibility       check that a checkpoint belongs to this model and optimizer
+resume_changes      what has changed since a checkpoint
 restore             load model and optimizer state
 consolidated        read full (unsharded) parameters, for inference, fine-tuning and export
 save_interval       when a checkpoint is due
@@ -36,6 +37,7 @@ from swarmtrain.trainer.checkpoint import just_in_time
 from swarmtrain.trainer.checkpoint.background_task import BackgroundTask
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests
 from swarmtrain.trainer.checkpoint.manifest import REPRODUCIBILITY_KEY, Manifest
+from swarmtrain.trainer.checkpoint.resume_changes import describe_script
 from swarmtrain.trainer.checkpoint.retention import CheckpointInfo, RetentionPolicy
 from swarmtrain.trainer.checkpoint.storage import commit, storage_backend
 from swarmtrain.trainer.checkpoint.storage.completion_markers import write_completion_marker
@@ -117,6 +119,7 @@ class CheckpointManager:
             data_fingerprint,
             report_warning,
         )
+        self._script = describe_script()
         self.save_dir = runtime.config.trainer.save_dir
         self.run_id = runtime.run_id
         """Id of the run, for its checkpoints: that of the checkpoint from which it resumes. Empty if it is unknown."""
@@ -336,7 +339,7 @@ class CheckpointManager:
             versions={"torch": torch.__version__, "swarmtrain": swarmtrain.__version__},
             validation_loss=progress.validation_loss,
             run_id=self.run_id,
-            state={**self._state.collect_non_tensor_state(), **_describe_reproducibility(config)},
+            state={**self._state.collect_non_tensor_state(), "script": self._script, **_describe_reproducibility(config)},
         )
         path = commit.commit_checkpoint(save_dir, staging_folder, manifest)
         self._known_checkpoints.pop(path, None)

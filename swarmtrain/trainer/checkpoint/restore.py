@@ -21,6 +21,7 @@ from swarmtrain.trainer.checkpoint.compatibility import (
     select_tensors_to_load,
 )
 from swarmtrain.trainer.checkpoint.manifest import Manifest
+from swarmtrain.trainer.checkpoint.resume_changes import describe_changes_since_checkpoint
 from swarmtrain.trainer.checkpoint.storage import discovery
 from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest, WarningReporter
 from swarmtrain.trainer.checkpoint.storage.tensor_reader import DamagedFiles, FileVerification, load_tensors
@@ -54,6 +55,8 @@ def restore_training_state(
     # Values that a script has set cannot be restored if the checkpoint turns out to be damaged.
     verify_first = not training_state.model.initial_values.has_missing_values
     if newest := checkpoint_manager.load_newest_checkpoint(load_own_checkpoint, verify_first=verify_first):
+        for line in describe_changes_since_checkpoint(newest[1], runtime.config) if runtime.is_rank_zero else ():
+            report_warning(f"{newest[0]}: {line}")
         return loader.build_progress(*newest, is_from_other_run=False), newest[0]
     if source := loader.load_source_checkpoints(verify_first=verify_first):
         return loader.build_progress(*source, is_from_other_run=True), source[0]

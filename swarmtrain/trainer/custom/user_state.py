@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from swarmtrain.config import Config
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
-from swarmtrain.trainer.checkpoint.compatibility import diff_configs
 from swarmtrain.trainer.checkpoint.manifest import Manifest
-from swarmtrain.trainer.checkpoint.storage.discovery import CheckpointWithManifest
 from swarmtrain.trainer.checkpoint.storage.tensor_reader import FileVerification, load_tensors
 from swarmtrain.trainer.checkpoint.storage.tensor_storage import DTYPES_BY_NAME
 from swarmtrain.trainer.custom.state_tree import flatten_state, unflatten_state
@@ -60,8 +55,12 @@ class UserState:
         if sharded_name := next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None):
             hint = "register only state that is complete on every rank, as under DistributedDataParallel"
             raise TrainingError("is sharded across ranks", place=f"register_for_checkpointing: {sharded_name}", hint=hint)
-        self._state = {"objects": trees, "data_layout": dict(self.data_layout), "script": _describe_script()}
+        self._state = {"objects": trees, "data_layout": dict(self.data_layout)}
         return tensors
+
+    def list_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the registered optimizers of torch."""
+        return [stateful for stateful in self._objects.values() if isinstance(stateful, torch.optim.Optimizer)]
 
     def list_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the registered modules, by name."""
@@ -96,24 +95,6 @@ class UserState:
                 hint = "restore the previous object, or choose another trainer.save_dir"
                 raise IncompatibleCheckpoint(f"{name} does not accept the saved state: {error}", place=str(path), hint=hint) from None
         self.data_layout = dict(manifest.state["data_layout"])
-
-
-def describe_changes_since_checkpoint(checkpoint: CheckpointWithManifest, config: Config) -> Iterator[str]:
-    """Yield a description of each change in config, arguments and script since `checkpoint` was written."""
-    content = checkpoint[1]
-    yield from diff_configs(content.config, config.model_dump(mode="json"), "config")
-    saved_script, current_script = content.state.get("script", {}), _describe_script()
-    if saved_script.get("arguments", current_script["arguments"]) != current_script["arguments"]:
-        saved_arguments, current_arguments = (" ".join(script["arguments"]) for script in (saved_script, current_script))
-        yield f"arguments are {saved_arguments} in the checkpoint and {current_arguments} in this run"
-    if saved_script.get("sha256", current_script["sha256"]) != current_script["sha256"]:
-        yield f"{current_script['name']} has changed since the checkpoint"
-
-
-def _describe_script() -> dict[str, Any]:
-    path = Path(getattr(sys.modules["__main__"], "__file__", "") or "")
-    content = path.read_bytes() if path.is_file() else b""
-    return {"name": path.name, "arguments": sys.argv[1:], "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _unwrap_module(stateful: Any) -> Stateful:

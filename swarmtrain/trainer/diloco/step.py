@@ -57,28 +57,55 @@ class _LearnerResult:
         return self.skipped > 0 or (math.isfinite(self.loss_sum) and math.isfinite(self.gradient_norm))
 
 
+@dataclass(frozen=True)
+class LearnerGradients:
+    """The gradients of this rank's learners in one step: summed over each learner's ranks and clipped. No parameter has changed yet."""
+
+    batch: GlobalBatch
+    loss_token_counts: Sequence[int]
+    """Number of loss tokens of each learner's part of the batch."""
+    results: Sequence[_LocalResult]
+
+
 def train_step(runtime: Runtime, model: ParallelModel, optimizer: DilocoOptimizer, data: TokenDataset, request: StepRequest) -> StepResult:
-    """Run a step of all learners, as swarmtrain.trainer.step.train_step does without learners, and return its result.
+    """Run a step of all learners, as swarmtrain.trainer.step.train_step does without learners, and return its result."""
+    return apply_gradients(model, optimizer, data, compute_gradients(runtime, model, optimizer, data, request), request)
+
+
+def compute_gradients(
+    runtime: Runtime, model: ParallelModel, optimizer: DilocoOptimizer, data: TokenDataset, request: StepRequest
+) -> LearnerGradients:
+    """Run the forward and backward passes of all learners in the requested step. Collective: all ranks must call it.
 
     Learner i of M reads part i of the M equal parts of the global batch. Its loss is the mean over the loss units of its part, and its
-    gradients are clipped by their own norm. A NaN/Inf loss or gradient of one learner skips the step of all. The outer step is not part of
-    this function: see DilocoOptimizer.finish_round.
-
-    In the result, losses and counts are those of the global batch, and the gradient norm is the mean over the learners.
+    gradients are clipped by their own norm.
     """
-    timer = request.timer or StepTimer(runtime.device)
+    timer = request.timer
     timer.start_phase(DATA)
     batch, next_batch = build_batches(data, request, runtime.config.topology.samples_per_step)
     loss_token_counts = [max(1, data.compute_loss_denominator(part)) for part in batch.ids.reshape(optimizer.learner_count, -1)]
     results = _run_learners(
         runtime, model, optimizer, data, request, batches=(batch, next_batch), loss_token_counts=loss_token_counts, timer=timer
     )
+    return LearnerGradients(batch, loss_token_counts, results)
+
+
+def apply_gradients(
+    model: ParallelModel, optimizer: DilocoOptimizer, data: TokenDataset, gradients: LearnerGradients, request: StepRequest
+) -> StepResult:
+    """Update the parameters of all learners, and return the step's result. Collective: all ranks must call it.
+
+    A NaN/Inf loss or gradient of one learner skips the step of all. The outer step is not part of this function: see
+    DilocoOptimizer.finish_round. In the result, losses and counts are those of the global batch, and the gradient norm is the mean over the
+    learners.
+    """
     # As without learners, the last collective comes before the first parameter update.
+    timer, results, loss_token_count = request.timer, gradients.results, sum(gradients.loss_token_counts)
     timer.start_phase(COMMUNICATION)
     flags = request.stop_flag.is_set, request.requests_save
     learner_results, replica_means, (stop_requested, save_requested) = _reduce_results(model, data, optimizer.learner_count, results, flags)
-    loss_mean = sum(result.loss_sum for result in learner_results) / sum(loss_token_counts)
-    correct_fraction = sum(result.correct for result in learner_results) / sum(loss_token_counts)
+    loss_mean = sum(result.loss_sum for result in learner_results) / loss_token_count
+    correct_fraction = sum(result.correct for result in learner_results) / loss_token_count
     update = _combine_updates(results, learner_results)
     timer.start_phase(OPTIMIZER)
     non_finite_reason = "" if all(result.is_finite for result in learner_results) else describe_non_finite_values(loss_mean, update)
@@ -92,7 +119,7 @@ def train_step(runtime: Runtime, model: ParallelModel, optimizer: DilocoOptimize
     return StepResult(
         request.number,
         tuple(int(sample) for result in results for _, ids in result.micro_batches for sample in ids),
-        batch.loss_tokens,
+        gradients.batch.loss_tokens,
         loss_mean,
         get_accuracy(model, correct_fraction),
         max(replica_means),

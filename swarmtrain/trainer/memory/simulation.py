@@ -8,9 +8,9 @@ from torch import Tensor
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import Precision
+from swarmtrain.trainer.custom.model_loop import select_training
 from swarmtrain.trainer.health.step_timer import StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
-from swarmtrain.trainer.loop import select_training
 from swarmtrain.trainer.memory.allocation_tracker import AllocationKind, AllocationTracker, MemoryPeak
 from swarmtrain.trainer.memory.simulated_rank import SyntheticSamples, build_simulated_model, simulate_rank
 from swarmtrain.trainer.optim import Optimizer, OptimizerUpdate

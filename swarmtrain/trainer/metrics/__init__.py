@@ -30,6 +30,7 @@ from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, Gene
 from swarmtrain.trainer.metrics.sinks.jsonl import append_missing_step_metrics
 from swarmtrain.trainer.metrics.throughput import Throughput
 from swarmtrain.trainer.parallel import ParallelModel
+from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.step import StepResult, ValidationResult
 
@@ -38,11 +39,12 @@ _FLUSH_TIMEOUT_SECONDS = 10.0
 
 
 class RunReporter:
-    """Logs a run, posts its events and writes its metrics lines. As a context manager, it posts the pending events when it exits."""
+    """Logs a run, posts its events and writes its metrics lines."""
 
     def __init__(self, runtime: Runtime, trial: DeterminedTrial) -> None:
         self._runtime, self._trial = runtime, trial
-        self._total_steps = runtime.config.trainer.train_iterations
+        self._total_steps: int | None = None
+        """Last step of the run; None if the script decides when it ends."""
         self._event_sender = EventSender(runtime.coordinator_address) if runtime.is_rank_zero and runtime.coordinator_address else None
         self._sinks = Sinks(trial)
         self._throughput = Throughput()
@@ -60,10 +62,8 @@ class RunReporter:
         """Number of micro batches of each replica, by node; empty unless they are assigned by speed."""
         self._memory_usage: dict[str, int] = {}
 
-    def __enter__(self) -> RunReporter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Post the pending events, and close the sinks."""
         self._sinks.close()
         if self._event_sender:
             self._event_sender.close(_FLUSH_TIMEOUT_SECONDS)
@@ -75,8 +75,9 @@ class RunReporter:
         resumes; None if it starts from scratch. `run_id`: id of the run, for its checkpoints. Raises TrainingError if a sink cannot be
         opened.
         """
-        self._report_environment(generation, model)
-        mesh = model.mesh
+        config, mesh = self._runtime.config, model.mesh
+        self._total_steps = config.trainer.train_iterations
+        self._report_environment(generation, model.parameter_count, mesh)
         LOG.info(
             "world %d: ranks %d, replicas %d, parameters %s",
             generation,
@@ -84,10 +85,7 @@ class RunReporter:
             mesh.replica_count,
             f"{model.parameter_count:,}",
         )
-        if resumed_from:
-            LOG.info("resuming from step %d, from %s", step, resumed_from)
-            self._post_event(protocol.EVENT_RESUMED, step=step, path=str(resumed_from), run_id=run_id)
-        config = self._runtime.config
+        self._report_resumed(step, resumed_from, run_id)
         self._flops_per_token, self._replica_count = (
             flops.compute_flops_per_token(config.transformer_architecture, model.parameter_count),
             mesh.replica_count,
@@ -101,30 +99,63 @@ class RunReporter:
         self._sinks.open(self._runtime, step)
         self._throughput = Throughput()
 
-    def _report_environment(self, generation: int, model: ParallelModel) -> None:
-        report = run_report.gather_run_report(self._runtime, generation, model)
+    def report_script_start(self, step: int, resumed_from: Path | None, run_id: str, generation: int, parameter_count: int) -> None:
+        """Report that the training of a custom script starts after `step`: as report_start, without its model and sinks."""
+        self._report_environment(generation, parameter_count, None)
+        self._report_resumed(step, resumed_from, run_id)
+
+    def open_sinks(self, step: int) -> None:
+        """Open the sinks of a run that resumes from `step`. Raises TrainingError if a sink cannot be opened."""
+        self._sinks.open(self._runtime, step)
+
+    def _report_resumed(self, step: int, resumed_from: Path | None, run_id: str) -> None:
+        if resumed_from and self._runtime.is_rank_zero:
+            LOG.info("resuming from step %d, from %s", step, resumed_from)
+            self._post_event(protocol.EVENT_RESUMED, step=step, path=str(resumed_from), run_id=run_id)
+
+    def _report_environment(self, generation: int, parameter_count: int, mesh: Mesh | None) -> None:
+        report = run_report.gather_run_report(self._runtime, generation, parameter_count, mesh)
         if not self._runtime.is_rank_zero:
             return
         for line in run_report.format_report_summary(report):
             LOG.info("%s", line)
-        first_nodes = {rank["data_rank"]: rank["node"] for rank in reversed(report["ranks"])}
-        self._replica_nodes = [first_nodes[replica] for replica in range(model.mesh.data_size)]
+        if mesh:
+            first_nodes = {rank["data_rank"]: rank["node"] for rank in reversed(report["ranks"])}
+            self._replica_nodes = [first_nodes[replica] for replica in range(mesh.data_size)]
         if folder := get_metrics_folder(self._runtime):
             run_report.write_run_report(report, folder)
         for node, node_fields in run_report.summarize_nodes(report):
             self._post_event(protocol.EVENT_RUN_REPORT, node=node, **node_fields)
 
-    def report_step(self, result: StepResult, phase_seconds: Mapping[str, float]) -> None:
-        """Report an optimizer step, completed or skipped. `phase_seconds`: time per phase of the most recent step with known timings."""
+    def report_metrics(self, metrics_lines: Sequence[dict[str, Any]]) -> None:
+        """Write the metrics lines of consecutive steps to the sinks; log the last one, and post it to the coordinator."""
+        for line in metrics_lines:
+            self._sinks.write_metrics(line)
+        for line in metrics_lines[-1:]:
+            LOG.info(
+                "%s", "  ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in line.items())
+            )
+            if self._event_sender:
+                numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+                self._event_sender.queue_progress_event(Event(protocol.EVENT_PROGRESS, numbers))
+
+    def report_step(self, result: StepResult, phase_seconds: Mapping[str, float], extra_metrics: Mapping[str, Any]) -> None:
+        """Report an optimizer step, completed or skipped, with `extra_metrics` of the script.
+
+        `phase_seconds`: time per phase of the most recent step with known timings.
+        """
         step, update = result.number, result.update
         self._throughput.record_step(result.loss_tokens)
-        tokens_per_second, eta = self._throughput.tokens_per_second, self._throughput.estimate_seconds_left(self._total_steps - step)
+        tokens_per_second, eta = (
+            self._throughput.tokens_per_second,
+            self._throughput.estimate_seconds_left((self._total_steps or step) - step),
+        )
         values = {
             "loss": replace_non_finite(result.loss),
             "learning_rate": update.learning_rate,
             "tokens_per_second": round(tokens_per_second, 1),
         }
-        extra_metrics = self._compute_extra_metrics(result, tokens_per_second, phase_seconds)
+        extra_metrics = self._compute_extra_metrics(result, tokens_per_second, phase_seconds) | dict(extra_metrics)
         should_log = step % self._runtime.config.logger.log_interval == 0 or step == self._total_steps
         memory = read_memory_usage(self._runtime.device) if should_log else {}
         time_fields = {
@@ -158,10 +189,8 @@ class RunReporter:
         if should_log or result.is_skipped:
             skip_reason = result.non_finite_reason or f"gradients overflow at loss scale {update.loss_scale or 1:g}"
             LOG.info(
-                "step %*d/%d  loss %.4f%s  lr %.2e  grad norm %.2f  %s tokens/s%s  eta %s%s",
-                len(str(self._total_steps)),
-                step,
-                self._total_steps,
+                "%s  loss %.4f%s  lr %.2e  grad norm %.2f  %s tokens/s%s  eta %s%s",
+                self._format_step(step),
                 result.loss,
                 _format_accuracy(result.accuracy),
                 update.learning_rate,
@@ -213,7 +242,7 @@ class RunReporter:
         if self._runtime.is_rank_zero:
             self._micro_batch_counts = self._group_by_node(counts)
             text = format_micro_batch_counts(self._micro_batch_counts)
-            LOG.info("step %*d/%d  micro batches by speed: %s", len(str(self._total_steps)), step, self._total_steps, text)
+            LOG.info("%s  micro batches by speed: %s", self._format_step(step), text)
 
     def _group_by_node(self, counts: Sequence[int]) -> dict[str, list[int]]:
         """Return `counts`, one for each replica, by the nodes of the replicas. Empty on other ranks than rank 0."""
@@ -241,9 +270,7 @@ class RunReporter:
     def report_validation(self, step: int, result: ValidationResult) -> None:
         """Report the validation result after `step`."""
         loss, accuracy = result.loss, result.accuracy
-        LOG.info(
-            "step %*d/%d  validation loss %.4f%s", len(str(self._total_steps)), step, self._total_steps, loss, _format_accuracy(accuracy)
-        )
+        LOG.info("%s  validation loss %.4f%s", self._format_step(step), loss, _format_accuracy(accuracy))
         accuracy_field = {} if accuracy is None else {"validation_accuracy": accuracy}
         finite_loss = replace_non_finite(loss)  # else the NaN would be the lowest loss to programs that compare metrics
         self._sinks.write_metrics({"step": step, "validation_loss": finite_loss, **accuracy_field})
@@ -253,7 +280,7 @@ class RunReporter:
         """Report the texts that the model generated from prompts after `step`."""
         for sample in samples:
             text = f"{sample['prompt']}{sample['text']}".replace("\n", "\\n")
-            LOG.info("step %*d/%d  sample: %s", len(str(self._total_steps)), step, self._total_steps, text)
+            LOG.info("%s  sample: %s", self._format_step(step), text)
         if samples:
             self._sinks.write_metrics({"step": step, SAMPLES_KEY: samples})
 
@@ -262,7 +289,7 @@ class RunReporter:
         if self._runtime.is_rank_zero:
             step, seconds = checkpoint.step, checkpoint.save_seconds
             message = f"saved {checkpoint.path} in {seconds:.2f} s (training stalled for {checkpoint.stall_seconds:.2f} s)"
-            LOG.info("step %*d/%d  %s", len(str(self._total_steps)), step, self._total_steps, message)
+            LOG.info("%s  %s", self._format_step(step), message)
             self._post_event(protocol.EVENT_CHECKPOINT, step=step, path=str(checkpoint.path), seconds=round(seconds, 3))
 
     def report_warning(self, message: str) -> None:
@@ -278,7 +305,12 @@ class RunReporter:
 
     def report_training_finished(self, step: int, final_metrics: dict[str, Any]) -> None:
         """Report that training has finished at `step`, and that the checkpoint of this step is committed."""
+        if self._total_steps is None:
+            LOG.info("finished at step %d", step)
         self._post_event(protocol.EVENT_TRAINING_FINISHED, step=step, **final_metrics)
+
+    def _format_step(self, step: int) -> str:
+        return f"step {step}" if self._total_steps is None else f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _post_event(self, kind: str, **data: Any) -> None:
         if self._event_sender:

@@ -1,7 +1,6 @@
 """The optimizer: turns accumulated gradients, clipped by their global norm, into an update of the parameters.
 
 param_groups    assign parameters to training groups
-lr_schedule     learning rate as a function of the step
 update_rules    AdamW, SGD
 muon            Muon
 loss_scaler     dynamic loss scaling
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from swarmtrain.config import Config
+from swarmtrain.config.learning_rate_schedule import compute_learning_rate
 from swarmtrain.config.schema.optimizer import OptimizerMethod
 from swarmtrain.config.schema.transformer_architecture import Precision
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.model import umup
 from swarmtrain.trainer.optim import gradient_checks, loss_scaler, param_groups
 from swarmtrain.trainer.optim.loss_scaler import LossScaler
-from swarmtrain.trainer.optim.lr_schedule import compute_learning_rate
 from swarmtrain.trainer.optim.muon import Muon
 from swarmtrain.trainer.optim.param_groups import ParameterGroup
 from swarmtrain.trainer.optim.update_rules import AdamW, Sgd, UpdateRule, get_gradient_or_raise
@@ -93,7 +92,7 @@ class Optimizer:
     def __init__(self, model: ParallelModel, config: Config, *, device_type: str | None = None) -> None:
         """Create the update rules of all groups. Raises TrainingError if the training_groups do not match the model's parameters.
 
-        If parameters of `model` have no values yet, the optimizer state has none either, until train_model loads or writes both.
+        If parameters of `model` have no values yet, the optimizer state has none either, until Run.prepare_training loads or writes both.
         `device_type`: use the kernels for this type of device, such as "cuda"; default: that of the parameters.
         """
         self.parameters = {name: parameter for name, parameter in model.parameters.items() if name in model.trained_names}

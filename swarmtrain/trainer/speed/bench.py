@@ -27,12 +27,12 @@ import torch
 
 from swarmtrain.config import Config
 from swarmtrain.trainer import collectives
+from swarmtrain.trainer.custom.model_loop import select_training
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
 from swarmtrain.trainer.health.step_timer import OTHER
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.instrumentation import StepInstruments
-from swarmtrain.trainer.loop import select_training
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.model.transformer import Transformer

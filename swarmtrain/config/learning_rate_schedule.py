@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from swarmtrain.config import Config
 from swarmtrain.config.schema.learning_rate_scheduler import DecayStyle, LearningRateSchedulerConfig
 
 
@@ -32,6 +33,18 @@ def compute_learning_rate(schedule: LearningRateSchedulerConfig, step: int, tota
     progress = (step - start) / (end - start)
     remaining = (1 + math.cos(math.pi * progress)) / 2 if schedule.learning_rate_decay_style is DecayStyle.cosine else 1 - progress
     return lowest + (highest - lowest) * remaining
+
+
+def describe_learning_rate_change(before: Config, after: Config, step: int) -> str:
+    """Return a line on the learning rate of `step` with both configs; empty if it is the same."""
+    rates = [
+        compute_learning_rate(config.learning_rate_scheduler, step, config.trainer.train_iterations or step) for config in (before, after)
+    ]
+    if rates[0] == rates[1]:
+        return ""
+    lengths = [config.trainer.train_iterations for config in (before, after)]
+    cause = f", since trainer.train_iterations is {lengths[1]} instead of {lengths[0]}" if lengths[0] != lengths[1] else ""
+    return f"the learning rate of step {step} is {rates[1]:.3g} instead of {rates[0]:.3g}{cause}"
 
 
 def _find_decay_start(schedule: LearningRateSchedulerConfig, decay_end_step: int) -> int:
