@@ -294,16 +294,18 @@ class UnserializableState:
 
 @pytest.mark.usefixtures("_single_process")
 def test_an_iterable_resumes_and_changes_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    def read(steps: int, seed: int = 1, **objects: Any) -> list[int]:
+    def read(steps: int, keep_checkpoints: int = 3, **objects: Any) -> list[int]:
         data = DataLoader(CountingDataset(), batch_size=2)
         return [
             int(given[0])
-            for given in collect_batches({"save_dir": "run", "seed": seed}, data, objects or {"model": nn.Linear(1, 1)}, max_steps=steps)
+            for given in collect_batches(
+                {"save_dir": "run", "keep_checkpoints": keep_checkpoints}, data, objects or {"model": nn.Linear(1, 1)}, max_steps=steps
+            )
         ]
 
     assert read(3) == [0, 2, 4]
-    assert read(7, seed=2) == [6, 8, 0, 2]
-    assert "config.trainer.seed is 1 in the checkpoint and 2 in the config" in capsys.readouterr().out
+    assert read(7, keep_checkpoints=7) == [6, 8, 0, 2]
+    assert "config.trainer.keep_checkpoints is 3 in the checkpoint and 7 in the config" in capsys.readouterr().out
     assert read(7) == []
     with pytest.raises(IncompatibleCheckpoint, match="has model, but the script registers another"):
         read(8, another=nn.Linear(1, 1))

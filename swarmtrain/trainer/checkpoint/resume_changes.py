@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ def describe_changes_since_checkpoint(manifest: Manifest, config: Config) -> Ite
     """
     yield from diff_configs(manifest.config, config.model_dump(mode="json"), "config")
     try:
-        if line := describe_learning_rate_change(Config.model_validate(manifest.config), config, manifest.step + 1):
+        if line := describe_learning_rate_change(Config.from_json(json.dumps(manifest.config)), config, manifest.step + 1):
             yield line
     except ValidationError:
         pass  # of a version whose config had other keys: the lines above name what both have

@@ -1,0 +1,71 @@
+"""The training script: torchrun starts this file once per rank. Edit it as needed. To start it:
+
+swarmtrain deploy examples/quickstart.yml                   on a Docker Swarm
+python training_code.py examples/quickstart.yml             on this machine, in one process
+torchrun --nproc-per-node 2 training_code.py examples/quickstart.yml
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from pydantic import BaseModel
+
+import datautils
+from swarmtrain.config import Config
+from swarmtrain.trainer import (
+    Optimizer,
+    Runtime,
+    TrainingResult,
+    Transformer,
+    open_data,
+    parallelize,
+    read_config,
+    read_options,
+    start_runtime,
+    train_model,
+)
+
+
+class Options(BaseModel, extra="forbid"):
+    """Options of this file: the config's `script` key."""
+
+    dataset: Literal["files", "python_sources"] = "files"
+    """files: the token files of data_prefixes exist. python_sources: datautils writes them, for training and for validation."""
+
+
+def main() -> None:
+    config = read_config(sys.argv[1:])
+    options = read_options(Options, config)
+    with start_runtime(config, monitors_peers=True) as runtime:
+        extra_metrics = prepare_data(config, runtime) if options.dataset == "python_sources" else {}
+        data, validation_data = open_data(config)
+        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime, initialize=False)
+        optimizer = Optimizer(model, config)
+        result = train_model(runtime, model, optimizer, data, validation_data, extra_metrics=extra_metrics)
+        if runtime.is_rank_zero:
+            sys.stdout.write(format_summary(result, extra_metrics) + "\n")
+
+
+def prepare_data(config: Config, runtime: Runtime) -> dict[str, float]:
+    """Write the data on this node; on rank 0, return the baseline: the validation loss, in nats per byte, of a byte-bigram model."""
+    training, validation = (
+        datautils.require_single_prefix(config.data.data_prefixes),
+        datautils.require_single_prefix(config.data.validation_data_prefixes),
+    )
+    with runtime.local_rank_zero_first():
+        datautils.write_python_sources(training, validation)
+    return {"bigram_baseline_loss": datautils.compute_bigram_loss(training, validation)} if runtime.is_rank_zero else {}
+
+
+def format_summary(result: TrainingResult, extra_metrics: dict[str, float]) -> str:
+    """Return a one-line summary of `result`: the validation loss before and after training, and the baseline."""
+    if result.initial_validation_loss is None or result.final_validation_loss is None:
+        return f"done: {result.step} steps"
+    baseline = f"; byte-bigram baseline {extra_metrics['bigram_baseline_loss']:.2f}" if extra_metrics else ""
+    return f"validation loss {result.initial_validation_loss:.2f} → {result.final_validation_loss:.2f} nats per byte{baseline}"
+
+
+if __name__ == "__main__":
+    main()
