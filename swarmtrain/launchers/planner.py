@@ -79,9 +79,11 @@ def plan_run(config: Config, run: str, *, working_folder: Path, min_nodes: int |
     At least `min_nodes`, by default runner.min_nodes, must be available. Raises SwarmtrainError if a file cannot be read, or if the run
     does not fit on the machines.
     """
-    load_running_config = cache(lambda: _load_running_config(config, run))
+    launcher = create_launcher(config.runner.runner_type)
+    load_running_config = cache(lambda: _load_running_config(launcher, run))
     resolved = resolve_config(config, working_folder, load_running_config)
-    plan = resolved.build_plan(read_inventory(resolved.config), run, _read_placement(resolved.config, run), min_nodes=min_nodes)
+    inventory, placement = read_inventory(resolved.config, launcher), _read_placement(launcher, resolved.config, run)
+    plan = resolved.build_plan(inventory, run, placement, min_nodes=min_nodes)
     running_config = load_running_config() if plan.cargo.calls_built_in_trainer else None
     return add_notes(plan, _describe_longer_training(running_config, resolved.config) if running_config else "")
 
@@ -155,12 +157,12 @@ def _add_known_gpus(inventory: Inventory, known: Inventory) -> Inventory:
     return replace(inventory, machines=machines)
 
 
-def _read_placement(config: Config, run: str) -> Placement:
+def _read_placement(launcher: Launcher, config: Config, run: str) -> Placement:
     """Return the placement of the existing `run`; a fresh one if it does not exist. Raises EngineError if the cluster cannot be queried."""
     if config.runner.capabilities.hosts is HostSource.as_written:
         return FRESH_PLACEMENT
     try:
-        return create_launcher(config.runner.runner_type).read_placement(run)
+        return launcher.read_placement(run)
     except RunNotFound:
         return FRESH_PLACEMENT
 
@@ -173,15 +175,15 @@ def _find_placement(config: Config, run: str, *, is_offline: bool) -> Placement 
     try:
         if is_offline or (capabilities.has_managers and engine_endpoint.is_engine_absent(os.environ)):  # known without loading docker
             return None
-        return _read_placement(config, run)
+        return _read_placement(create_launcher(config.runner.runner_type), config, run)
     except EngineError:
         return None
 
 
-def _load_running_config(config: Config, run: str) -> Config | None:
+def _load_running_config(launcher: Launcher, run: str) -> Config | None:
     """Return the config that `run` was deployed with; None if the run does not exist, or its config cannot be read."""
     try:
-        return load_deployment(create_launcher(config.runner.runner_type), run)[0]
+        return load_deployment(launcher, run)[0]
     except (RunNotFound, StackError):
         return None
 
