@@ -150,9 +150,15 @@ class Run:
         self.training_stack = ExitStack()
         """Closed before the run ends, also with an error: what must notice at once that training fails."""
         folder = get_metrics_folder(runtime)
-        self._step = collectives.run_on_all_ranks(lambda: read_last_metrics_step(folder) if folder and runtime.is_rank_zero else 0, group)[
-            0
-        ]
+        self._step = 0
+        self._unreadable_metrics: TrainingError | None = None
+        """Raised when the last logged step is needed, if it cannot be read."""
+        try:
+            self._step = collectives.run_on_all_ranks(
+                lambda: read_last_metrics_step(folder) if folder and runtime.is_rank_zero else 0, group
+            )[0]
+        except TrainingError as error:
+            self._unreadable_metrics = error
         self._installed_stop_flag: StopFlag | None = None
         self._pending_metrics: dict[int, MetricValues] = {}
         self._resumed_step: int | None = None
@@ -196,7 +202,10 @@ class Run:
         A script that loads checkpoints without register_for_checkpointing() must set this property to the step of the loaded checkpoint,
         before its first log(). Logged metrics of later steps are dropped.
         """
-        return self._loop.progress.step if self._loop else self._step
+        if self._loop:
+            return self._loop.progress.step
+        self._check_metrics_are_readable()
+        return self._step
 
     @step.setter
     def step(self, step: int) -> None:
@@ -415,6 +424,7 @@ class Run:
         current_step = self._loop.progress.step if self._loop else 0
         number = (current_step or self._step + 1) if step is None else step
         if self._resumed_step is None:
+            self._check_metrics_are_readable()
             self._resumed_step = self._step = self._step if self._step_was_set or number > self._step else number - 1
         self._pending_metrics.setdefault(number, {}).update(
             each for name, value in values.items() for each in flatten_metric_results(name, value)
@@ -466,6 +476,10 @@ class Run:
         if self._installed_stop_flag is None:
             self._installed_stop_flag = self._stack.enter_context(StopFlag(self._trial.should_preempt))
         return self._installed_stop_flag
+
+    def _check_metrics_are_readable(self) -> None:
+        if self._unreadable_metrics:
+            raise self._unreadable_metrics
 
     def _get_loss_check(self) -> LossCheck:
         """Return the check of the losses of a custom script. Raises TrainingError if its config asks for what only ModelLoop can do."""
