@@ -9,6 +9,7 @@
     ├── ImageError              an image cannot be built, pushed, pulled, or resolved to a digest
     ├── StackError              a stack cannot be deployed, updated, or removed
     │   ├── NodesRefused        machines refuse to start nodes: an image or a mount is missing there
+    │   ├── ResourcesReserved   other runs have reserved GPUs that the run needs
     │   └── ConfirmationRequired    the user must confirm a change, but there is no terminal; exit code 2
     ├── RunNotFound             no such run; or no name was given, and the user has no run
     ├── AmbiguousRun            several runs have this name; or no name was given, and the user has several runs
@@ -170,6 +171,10 @@ class NodesRefused(StackError):
     ) -> None:
         super().__init__(message, place=place, hint=hint)
         self.reasons = dict(reasons or {})
+
+
+class ResourcesReserved(StackError):
+    """Other runs have reserved GPUs that a run needs. Nothing was changed; a later deploy may succeed."""
 
 
 class ConfirmationRequired(StackError):

@@ -47,6 +47,12 @@ def deploy_run(
         bool,
         typer.Option("--detach", "-d", help="Return when the run is up, or is in the queue of the swarm, without following its output."),
     ] = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait", help="While other runs have reserved its GPUs, try again every 5 s instead of failing. Keeps no place in a queue."
+        ),
+    ] = False,
     attached_rank: Annotated[
         int | None,
         typer.Option(
@@ -74,9 +80,9 @@ def deploy_run(
     if attached_rank is not None:
         raise typer.Exit(runs.run_plan_attached(launcher, plan, attached_rank))
     if detach:
-        runs.deploy_run(launcher, plan, assume_yes=yes)
+        runs.deploy_run(launcher, plan, assume_yes=yes, wait=wait)
     else:
-        raise typer.Exit(runs.deploy_and_follow_run(launcher, plan, assume_yes=yes, as_json=json))
+        raise typer.Exit(runs.deploy_and_follow_run(launcher, plan, assume_yes=yes, as_json=json, wait=wait))
 
 
 def list_runs(json: JsonOption = False) -> None:

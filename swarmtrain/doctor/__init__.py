@@ -107,7 +107,7 @@ def _examine_nodes(
 
     Nodes that do not start are excluded, and reported.
     """
-    reserve_gpus = not capacity_checks.needs_to_wait_for_gpus(snapshot)
+    reserve_gpus = not capacity_checks.needs_reserved_gpus(snapshot)
     refusals: list[Finding] = []
     results = None
     while results is None and plan.available_nodes:

@@ -73,23 +73,20 @@ def _check_free_gpus(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         snapshot.nodes, snapshot.services, snapshot.tasks, resource_kind, excluded_stack=snapshot.plan.run
     )
     for node, planned in snapshot.planned_nodes:
-        declared, claims, free = (
-            supplies_by_node[node["ID"]].declared,
-            supplies_by_node[node["ID"]].claimed,
-            supplies_by_node[node["ID"]].free_count,
-        )
+        supply = supplies_by_node[node["ID"]]
         # A node that declares fewer resources than requested is reported by the launcher's own check.
-        if free < planned.slots <= declared:
-            holders = ", ".join(f"{_describe_stack(snapshot, stack)} holds {count}" for stack, count in claims.items())
-            waits = f"the run waits until {' or '.join(_describe_stack(snapshot, stack) for stack in claims)} releases them"
-            message = f"has {declared} {resource_kind}, {free} of them free, but the run needs {planned.slots}: {holders}; {waits}"
-            hint = ", or ".join(_suggest_command_to_free_resources(snapshot, stack) for stack in claims)
+        if supply.free_count < planned.slots <= supply.declared:
+            reserved = ", ".join(f"{count} reserved by {_describe_stack(snapshot, stack)}" for stack, count in supply.reserved.items())
+            message = f"{supply.free_count} of {supply.declared} {resource_kind} free, and the run needs {planned.slots}: {reserved}"
+            hint = ", or ".join(
+                ["swarmtrain deploy --wait", *(_suggest_command_to_free_resources(snapshot, stack) for stack in supply.reserved)]
+            )
             why = "a run is deployed only when all resources that its nodes reserve are free, so that two runs never deadlock"
             yield Finding(f"node {get_host_name(node)}", message, hint, fatal=False, why=why)
 
 
-def needs_to_wait_for_gpus(snapshot: ClusterSnapshot) -> bool:
-    """Return whether a run of the plan must wait for GPUs that another run, or a running deployment of the same run, has reserved."""
+def needs_reserved_gpus(snapshot: ClusterSnapshot) -> bool:
+    """Return whether the plan needs GPUs that another run, or a running deployment of the same run, has reserved."""
     if snapshot.plan is None or snapshot.plan.gpu_mode is not GpuMode.reserve:
         return False
     resource_kind = snapshot.plan.config.runner.swarm.generic_resource

@@ -11,7 +11,7 @@ from swarmtrain import protocol
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import ProbeResults
-from swarmtrain.errors import RunNotFound
+from swarmtrain.errors import ResourcesReserved, RunNotFound, StackError
 from swarmtrain.launchers.base import Launcher, ProgressReporter, TaskState
 from swarmtrain.plan import Plan, build_probe_run_name
 from swarmtrain.protocol import Event
@@ -27,7 +27,7 @@ def run_probe(
 
     `step_time_seconds`: about how long to measure training steps on each node, in seconds; 0: not at all.
 
-    If `reserve_gpus` is False because another run holds the GPUs, the probe sees the GPUs but reserves none, and does not wait. Raises
+    If `reserve_gpus` is False because another run has reserved the GPUs, the probe sees the GPUs but reserves none. Raises
     NodesRefused if a machine refuses to start its node, and StackError if the probe cannot be started for another reason.
     """
     plan = replace(plan, nodes=plan.available_nodes, missing_nodes=())
@@ -53,6 +53,9 @@ def run_probe(
     try:
         launcher.deploy_run(probe, report_progress)
         return _collect_probe_results(launcher, plan, probe, report_progress)
+    except ResourcesReserved as error:  # by a run that was deployed since `reserve_gpus` was determined
+        hint = "wait until they are free, or skip the probe with: swarmtrain doctor CONFIG --no-probe"
+        raise StackError(error.message, place=error.place, hint=hint) from None
     finally:
         with contextlib.suppress(RunNotFound):  # if the probe failed to start, it has already been removed
             launcher.tear_down_run(probe.run, lambda _: None)

@@ -188,7 +188,9 @@ class Launcher(Protocol):
         """Make the run match `plan`: create, change and remove only the objects that differ. An existing run keeps its identity.
 
         A first deploy that fails or is interrupted removes the objects that it created, except those that another command has changed
-        since. `deploy_run`, `stop_run` and `tear_down_run` of one run are serialized by a lock, also across machines: a concurrent
+        since. Raises ResourcesReserved, before anything is changed, if GPUs that the run reserves are not free.
+
+        `deploy_run`, `stop_run` and `tear_down_run` of one run are serialized by a lock, also across machines: a concurrent
         command waits, and reports the holder of the lock. The lock is held during changes only, not while
         containers start: a deploy that waits for containers fails if another command changes the run.
         """
@@ -219,7 +221,7 @@ class Launcher(Protocol):
         ...
 
     def read_overviews(self) -> list[RunOverview]:
-        """Return an overview of each existing run, and of each run that waits for free GPUs before anything of it is created."""
+        """Return an overview of each existing run."""
         ...
 
     def list_terminating_runs(self) -> list[str]:

@@ -13,6 +13,7 @@ from swarmtrain.errors import (
     EXIT_INTERRUPTED,
     EXIT_JOB_FAILED,
     EXIT_OK,
+    ResourcesReserved,
     RunNotFound,
     StackError,
     SwarmtrainError,
@@ -40,6 +41,7 @@ _WORLD_TIMEOUT_SECONDS = 180.0
 _REFUSED_STATES = ("pending", "rejected")
 # Seconds that a scheduler has for new nodes before they count as waiting in its queue.
 _QUEUE_SECONDS = 10.0
+_RESERVATION_POLL_SECONDS = 5.0
 
 
 def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
@@ -125,12 +127,13 @@ def run_plan_attached(launcher: Launcher, plan: Plan, rank: int) -> int:
     return attach_rank(plan, rank, print_message)
 
 
-def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
-    """Print, check and deploy the plan, and return it as deployed.
+def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool, wait: bool = False) -> Plan:
+    """Print, check and deploy the plan, and return it as deployed. `wait`: while other runs have reserved its GPUs, try again.
 
     If the deploy restarts something that is running, or changes the run of somebody else, the user must confirm it, unless `assume_yes`.
     Hosts on which a check finds a fatal problem are missing, if enough are left. Raises StackError if a check returns another fatal
-    finding, or if the user declines; ConfirmationRequired if there is no terminal to confirm on.
+    finding, or if the user declines; ResourcesReserved if GPUs are not free, unless `wait`; ConfirmationRequired if there is no terminal to
+    confirm on.
     """
     plan = _show_and_check_plan(launcher, plan)
     if plan.run in launcher.list_runs():
@@ -143,7 +146,7 @@ def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
         git_checkout = read_git_checkout(Path.cwd())
         event = build_operation_event("up", nodes=len(plan.nodes), **({"code": str(git_checkout)} if git_checkout else {}))
         with show_progress(f"deploying {plan.run}") as report_progress:
-            launcher.deploy_run(plan, report_progress)
+            _deploy_when_free(launcher, plan, report_progress, wait=wait)
         recorded_run = find_recorded_run_of(launcher, plan.run)
         recorded_run.record_operation(event)
         recorded_run.save_config(plan.config)
@@ -152,6 +155,23 @@ def deploy_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> Plan:
         print_message(f"interrupted: {_describe_remaining_run(launcher, plan.run)}")
         raise
     return plan
+
+
+def _deploy_when_free(launcher: Launcher, plan: Plan, report_progress: ProgressReporter, *, wait: bool) -> None:
+    """Deploy `plan`. With `wait`, try again while GPUs are not free; nothing is reserved meanwhile, so a later run may be faster."""
+    reported = ""
+    while True:
+        try:
+            launcher.deploy_run(plan, report_progress)
+        except ResourcesReserved as error:
+            if not wait:
+                raise
+            if error.message != reported:
+                report_progress(f"waiting: {error.message}")
+            reported = error.message
+            time.sleep(_RESERVATION_POLL_SECONDS)
+        else:
+            return
 
 
 def _show_and_check_plan(launcher: Launcher, plan: Plan) -> Plan:
@@ -194,10 +214,10 @@ def _describe_remaining_run(launcher: Launcher, run: str) -> str:
     )
 
 
-def deploy_and_follow_run(launcher: Launcher, plan: Plan, *, assume_yes: bool, as_json: bool) -> int:
+def deploy_and_follow_run(launcher: Launcher, plan: Plan, *, assume_yes: bool, as_json: bool, wait: bool = False) -> int:
     """Deploy `plan` as `deploy_run` does, and follow the run without its events from before. Return the exit code for the command line."""
     newest_event_time = _read_newest_event_time(launcher, plan.run)
-    deploy_run(launcher, plan, assume_yes=assume_yes)
+    deploy_run(launcher, plan, assume_yes=assume_yes, wait=wait)
     return _follow_run(launcher, plan.run, after=newest_event_time, as_json=as_json)
 
 

@@ -17,7 +17,7 @@ from swarm_builders import (
 )
 
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.doctor.capacity_checks import needs_to_wait_for_gpus
+from swarmtrain.doctor.capacity_checks import needs_reserved_gpus
 from swarmtrain.doctor.cluster_checks import CHECKS, ClusterSnapshot
 from swarmtrain.images import PinnedImage
 from swarmtrain.launchers.base import Finding
@@ -321,7 +321,7 @@ CASES = (
             plan=plan_hosts("gpu-1 slots=2", gpu=GpuMode.reserve),
         ),
         "node gpu-1",
-        "has 2 NVIDIA-GPU, 1 of them free, but the run needs 2: run other holds 1; the run waits until run other releases them",
+        "1 of 2 NVIDIA-GPU free, and the run needs 2: 1 reserved by run other",
         "swarmtrain stop other",
         False,
     ),
@@ -334,7 +334,7 @@ CASES = (
             plan=plan_hosts("gpu-1 slots=1", gpu=GpuMode.reserve),
         ),
         "node gpu-1",
-        "stack web holds 2, run old holds 1, a service outside any stack holds 1; the run waits until stack web or run old",
+        "2 reserved by stack web, 1 reserved by run old, 1 reserved by a service outside any stack",
         "docker stack services web shows the owner, or swarmtrain down old, or docker service ls",
         False,
     ),
@@ -437,11 +437,11 @@ def test_nothing_is_found_on_a_sound_swarm(snapshot: ClusterSnapshot) -> None:
 
 
 @pytest.mark.parametrize(
-    ("holder", "mode", "waits"),
+    ("holder", "mode", "needed"),
     [("other", GpuMode.reserve, True), ("mine", GpuMode.reserve, True), ("other", GpuMode.visible, False), ("", GpuMode.reserve, False)],
 )
-def test_a_probe_that_would_have_to_wait_for_gpus_is_known(holder: str, mode: GpuMode, waits: bool) -> None:
+def test_a_probe_knows_that_gpus_are_reserved(holder: str, mode: GpuMode, needed: bool) -> None:
     """GPUs of the plan's own run count too: the probe runs at the same time."""
     tasks = (build_task(holder, "node0", "id1", assigned_gpus=build_named_resources("GPU-a")),) if holder else ()
     snapshot = build_swarm(build_node(1, Resources=GPUS), services=OTHER_SERVICES, tasks=tasks, plan=plan_hosts("gpu-1 slots=2", gpu=mode))
-    assert needs_to_wait_for_gpus(snapshot) is waits
+    assert needs_reserved_gpus(snapshot) is needed

@@ -17,7 +17,6 @@ from swarmtrain.errors import EngineError, SwarmtrainError
 from swarmtrain.launchers.common import engine_values
 from swarmtrain.launchers.swarm import cluster_state, deployed_run, overviews, queue_entry
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
-from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, list_earlier_requests
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK
 from swarmtrain.queue_stop import LABEL_QUEUE_LOST
 from swarmtrain.run_identity import RunIdentity
@@ -127,31 +126,6 @@ def test_a_running_run_that_cannot_be_planned_keeps_its_machines_and_blocks_nobo
     assert cluster.read_entry("bad").machines == held
     queue, _ = read_everything(cluster)  # without the cache of the scheduler
     assert "its deployment cannot be read" in next(line for line in queue.splitlines() if line.startswith("bad"))
-
-
-def check_queue_of_gpus(garbage: dict[str, str], amounts: str, position: str) -> None:
-    entries = [
-        {
-            "ID": name,
-            "Version": {"Index": index},
-            "UpdatedAt": "2026-01-01T00:00:00Z",
-            "Spec": {"Labels": {cluster_state.LABEL_QUEUE: name, **spoiled}},
-        }
-        for index, (name, spoiled) in enumerate(
-            [
-                ("bad", {**garbage, "swarmtrain.queue.amounts": amounts, "swarmtrain.queue.position": position}),
-                ("good", {"swarmtrain.queue.resource": "GPU", "swarmtrain.queue.position": "1"}),
-                ("later", {"swarmtrain.queue.resource": "GPU", "swarmtrain.queue.position": "2"}),
-            ]
-        )
-    ]
-    earlier = list_earlier_requests(entries, ResourceRequest("later", "GPU"), 60.0)
-    assert "good" in [request.run for request in earlier]
-    assert all(isinstance(count, int) for request in earlier for count in request.amounts.values())
-
-
-def test_garbage_of_one_waiting_run_stops_no_other() -> None:
-    run_examples(check_queue_of_gpus, labels, texts, texts, suite="queueing", examples=count_examples(200, 2000))
 
 
 def test_parsers_of_engine_values_accept_any_text() -> None:

@@ -21,7 +21,7 @@ from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
 from swarmtrain.launchers.swarm.queueing.scheduler import LeadershipLost, Scheduler
 from swarmtrain.launchers.swarm.queueing.stored_policy import store_policy
 from swarmtrain.launchers.swarm.reconcile import ReconcileStep, reconcile
-from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
+from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest
 from swarmtrain.launchers.swarm.service_specs import add_labels, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.placement import FRESH_PLACEMENT, Placement

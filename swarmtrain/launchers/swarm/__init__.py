@@ -36,7 +36,7 @@ from swarmtrain.launchers.swarm.queueing import submission
 from swarmtrain.launchers.swarm.queueing.queue_service import is_scheduler_installed
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
-from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest
+from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, add_labels, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
@@ -96,7 +96,7 @@ class SwarmLauncher:
 
         deploy_stack(
             self._engine,
-            ResourceRequest(plan.run) if is_queued else _build_resource_request(plan, new_identity),
+            ResourceRequest(plan.run) if is_queued else _build_resource_request(plan),
             plan_steps,
             report_progress,
             self._timeouts,
@@ -123,7 +123,7 @@ class SwarmLauncher:
         return cluster_state.list_runs(self._engine)
 
     def read_overviews(self) -> list[RunOverview]:
-        return overviews.read_overviews(self._engine, self._timeouts)
+        return overviews.read_overviews(self._engine)
 
     def list_terminating_runs(self) -> list[str]:
         return cluster_state.list_terminating_runs(self._engine)
@@ -134,7 +134,7 @@ class SwarmLauncher:
         states = build_task_states(run, services, tasks, hosts, cluster_state.read_unavailable_hosts(self._engine, tasks))
         return [
             *list_stopping_nodes(tasks, services, hosts),
-            *resource_accounting.add_resource_holders_to_states(self._engine, run, services, states),
+            *resource_accounting.add_reservations_to_states(self._engine, run, services, states),
         ]
 
     def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
@@ -308,17 +308,11 @@ class SwarmLauncher:
                 report_progress(f"{update.data['node']} {update.data['message']}")
 
 
-def _build_resource_request(plan: Plan, identity: RunIdentity) -> ResourceRequest:
-    swarm = plan.config.runner.swarm
+def _build_resource_request(plan: Plan) -> ResourceRequest:
     if plan.gpu_mode is not GpuMode.reserve:
         return ResourceRequest(plan.run)
-    return ResourceRequest(
-        plan.run,
-        swarm.generic_resource,
-        {node.constraint: node.slots for node in plan.available_nodes},
-        can_wait=not plan.is_probe,
-        identity=identity,
-    )
+    kind = plan.config.runner.swarm.generic_resource
+    return ResourceRequest(plan.run, kind, {node.constraint: node.slots for node in plan.available_nodes})
 
 
 def _build_startup_tolerance(plan: Plan) -> StartupTolerance:

@@ -17,9 +17,8 @@ from swarmtrain.launchers.swarm.machines.probed_gpus import read_gpu_counts
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 from swarmtrain.run_identity import RunIdentity, is_valid_run_name
 
-# Labels on the lock of a run, on its entry in the GPU queue, and on both.
+# Labels on the lock of a run.
 LABEL_LOCK = "swarmtrain.lock.run"
-LABEL_QUEUE = "swarmtrain.queue.run"
 LABEL_LOCK_OWNER = "swarmtrain.lock.owner"
 LABEL_LOCK_ACTION = "swarmtrain.lock.action"
 _NODE_PREFIX = f"{ENV_PREFIX}NODE="
@@ -211,11 +210,6 @@ def list_run_services(engine: DockerEngine, run: str) -> list[Service]:
 
 def build_run_not_found_error(engine: DockerEngine, run: str) -> RunNotFound:
     """Return the error for a run that does not exist; its message lists the existing runs."""
-    if queue_entries := [item["Spec"]["Labels"] for item in engine.list_objects("/configs", label=f"{LABEL_QUEUE}={run}")]:
-        message = (
-            f"is not up yet: {queue_entries[0].get(LABEL_LOCK_OWNER, 'an unknown user')} {queue_entries[0].get(LABEL_LOCK_ACTION, 'waits')}"
-        )
-        return RunNotFound(message, place=f"run {run}", hint=f"remove it from the queue with: swarmtrain down {run}")
     if run in list_terminating_runs(engine):
         hint = f"complete the removal with: swarmtrain down {run}"
         return RunNotFound("is being removed, or was only partially created", place=f"run {run}", hint=hint)

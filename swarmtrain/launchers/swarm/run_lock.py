@@ -67,16 +67,22 @@ class UnchangedLocks:
 class RunLock:
     """Lock of one run, for one change. `action` describes the change, as a phrase that follows the holder's name: "is deploying it".
 
-    `kind_label` is the label by which locks of this kind are found, and determines the suffix of the lock's name; `labels` are additional
-    labels.
+    `kind_label` is the label by which locks of this kind are found. It determines the suffix of the lock's name, unless `name` is given:
+    then all runs have the same lock of this kind.
     """
 
     def __init__(
-        self, engine: DockerEngine, run: str, action: str, timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS, *, kind_label: str = LABEL_LOCK
+        self,
+        engine: DockerEngine,
+        run: str,
+        action: str,
+        timeouts: SwarmTimeouts = DEFAULT_TIMEOUTS,
+        *,
+        kind_label: str = LABEL_LOCK,
+        name: str = "",
     ) -> None:
         self._engine, self._run, self._action, self._timeouts, self._kind_label = engine, run, action, timeouts, kind_label
-        self._name = f"{run}_{kind_label.split('.')[1]}"
-        self.labels: dict[str, str] = {}
+        self._name = name or f"{run}_{kind_label.split('.')[1]}"
         self._token = secrets.token_hex(8)
         self._since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._is_preemptible = False
@@ -143,11 +149,6 @@ class RunLock:
         self._is_lost = not self._rewrite_lock()
         return not self._is_lost
 
-    def write_labels(self) -> None:
-        """Write the current `labels` to the lock. Raises EngineError; StackError if the lock has been lost."""
-        if not self._rewrite_lock():
-            raise self.build_preemption_error()
-
     def is_held_by_this_command(self) -> bool:
         """Return whether no other command has taken the lock since it became preemptible. Raises EngineError."""
         state = self._read_lock_state()
@@ -191,7 +192,7 @@ class RunLock:
                 self._engine.delete(f"/configs/{self._name}")
 
     def _rewrite_lock(self) -> bool:
-        """Write the current labels to the lock, which renews it. Return False if another command has acquired or removed the lock."""
+        """Renew the lock. Return False if another command has acquired or removed the lock."""
         while True:
             state = self._read_lock_state()
             if state is None or state.labels.get(_TOKEN_LABEL) != self._token:
@@ -243,7 +244,7 @@ class RunLock:
             LABEL_LOCK_ACTION: self._action,
             _SINCE_LABEL: self._since,
         }
-        return {"Name": self._name, "Labels": {**self.labels, **labels, **({_PREEMPTIBLE_LABEL: "yes"} if self._is_preemptible else {})}}
+        return {"Name": self._name, "Labels": {**labels, **({_PREEMPTIBLE_LABEL: "yes"} if self._is_preemptible else {})}}
 
 
 def _describe_user() -> str:

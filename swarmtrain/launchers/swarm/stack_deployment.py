@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from swarmtrain.errors import EngineError, StackError, SwarmtrainError
+from swarmtrain.errors import EngineError, ResourcesReserved, StackError, SwarmtrainError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.launchers.swarm import cluster_state, teardown
 from swarmtrain.launchers.swarm.convergence import NO_TOLERANCE, StartupTolerance, list_task_ids, wait_until_services_running
 from swarmtrain.launchers.swarm.reconcile import ObjectKind, ReconcileStep, StepVerb
-from swarmtrain.launchers.swarm.resources.gang_queue import ResourceRequest, wait_for_resources
+from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest, reserve_resources
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.step_executor import apply_steps
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
@@ -36,8 +36,8 @@ def deploy_stack(
     `tolerance`: the nodes without which the stack also counts as running. `complete_submission`: what to do after the steps, under the
     lock, instead of waiting for containers, because a scheduler starts them.
 
-    If `request` contains resources, nothing is changed until all of them are free. The lock is held during changes, and preemptible during
-    waits for resources or containers: if another command takes the lock then, this deploy makes no more changes.
+    If resources of `request` are not free, ResourcesReserved is raised, and nothing is changed. The lock is held during changes, and
+    preemptible during waits for containers: if another command takes the lock then, this deploy makes no more changes.
     """
     deployment = _StackDeployment(engine, request, plan_steps, report_progress, timeouts, tolerance=tolerance)
     with deployment.lock.hold_lock(report_progress):
@@ -69,6 +69,8 @@ class _StackDeployment:
                 self._submit_stack(complete_submission)
             else:
                 self._apply_steps_and_wait_for_services()
+        except ResourcesReserved:  # nothing was created
+            raise
         except BaseException:
             if is_first_deploy:
                 self._roll_back_deploy()
@@ -96,8 +98,11 @@ class _StackDeployment:
         teardown.wait_until_services_stopped(self._engine, self._stack, removed_services, self._report_progress)
 
     def _apply_steps_and_wait_for_services(self) -> None:
-        with wait_for_resources(self._engine, self._compute_resource_request(), self.lock, self._report_progress, self._timeouts):
-            old_task_ids = list_task_ids(self._engine, self._stack)
+        old_task_ids = list_task_ids(self._engine, self._stack)
+        if self._starts_containers_with_resources():
+            with reserve_resources(self._engine, self._request, self._report_progress, self._timeouts) as check_reservation:
+                applied = self._apply_steps(check_reservation)
+        else:
             applied = self._apply_steps()
         if not applied:
             self._report_progress(f"{self._stack} is up to date: nothing to do")
@@ -116,15 +121,19 @@ class _StackDeployment:
         removed_services = [step.service for step in applied if step.verb is StepVerb.remove and step.service]
         teardown.wait_until_services_stopped(self._engine, self._stack, removed_services, self._report_progress)
 
-    def _compute_resource_request(self) -> ResourceRequest:
-        """Return the resources that the deploy must wait for. Empty if no container will be started, as for an unchanged finished run."""
-        starts_containers = self._request.amounts and any(
+    def _starts_containers_with_resources(self) -> bool:
+        """Return whether resources must be free. An unchanged finished run, for example, starts no container."""
+        return bool(self._request.amounts) and any(
             step.kind is ObjectKind.service and step.verb is not StepVerb.remove for step in self._plan_steps()
         )
-        return self._request if starts_containers else ResourceRequest(self._stack)
 
-    def _apply_steps(self) -> list[ReconcileStep]:
+    def _apply_steps(self, check_reservation: Callable[[], None] = lambda: None) -> list[ReconcileStep]:
         """Apply the steps, and retry if an object that they depend on disappears meanwhile. Return the applied steps."""
+
+        def check_locks() -> None:
+            self.lock.check_lock_held()
+            check_reservation()
+
         applied: list[ReconcileStep] = []
         for attempts_left in reversed(range(_MAX_APPLY_ATTEMPTS)):
             steps = self._plan_steps()
@@ -136,7 +145,7 @@ class _StackDeployment:
                     steps,
                     created_names=self._created,
                     report_progress=self._report_progress,
-                    check_lock=self.lock.check_lock_held,
+                    check_lock=check_locks,
                 )
                 break
             except EngineError as error:

@@ -18,8 +18,6 @@ class SwarmTimeouts:
 
     Clocks are never compared: the waiting command counts its own polls.
     """
-    queue_entry_ttl_seconds: float = 30.0
-    """A queue entry that has not been renewed for this long no longer counts."""
     pending_seconds: float = 20.0
     """A deploy stops waiting for tasks that are only pending when nothing has changed for this long; pulling an image may take longer."""
     manager_seconds: float = 120.0

@@ -1,4 +1,4 @@
-"""Compute from the engine's responses how many GPUs and other generic resources each stack has claimed on each node.
+"""Compute from the engine's responses how many GPUs and other generic resources each stack has reserved on each node.
 
 A service's reservation counts from its creation until its container has finally ended: a pending service will be assigned its GPU,
 and a restarting service releases its GPU only briefly.
@@ -29,26 +29,30 @@ RequestedAmounts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class ResourceSupply:
-    """Supply of one kind of resource on one node: the amount that it declares, and the amounts that other stacks have claimed.
+    """Supply of one kind of resource on one node: the amount that it declares, and the amounts that other stacks have reserved.
 
-    In `claimed`, the key "" stands for tasks without a stack.
+    In `reserved`, the key "" stands for tasks without a stack.
     """
 
     host: str
     declared: int
-    claimed: Mapping[str, int]
+    reserved: Mapping[str, int]
 
     @property
     def free_count(self) -> int:
-        return max(0, self.declared - sum(self.claimed.values()))
+        return max(0, self.declared - sum(self.reserved.values()))
+
+    def describe_reservations(self) -> list[str]:
+        """Return a phrase for each stack that has reserved resources: 2 reserved by first."""
+        return [f"{count} reserved by {stack or 'a service outside any stack'}" for stack, count in sorted(self.reserved.items())]
 
 
 def compute_resource_supplies(
     nodes: Iterable[ApiObject], services: Iterable[ApiObject], tasks: Iterable[ApiObject], kind: str, *, excluded_stack: str = ""
 ) -> dict[str, ResourceSupply]:
-    """Return the supply of `kind`, by node id, without the claims of the stack `excluded_stack`."""
+    """Return the supply of `kind`, by node id, without the reservations of the stack `excluded_stack`."""
     nodes, services, tasks = list(nodes), list(services), list(tasks)
-    claims: dict[tuple[str, str, str], int] = {}
+    reservations: dict[tuple[str, str, str], int] = {}
     for task in tasks:
         if (
             task.get("NodeID")
@@ -56,11 +60,11 @@ def compute_resource_supplies(
             and (count := count_resources(get_assigned_resources(task), kind))
         ):
             key = (task["NodeID"], _get_task_stack_label(task), task.get("ServiceID", ""))
-            claims[key] = claims.get(key, 0) + count
+            reservations[key] = reservations.get(key, 0) + count
     for service, node, count in _list_pinned_services(nodes, services, tasks, kind):
         key = (node["ID"], _get_stack_label(service["Spec"]), service["ID"])
-        claims[key] = max(claims.get(key, 0), count)
-    return {node["ID"]: _build_resource_supply(node, claims, kind, excluded_stack) for node in nodes}
+        reservations[key] = max(reservations.get(key, 0), count)
+    return {node["ID"]: _build_resource_supply(node, reservations, kind, excluded_stack) for node in nodes}
 
 
 def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject | None:
@@ -70,8 +74,8 @@ def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject |
     return next((node for node in nodes if key in pinned and pinned[key](node)), None)
 
 
-def add_resource_holders_to_states(engine: DockerEngine, run: str, services: list[Service], states: list[TaskState]) -> list[TaskState]:
-    """Return `states`, with the holders of the resources added to the reason of each node that waits for resources. Raises EngineError."""
+def add_reservations_to_states(engine: DockerEngine, run: str, services: list[Service], states: list[TaskState]) -> list[TaskState]:
+    """Return `states`, with who has reserved the resources added to the reason of each node that waits for some. Raises EngineError."""
     kinds = {kind for service in services for kind in count_resources_by_kind(get_reserved_resources(service.spec["TaskTemplate"]))}
     if not kinds or not any(_INSUFFICIENT_RESOURCES in state.reason for state in states):
         return states
@@ -79,31 +83,31 @@ def add_resource_holders_to_states(engine: DockerEngine, run: str, services: lis
     supplies_by_kind = {
         kind: list(compute_resource_supplies(nodes, all_services, tasks, kind, excluded_stack=run).values()) for kind in sorted(kinds)
     }
-    return [append_resource_holders_to_pending_reason(state, supplies_by_kind) for state in states]
+    return [add_reservations_to_pending_reason(state, supplies_by_kind) for state in states]
 
 
-def append_resource_holders_to_pending_reason(state: TaskState, supplies_by_kind: Mapping[str, Sequence[ResourceSupply]]) -> TaskState:
-    """Return `state`. If its node waits for resources, the reason also names the stacks that hold them, taken from `supplies_by_kind`."""
+def add_reservations_to_pending_reason(state: TaskState, supplies_by_kind: Mapping[str, Sequence[ResourceSupply]]) -> TaskState:
+    """Return `state`. If its node waits for resources, the reason also names the stacks that have reserved them."""
     if _INSUFFICIENT_RESOURCES not in state.reason:
         return state
-    host_supplies = [
-        (kind, supply) for kind, kind_supplies in supplies_by_kind.items() for supply in kind_supplies if supply.host == state.host
+    reservations = [
+        f"{kind}: {supply.declared} in total, {', '.join(supply.describe_reservations())}"
+        for kind, kind_supplies in supplies_by_kind.items()
+        for supply in kind_supplies
+        if supply.host == state.host and supply.reserved
     ]
-    holders = [
-        f"{stack or 'a service outside any stack'} has {count} of {host_supply.declared} {kind}"
-        for kind, host_supply in host_supplies
-        for stack, count in host_supply.claimed.items()
-    ]
-    return replace(state, reason="; ".join([state.reason, *holders]))
+    return replace(state, reason="; ".join([state.reason, *reservations]))
 
 
-def _build_resource_supply(node: ApiObject, claims: Mapping[tuple[str, str, str], int], kind: str, excluded_stack: str) -> ResourceSupply:
-    claimed: dict[str, int] = {}
-    for (node_id, stack, _), count in claims.items():
+def _build_resource_supply(
+    node: ApiObject, reservations: Mapping[tuple[str, str, str], int], kind: str, excluded_stack: str
+) -> ResourceSupply:
+    reserved: dict[str, int] = {}
+    for (node_id, stack, _), count in reservations.items():
         if node_id == node["ID"] and (stack != excluded_stack or not excluded_stack):
-            claimed[stack] = claimed.get(stack, 0) + count
+            reserved[stack] = reserved.get(stack, 0) + count
     declared = (node["Description"].get("Resources") or {}).get("GenericResources") or []
-    return ResourceSupply(node["Description"].get("Hostname", node["ID"]), count_resources(declared, kind), claimed)
+    return ResourceSupply(node["Description"].get("Hostname", node["ID"]), count_resources(declared, kind), reserved)
 
 
 def _list_pinned_services(
