@@ -19,7 +19,7 @@ from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing import queue_service
 from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, MachineSupply, QueuedRun, QueueSnapshot
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, MachineSupply, QueuedRun, QueueSnapshot
 from swarmtrain.plan import build_plan
 
 _MACHINES, _QUEUED_RUNS, _REPEATS = 50, 200, 9
@@ -51,7 +51,7 @@ def _measure_decision() -> Iterator[BenchmarkRow]:
     durations = []
     for repeat in range(_REPEATS):
         snapshot = _build_snapshot(repeat)
-        ends = {run.run: run.time_limit for run in snapshot.runs if run.time_limit is not None and run.held}
+        ends = {run.run: run.time_limit for run in snapshot.runs if run.time_limit is not None and run.allocated}
         started_at = time.perf_counter()
         decide(snapshot, ends)
         durations.append(time.perf_counter() - started_at)
@@ -106,18 +106,18 @@ def _build_snapshot(seed: int) -> QueueSnapshot:
         MachineSupply(f"m{index}", f"gpu-{index}", {"NVIDIA-GPU": float(_GPUS_PER_MACHINE), "cores": 64.0}) for index in range(_MACHINES)
     )
 
-    def build_run(name: str, position: int, gpus: int, nodes: int, held: frozenset[str]) -> QueuedRun:
-        claims = Claims({"NVIDIA-GPU": float(gpus), "cores": 8.0 * gpus})
+    def build_run(name: str, position: int, gpus: int, nodes: int, allocated: frozenset[str]) -> QueuedRun:
+        allocation = Allocation({"NVIDIA-GPU": float(gpus), "cores": 8.0 * gpus})
         return QueuedRun(
             run=name,
             owner=chosen.choice(("anna", "bert", "carla")),
-            priority=chosen.choice(_PRIORITIES[:2] if held else _PRIORITIES),
+            priority=chosen.choice(_PRIORITIES[:2] if allocated else _PRIORITIES),
             position=float(position),
-            state=EntryState.admitted if held else EntryState.waiting,
-            needs=dict.fromkeys((machine.id for machine in machines), claims),
+            state=EntryState.admitted if allocated else EntryState.waiting,
+            needs=dict.fromkeys((machine.id for machine in machines), allocation),
             min_nodes=chosen.randint(1, nodes),
             nodes=nodes,
-            held=held,
+            allocated=allocated,
             time_limit=chosen.choice((None, 3600.0, 7200.0)),
         )
 

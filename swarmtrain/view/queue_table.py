@@ -14,7 +14,7 @@ from swarmtrain.launchers.base import RunOverview
 from swarmtrain.launchers.common.engine_values import parse_number
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing.decisions.estimates import estimate_starts
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, QueuedRun
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, QueuedRun
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueState
 from swarmtrain.protocol import EVENT_PROGRESS
@@ -39,8 +39,8 @@ class QueueRow:
     """Number of nodes that it has."""
     min_nodes: int
     wanted_nodes: int
-    claims: dict[str, float]
-    """What one node claims, by resource, on the first machine that its config allows."""
+    resources_per_node: dict[str, float]
+    """What one node needs, by resource, on the first machine that its config allows."""
     hosts: tuple[str, ...]
     since: float
     """Time of the last change of its state, in seconds since the epoch."""
@@ -123,11 +123,11 @@ def _build_row(state: QueueState, member: QueueMember, run: QueuedRun, starts: M
         priority_class=(runner.priority if runner else None) or state.policy.default_class,
         priority=run.priority,
         state=_describe_state(run),
-        nodes=len(run.held),
+        nodes=len(run.allocated),
         min_nodes=run.min_nodes,
         wanted_nodes=run.nodes,
-        claims=next(iter(run.needs.values()), Claims()).total,
-        hosts=tuple(sorted(hosts.get(machine, machine) for machine in run.held)),
+        resources_per_node=next(iter(run.needs.values()), Allocation()).total,
+        hosts=tuple(sorted(hosts.get(machine, machine) for machine in run.allocated)),
         since=member.entry.changed,
         reason="; ".join(filter(None, (member.problem or member.entry.reason, member.malformed_labels))),
         lost_steps=member.entry.lost_steps,

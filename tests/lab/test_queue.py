@@ -70,7 +70,7 @@ class Queue:
         self.check_no_double_allocation()
 
     def check_no_double_allocation(self) -> None:
-        """Check that no machine runs the nodes of two runs: each node of these runs claims all cores of its machine."""
+        """Check that no machine runs the nodes of two runs: each node of these runs needs all cores of its machine."""
         nodes = [task for task in cluster_state.list_tasks_of_runs(self.engine) if task.node_name != "rendezvous"]
         machines = [task.node_id for task in nodes if task.state == "running"]
         assert len(machines) == len(set(machines)), machines
@@ -127,8 +127,8 @@ def check_cluster_page() -> None:
         ("second", "waiting", 0),
     }
     assert {(row.run, row.running_nodes) for row in page.runs} == {("urgent", 2), ("elastic", 1), ("second", 0)}
-    assert sorted(holder.holder for machine in page.machines for holder in machine.holders) == ["elastic", "urgent", "urgent"]
-    assert [(machine.name, machine.state, machine.cores_claimed) for machine in page.machines] == [
+    assert sorted(allocation.user for machine in page.machines for allocation in machine.allocations) == ["elastic", "urgent", "urgent"]
+    assert [(machine.name, machine.state, machine.cores_allocated) for machine in page.machines] == [
         (f"node{number}", "ready", machine.cores) for number, machine in enumerate(page.machines)
     ]
 
@@ -272,7 +272,7 @@ def test_a_run_of_before_the_queue_keeps_running_and_counts(
     queue.submit("demo", nodes=2)
     time.sleep(5)
     queue.wait_for({"before": 2})
-    assert "in use by before" in queue.read_entry("demo").reason
+    assert "allocated to before" in queue.read_entry("demo").reason
     ids = {task.id for task in cluster_state.list_tasks(engine, "before")}
     queue.submit("before", nodes=2)
     assert {task.id for task in cluster_state.list_tasks(engine, "before")} == ids, "the run gets an entry, and is not restarted"

@@ -9,7 +9,7 @@ from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
 from swarmtrain.run_identity import RunIdentity
-from swarmtrain.view.dashboard.cluster_machines import ClusterMachine, GpuHolder
+from swarmtrain.view.dashboard.cluster_machines import ClusterMachine, MachineAllocation
 from swarmtrain.view.dashboard.cluster_page import ClusterPage
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.queue_table import QueueRow, QueueTable
@@ -27,22 +27,26 @@ def build_page() -> ClusterPage:
     """Return the page."""
     runs = (
         _build_run("baseline", "ben", "training", 2, 2, step=1200, steps=4000, loss=3.1416, gpus=8),
-        _build_run("demo", "<b id='planted'>anna</b>", "queued", 0, 2, reason="0 of 2 nodes free; in use by baseline"),
+        _build_run("demo", "<b id='planted'>anna</b>", "queued", 0, 2, reason="0 of 2 nodes free; allocated to baseline"),
         _build_run("urgent", "cem", "queued", 0, 1, reason="waits for a free machine"),
         replace(_build_run("sweep", "ben", "training", 1, 1, step=7), location="its hosts"),
     )
     queue = (
         _build_entry("baseline", "normal", "running", nodes=2, hosts=("gpu-1", "gpu-2")),
         _build_entry("urgent", "high", "waiting", estimate=90.0, reason="waits for a free machine"),
-        _build_entry("demo", "normal", "waiting", reason="0 of 2 nodes free; in use by baseline", trained_seconds=60.0),
+        _build_entry("demo", "normal", "waiting", reason="0 of 2 nodes free; allocated to baseline", trained_seconds=60.0),
     )
-    holder = GpuHolder("baseline", 4.0, (0, 1, 2, 3), 32.0)
-    notebook = GpuHolder("notebook", 1.0, (0,), 16.0, is_shared=True)
+    allocation = MachineAllocation("baseline", 4.0, (0, 1, 2, 3), 32.0)
+    notebook = MachineAllocation("notebook", 1.0, (0,), 16.0, is_shared=True)
     machines = (
-        ClusterMachine("gpu-1", LOCATION, "ready", _GPU_IDS, 4.0, 64.0, 32.0, (holder,)),
-        ClusterMachine("gpu-2", LOCATION, "ready", _GPU_IDS, 3.0, 64.0, 48.0, (replace(holder, gpus=2.0, gpu_numbers=(1, 3)), notebook)),
-        ClusterMachine("gpu-3", LOCATION, "drained", ("",) * 4, 2.0, 64.0, 16.0, (GpuHolder("urgent", 2.0, (), 16.0, is_saving=True),)),
-        ClusterMachine("lab-9", "its hosts", "", holders=(GpuHolder("sweep", 0.0),)),
+        ClusterMachine("gpu-1", LOCATION, "ready", _GPU_IDS, 4.0, 64.0, 32.0, (allocation,)),
+        ClusterMachine(
+            "gpu-2", LOCATION, "ready", _GPU_IDS, 3.0, 64.0, 48.0, (replace(allocation, gpus=2.0, gpu_numbers=(1, 3)), notebook)
+        ),
+        ClusterMachine(
+            "gpu-3", LOCATION, "drained", ("",) * 4, 2.0, 64.0, 16.0, (MachineAllocation("urgent", 2.0, (), 16.0, is_saving=True),)
+        ),
+        ClusterMachine("lab-9", "its hosts", "", allocations=(MachineAllocation("sweep", 0.0),)),
     )
     scheduler = SchedulerStatus("running", "gpu-1", "registry/queue:1", "0.1.0")
     return ClusterPage(runs, QueueTable(scheduler, queue, NOW, ("high", "normal")), "", machines, (), NOW)

@@ -283,7 +283,7 @@ def test_the_page_of_a_cluster_shows_runs_queue_and_who_holds_which_gpu(browser:
     with open_page(browser, cluster[1]) as eyes:
         page = eyes.page
         expect(page.locator("#runs tbody tr")).to_have_count(4)
-        expect(page.locator("#summary")).to_have_text("4 runs: 2 training, 2 queued · 4 machines · 9 of 12 GPUs held")
+        expect(page.locator("#summary")).to_have_text("4 runs: 2 training, 2 queued · 4 machines · 9 of 12 GPUs allocated")
         expect(page.locator("#runs tbody tr").last).to_contain_text("1,200 of 4,000, 30 %")
         expect(page.locator("#runs tbody tr").last).to_contain_text("3.1416")
         assert page.locator("#planted").count() == 0
@@ -291,7 +291,7 @@ def test_the_page_of_a_cluster_shows_runs_queue_and_who_holds_which_gpu(browser:
         queue = page.locator("#queue tbody tr")
         assert [row.locator("td").first.text_content() for row in queue.all()] == ["", "1", "2"]
         expect(queue.nth(1)).to_contain_text("1 min 30 s")
-        expect(queue.nth(2)).to_contain_text("0 of 2 nodes free; in use by baseline")
+        expect(queue.nth(2)).to_contain_text("0 of 2 nodes free; allocated to baseline")
         expect(queue.nth(2)).to_contain_text("4 NVIDIA-GPU, 32 cores")
         machines = page.locator("#machines .card")
         assert [text.replace("GPU ", "") for text in machines.nth(1).locator(".gpus li").all_text_contents()] == [

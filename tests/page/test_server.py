@@ -169,7 +169,7 @@ def test_one_target_for_prometheus_has_each_sample_once(backend: sample_cluster.
     for run in sample_cluster.IDS:
         assert f'swarmtrain_run_state{{run="{run}",state="done"}} 1' in lines
     assert 'swarmtrain_queue_runs{class="normal",state="preempted"} 1' in lines
-    assert 'swarmtrain_machine_gpus_held{host="gpu-2"} 3' in lines
+    assert 'swarmtrain_machine_gpus_allocated{host="gpu-2"} 3' in lines
     typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(typed) == len(set(typed))
     blocks = [name for name, _ in itertools.groupby(sample.partition("{")[0] for sample in samples)]

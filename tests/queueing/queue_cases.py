@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
+    Allocation,
     ChangeKind,
-    Claims,
     MachineSupply,
     QueueChange,
     QueuedRun,
@@ -32,22 +32,22 @@ def build_run(
     min_nodes: int | None = None,
     priority: int = 0,
     position: float = 0.0,
-    held: frozenset[str] | None = None,
-    claims: Claims | None = None,
+    allocated: frozenset[str] | None = None,
+    allocation: Allocation | None = None,
     **fields: object,
 ) -> QueuedRun:
-    """Return a run that can use all `machines`: waiting, or admitted on `held`."""
-    needs = {machine.id: claims or Claims({GPU: gpus}) for machine in machines}
+    """Return a run that can use all `machines`: waiting, or admitted on `allocated`."""
+    needs = {machine.id: allocation or Allocation({GPU: gpus}) for machine in machines}
     run = QueuedRun(
         run=name,
         owner="anna",
         priority=priority,
         position=position,
-        state=EntryState.waiting if held is None else EntryState.admitted,
+        state=EntryState.waiting if allocated is None else EntryState.admitted,
         needs=needs,
         min_nodes=nodes if min_nodes is None else min_nodes,
         nodes=nodes,
-        held=held or frozenset(),
+        allocated=allocated or frozenset(),
     )
     return replace(run, **fields)  # type: ignore[arg-type]  # the fields that a test sets
 
@@ -57,9 +57,9 @@ def apply_changes(snapshot: QueueSnapshot, changes: tuple[QueueChange, ...]) -> 
     runs = {run.run: run for run in snapshot.runs}
     for change in changes:
         run = runs[change.run]
-        leaving = {**run.leaving, **{machine: run.get_claims(machine) for machine in run.held - change.machines}}
+        leaving = {**run.leaving, **{machine: run.get_allocation(machine) for machine in run.allocated - change.machines}}
         state = EntryState.waiting if change.kind is ChangeKind.preempt else EntryState.admitted
-        runs[change.run] = replace(run, state=state, held=change.machines, leaving=leaving)
+        runs[change.run] = replace(run, state=state, allocated=change.machines, leaving=leaving)
     return replace(snapshot, runs=tuple(runs.values()))
 
 

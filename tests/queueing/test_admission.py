@@ -8,7 +8,7 @@ from queue_cases import GPU, apply_changes, build_machines, build_run, complete_
 
 from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
 from swarmtrain.launchers.swarm.queueing.decisions.estimates import estimate_starts
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, Holding, OwnerLimit, QueueSnapshot
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, ExternalAllocation, OwnerLimit, QueueSnapshot
 
 MACHINES = build_machines(4)
 
@@ -16,19 +16,19 @@ MACHINES = build_machines(4)
 def test_all_nodes_at_once_or_none() -> None:
     run = build_run("a", MACHINES, nodes=3)
     assert map_changes(decide(QueueSnapshot(MACHINES, (run,))).changes) == {"a": ("admit", ["m0", "m1", "m2"])}
-    held = Holding("other", "m0", Claims({GPU: 1.0})), Holding("other", "m1", Claims({GPU: 8.0}))
-    decision = decide(QueueSnapshot(MACHINES, (run,), held))
+    external = ExternalAllocation("other", "m0", Allocation({GPU: 1.0})), ExternalAllocation("other", "m1", Allocation({GPU: 8.0}))
+    decision = decide(QueueSnapshot(MACHINES, (run,), external))
     assert decision.changes == ()
-    assert decision.reasons == {"a": "2 of 3 nodes free; in use by other"}
+    assert decision.reasons == {"a": "2 of 3 nodes free; allocated to other"}
 
 
 def test_an_elastic_run_takes_what_is_free_and_grows_later() -> None:
     run = build_run("a", MACHINES, nodes=3, min_nodes=1)
-    busy = (Holding("other", "m0", Claims({GPU: 8.0})), Holding("other", "m1", Claims({GPU: 8.0})))
+    busy = (ExternalAllocation("other", "m0", Allocation({GPU: 8.0})), ExternalAllocation("other", "m1", Allocation({GPU: 8.0})))
     snapshot = QueueSnapshot(MACHINES, (run,), busy)
     decision = decide(snapshot)
     assert map_changes(decision.changes) == {"a": ("admit", ["m2", "m3"])}
-    snapshot = replace(apply_changes(snapshot, decision.changes), holdings=())
+    snapshot = replace(apply_changes(snapshot, decision.changes), external_allocations=())
     assert map_changes(decide(snapshot).changes) == {"a": ("grow", ["m0", "m2", "m3"])}
 
 
@@ -44,7 +44,7 @@ def test_a_later_run_does_not_delay_an_earlier_one() -> None:
     """The earlier run needs 4 machines, of which 3 are free: a later run may only use what the earlier one cannot."""
     earlier = build_run("earlier", MACHINES, nodes=4, position=1)
     later = build_run("later", MACHINES, nodes=1, position=2)
-    busy = (Holding("other", "m0", Claims({GPU: 8.0})),)
+    busy = (ExternalAllocation("other", "m0", Allocation({GPU: 8.0})),)
     decision = decide(QueueSnapshot(MACHINES, (earlier, later), busy))
     assert decision.changes == ()
     assert decision.reasons["later"] == "behind earlier"
@@ -57,12 +57,12 @@ def test_a_later_run_fits_next_to_what_an_earlier_one_reserves() -> None:
     """The earlier run needs 4 GPUs on each of 4 machines; one machine is full. 2 GPUs fit next to its 4, 5 do not."""
     earlier = build_run("earlier", MACHINES, nodes=4, gpus=4, position=1)
     small, large = build_run("small", MACHINES, gpus=2, position=2), build_run("large", MACHINES, gpus=5, position=3)
-    busy = (Holding("other", "m0", Claims({GPU: 8.0})),)
+    busy = (ExternalAllocation("other", "m0", Allocation({GPU: 8.0})),)
     assert map_changes(decide(QueueSnapshot(MACHINES, (earlier, small, large), busy)).changes) == {"small": ("admit", ["m1"])}
 
 
 def test_backfill_needs_time_limits_that_show_that_nobody_is_delayed() -> None:
-    running = build_run("running", MACHINES, held=frozenset({"m0"}), time_limit=3600.0)
+    running = build_run("running", MACHINES, allocated=frozenset({"m0"}), time_limit=3600.0)
     earlier = build_run("earlier", MACHINES, nodes=4, position=1)
     short, long, unlimited = (
         build_run("short", MACHINES, position=2, time_limit=1800.0),
@@ -77,8 +77,8 @@ def test_backfill_needs_time_limits_that_show_that_nobody_is_delayed() -> None:
 
 
 def test_a_higher_priority_takes_surplus_nodes_first() -> None:
-    elastic = build_run("elastic", MACHINES, nodes=3, min_nodes=1, held=frozenset({"m0", "m1", "m2"}), position=1)
-    fixed = build_run("fixed", MACHINES, held=frozenset({"m3"}), position=2)
+    elastic = build_run("elastic", MACHINES, nodes=3, min_nodes=1, allocated=frozenset({"m0", "m1", "m2"}), position=1)
+    fixed = build_run("fixed", MACHINES, allocated=frozenset({"m3"}), position=2)
     urgent = build_run("urgent", MACHINES, nodes=2, priority=10, position=3)
     snapshot = QueueSnapshot(MACHINES, (elastic, fixed, urgent))
     decision = decide(snapshot)
@@ -91,10 +91,10 @@ def test_a_higher_priority_takes_surplus_nodes_first() -> None:
 
 def test_the_lowest_and_youngest_stop_and_no_more_than_necessary() -> None:
     runs = (
-        build_run("low-old", MACHINES, held=frozenset({"m0"}), priority=-10, position=1),
-        build_run("low-young", MACHINES, held=frozenset({"m1"}), priority=-10, position=2),
-        build_run("normal", MACHINES, held=frozenset({"m2"}), position=3),
-        build_run("other", MACHINES, held=frozenset({"m3"}), position=4),
+        build_run("low-old", MACHINES, allocated=frozenset({"m0"}), priority=-10, position=1),
+        build_run("low-young", MACHINES, allocated=frozenset({"m1"}), priority=-10, position=2),
+        build_run("normal", MACHINES, allocated=frozenset({"m2"}), position=3),
+        build_run("other", MACHINES, allocated=frozenset({"m3"}), position=4),
     )
     for nodes, stopped in ((1, {"low-young"}), (2, {"low-young", "low-old"}), (3, {"low-young", "low-old", "other"})):
         urgent = build_run("urgent", MACHINES, nodes=nodes, priority=10, position=5)
@@ -104,12 +104,12 @@ def test_the_lowest_and_youngest_stop_and_no_more_than_necessary() -> None:
 
 
 def test_a_victim_is_spared_if_another_suffices() -> None:
-    """The youngest victim alone does not help, since another run holds the rest of its machine."""
-    half = Claims({GPU: 4.0})
+    """The youngest victim alone does not help, since the rest of its machine is allocated to another run."""
+    half = Allocation({GPU: 4.0})
     runs = (
-        build_run("kept", MACHINES[:1], held=frozenset({"m0"}), priority=20, position=1, claims=half),
-        build_run("old", MACHINES, held=frozenset({"m1"}), priority=-10, position=2),
-        build_run("young", MACHINES[:1], held=frozenset({"m0"}), priority=-10, position=3, claims=half),
+        build_run("kept", MACHINES[:1], allocated=frozenset({"m0"}), priority=20, position=1, allocation=half),
+        build_run("old", MACHINES, allocated=frozenset({"m1"}), priority=-10, position=2),
+        build_run("young", MACHINES[:1], allocated=frozenset({"m0"}), priority=-10, position=3, allocation=half),
     )
     urgent = build_run("urgent", MACHINES[:2], priority=10, position=4)
     assert map_changes(decide(QueueSnapshot(MACHINES, (*runs, urgent))).changes) == {"old": ("preempt", [])}
@@ -119,23 +119,23 @@ def test_equal_priority_and_protected_runs_are_not_preempted() -> None:
     machines = MACHINES[:1]
     waiting = build_run("waiting", machines, priority=10, position=2)
     for fields in ({"priority": 10}, {"is_preemptible": False}):
-        running = build_run("running", machines, held=frozenset({"m0"}), position=1, **fields)  # type: ignore[arg-type]
+        running = build_run("running", machines, allocated=frozenset({"m0"}), position=1, **fields)  # type: ignore[arg-type]
         decision = decide(QueueSnapshot(machines, (running, waiting)))
         assert decision.changes == ()
-        assert decision.reasons == {"waiting": "0 of 1 nodes free; in use by running"}
+        assert decision.reasons == {"waiting": "0 of 1 nodes free; allocated to running"}
 
 
 def test_nothing_is_preempted_in_vain() -> None:
-    low = build_run("low", MACHINES, held=frozenset({"m0"}), priority=-10)
-    protected = build_run("protected", MACHINES, nodes=3, held=frozenset({"m1", "m2", "m3"}), is_preemptible=False)
+    low = build_run("low", MACHINES, allocated=frozenset({"m0"}), priority=-10)
+    protected = build_run("protected", MACHINES, nodes=3, allocated=frozenset({"m1", "m2", "m3"}), is_preemptible=False)
     urgent = build_run("urgent", MACHINES, nodes=2, priority=10)
     assert decide(QueueSnapshot(MACHINES, (low, protected, urgent))).changes == ()
 
 
 def test_an_elastic_run_grows_after_waiting_runs_of_its_priority_and_before_lower_ones() -> None:
     """One machine is free, which is not enough for the waiting run."""
-    elastic = build_run("elastic", MACHINES, nodes=3, min_nodes=1, held=frozenset({"m0"}), position=1)
-    busy = (Holding("other", "m1", Claims({GPU: 8.0})), Holding("other", "m2", Claims({GPU: 8.0})))
+    elastic = build_run("elastic", MACHINES, nodes=3, min_nodes=1, allocated=frozenset({"m0"}), position=1)
+    busy = (ExternalAllocation("other", "m1", Allocation({GPU: 8.0})), ExternalAllocation("other", "m2", Allocation({GPU: 8.0})))
     for priority, changes in ((-10, {"elastic": ("grow", ["m0", "m3"])}), (0, {}), (10, {})):
         waiting = build_run("waiting", MACHINES, nodes=3, priority=priority, position=2)
         assert map_changes(decide(QueueSnapshot(MACHINES, (elastic, waiting), busy)).changes) == changes
@@ -147,14 +147,14 @@ def test_limits_of_owners() -> None:
     limits = {"*": OwnerLimit(gpus=16), "bert": OwnerLimit(runs=0)}
     decision = decide(QueueSnapshot(MACHINES, (*runs, bert), limits=limits))
     assert map_changes(decision.changes) == {"a": ("admit", ["m0"]), "b": ("admit", ["m1"])}
-    assert decision.reasons == {"c": "limit of anna: 16 GPUs; 2 nodes with 16 GPUs are in use", "d": "limit of bert: 0 runs"}
+    assert decision.reasons == {"c": "limit of anna: 16 GPUs; 2 nodes with 16 GPUs are allocated", "d": "limit of bert: 0 runs"}
     elastic = build_run("e", MACHINES, nodes=4, min_nodes=1)
     assert map_changes(decide(QueueSnapshot(MACHINES, (elastic,), limits=limits)).changes) == {"e": ("admit", ["m0", "m1"])}
 
 
 def test_a_lost_machine_is_replaced() -> None:
     down = (replace(MACHINES[0], is_available=False, is_lost=True), *MACHINES[1:])
-    run = build_run("a", down, nodes=2, held=frozenset({"m0", "m1"}))
+    run = build_run("a", down, nodes=2, allocated=frozenset({"m0", "m1"}))
     decision = decide(QueueSnapshot(down, (run,)))
     assert map_changes(decision.changes) == {"a": ("grow", ["m1", "m2"])}
     assert decision.changes[0].cause == "host2: replaces host0"
@@ -163,27 +163,27 @@ def test_a_lost_machine_is_replaced() -> None:
 def test_a_machine_whose_state_is_unknown_keeps_its_node() -> None:
     """As that of all machines after the leader of the managers has failed: they answer one after the other."""
     unknown = (replace(MACHINES[0], is_available=False), *MACHINES[1:])
-    run = build_run("a", unknown, nodes=2, held=frozenset({"m0", "m1"}))
+    run = build_run("a", unknown, nodes=2, allocated=frozenset({"m0", "m1"}))
     waiting = build_run("b", unknown, nodes=3, position=1)
     assert decide(QueueSnapshot(unknown, (run, waiting))).changes == ()
 
 
 def test_sharing_runs_share_and_others_do_not() -> None:
     machines = build_machines(1, gpus=0, cores=8)
-    shared, exclusive = Claims({}, {"cores": 8.0}), Claims({"cores": 8.0})
+    shared, exclusive = Allocation({}, {"cores": 8.0}), Allocation({"cores": 8.0})
     runs = (
-        build_run("a", machines, claims=shared, position=1),
-        build_run("b", machines, claims=shared, position=2),
-        build_run("c", machines, claims=exclusive, position=3),
+        build_run("a", machines, allocation=shared, position=1),
+        build_run("b", machines, allocation=shared, position=2),
+        build_run("c", machines, allocation=exclusive, position=3),
     )
     decision = decide(QueueSnapshot(machines, runs))
     assert [change.run for change in decision.changes] == ["a", "b"]
-    first = build_run("c", machines, claims=exclusive, held=frozenset({"m0"}))
+    first = build_run("c", machines, allocation=exclusive, allocated=frozenset({"m0"}))
     assert decide(QueueSnapshot(machines, (first, runs[0]))).changes == ()
 
 
 def test_estimates_follow_the_order_of_the_queue() -> None:
-    running = build_run("running", MACHINES, nodes=4, held=frozenset({"m0", "m1", "m2", "m3"}))
+    running = build_run("running", MACHINES, nodes=4, allocated=frozenset({"m0", "m1", "m2", "m3"}))
     first = build_run("first", MACHINES, nodes=4, position=1, time_limit=600.0)
     second = build_run("second", MACHINES, nodes=4, position=2)
     snapshot = QueueSnapshot(MACHINES, (running, first, second))

@@ -1,4 +1,4 @@
-"""The values of a cluster's page: runs, queue, and machines with the GPUs that each run holds, on a swarm in memory and elsewhere."""
+"""The values of a cluster's page: runs, queue, and machines with the GPUs of each run, on a swarm in memory and elsewhere."""
 
 from __future__ import annotations
 
@@ -81,18 +81,22 @@ def test_runs_the_queue_and_who_holds_which_gpu() -> None:
         ("third", "queued", None, None, None),
     ]
     assert page.queue
-    assert [(row.run, row.priority_class, row.state, row.claims) for row in page.queue.runs] == [
+    assert [(row.run, row.priority_class, row.state, row.resources_per_node) for row in page.queue.runs] == [
         ("first", "normal", "running", {GPU: 1.0, "cores": 3.0}),
         ("second", "normal", "running", {GPU: 2.0, "cores": 8.0}),
         ("third", "normal", "waiting", {GPU: 2.0, "cores": 8.0}),
     ]
-    assert "in use by first" in page.queue.runs[2].reason
+    assert "allocated to first" in page.queue.runs[2].reason
     assert [row.estimate for row in page.queue.runs] == [None, None, None], "second has no known end"
     first, second = page.machines
-    assert (first.name, first.state, first.gpu_ids, first.gpus_held) == ("gpu-0", "ready", ("GPU-0-0", "GPU-0-1"), 1.0)
-    assert [(holder.holder, holder.gpus, holder.gpu_numbers, holder.cores) for holder in first.holders] == [("first", 1.0, (1,), 3.0)]
-    assert (first.cores, first.cores_claimed) == (8.0, 3.0)
-    assert [(holder.holder, holder.gpu_numbers) for holder in second.holders] == [("second", (0, 1))], "a run with all GPUs has each"
+    assert (first.name, first.state, first.gpu_ids, first.gpus_allocated) == ("gpu-0", "ready", ("GPU-0-0", "GPU-0-1"), 1.0)
+    assert [(allocation.user, allocation.gpus, allocation.gpu_numbers, allocation.cores) for allocation in first.allocations] == [
+        ("first", 1.0, (1,), 3.0)
+    ]
+    assert (first.cores, first.cores_allocated) == (8.0, 3.0)
+    assert [(allocation.user, allocation.gpu_numbers) for allocation in second.allocations] == [("second", (0, 1))], (
+        "a run with all GPUs has each"
+    )
 
 
 def test_gpus_with_unknown_numbers_have_none() -> None:
@@ -102,8 +106,8 @@ def test_gpus_with_unknown_numbers_have_none() -> None:
     cluster.submit("first", nodes=1, swarm={"gpu": "reserve"}, hosts=["gpu-0 slots=2"])
     cluster.settle()
     (machine,) = build_page(cluster).machines
-    assert (machine.gpu_ids, machine.gpus_held) == (("",) * 4, 2.0)
-    assert [(holder.gpus, holder.gpu_numbers) for holder in machine.holders] == [(2.0, ())]
+    assert (machine.gpu_ids, machine.gpus_allocated) == (("",) * 4, 2.0)
+    assert [(allocation.gpus, allocation.gpu_numbers) for allocation in machine.allocations] == [(2.0, ())]
 
 
 def test_visible_gpus_by_number_of_a_probed_machine() -> None:
@@ -113,8 +117,8 @@ def test_visible_gpus_by_number_of_a_probed_machine() -> None:
     cluster.submit("first", nodes=1, swarm={"gpu": "visible"}, hosts=["gpu-0 slots=2,0"])
     cluster.settle()
     (machine,) = build_page(cluster).machines
-    assert (machine.gpu_ids, machine.gpus_held) == (("GPU-a", "GPU-b", "GPU-c"), 2.0)
-    assert [(holder.gpus, holder.gpu_numbers) for holder in machine.holders] == [(2.0, (0, 2))]
+    assert (machine.gpu_ids, machine.gpus_allocated) == (("GPU-a", "GPU-b", "GPU-c"), 2.0)
+    assert [(allocation.gpus, allocation.gpu_numbers) for allocation in machine.allocations] == [(2.0, (0, 2))]
 
 
 def test_runs_that_share_are_counted_once() -> None:
@@ -123,8 +127,8 @@ def test_runs_that_share_are_counted_once() -> None:
         cluster.submit(run, nodes=1, share=True, swarm={"gpu": "visible"})
     cluster.settle()
     (machine,) = build_page(cluster).machines
-    assert (machine.gpus_held, machine.cores_claimed) == (2.0, 8.0)
-    assert [(holder.holder, holder.gpu_numbers, holder.is_shared) for holder in machine.holders] == [
+    assert (machine.gpus_allocated, machine.cores_allocated) == (2.0, 8.0)
+    assert [(allocation.user, allocation.gpu_numbers, allocation.is_shared) for allocation in machine.allocations] == [
         ("first", (0, 1), True),
         ("second", (0, 1), True),
     ]
@@ -201,8 +205,8 @@ def test_runs_of_other_launchers_are_on_the_hosts_that_their_tasks_report() -> N
     local = RunOverview("sweep", RunIdentity("aaaaaaaaaaaa", "ben"), tasks, (usage,))
     page = build_page(cluster, ("its hosts", local))
     machine = page.machines[1]
-    assert (machine.name, machine.location, machine.state, machine.gpu_ids, machine.gpus_held) == ("alpha", "its hosts", "", (), 2.0)
-    assert [asdict(holder)["holder"] for holder in machine.holders] == ["sweep"]
+    assert (machine.name, machine.location, machine.state, machine.gpu_ids, machine.gpus_allocated) == ("alpha", "its hosts", "", (), 2.0)
+    assert [asdict(allocation)["user"] for allocation in machine.allocations] == ["sweep"]
     without_swarm = build_cluster_page([("its hosts", local)], None, "this machine does not reach a swarm", (), cluster.now)
     assert [machine.name for machine in without_swarm.machines] == ["alpha"]
     assert without_swarm.queue is None
@@ -214,9 +218,9 @@ def test_a_machine_of_the_swarm_with_a_run_of_another_launcher_has_each_metric_o
     page = build_page(cluster, ("its hosts", local))
     assert [machine.name for machine in page.machines] == ["gpu-0", "gpu-0, its hosts"]
     text = render_cluster_metrics(page, (), cluster.now, is_reachable=True)
-    assert sorted(line for line in text.splitlines() if line.startswith("swarmtrain_machine_gpus_held")) == [
-        'swarmtrain_machine_gpus_held{host="gpu-0"} 0',
-        'swarmtrain_machine_gpus_held{host="gpu-0, its hosts"} 0',
+    assert sorted(line for line in text.splitlines() if line.startswith("swarmtrain_machine_gpus_allocated")) == [
+        'swarmtrain_machine_gpus_allocated{host="gpu-0"} 0',
+        'swarmtrain_machine_gpus_allocated{host="gpu-0, its hosts"} 0',
     ]
 
 

@@ -30,7 +30,7 @@ def test_running_and_waiting_runs_in_order_with_reasons_and_estimates() -> None:
     lines = [" ".join(line.split()) for line in str(table).splitlines()]
     assert lines[0] == "RUN OWNER CLASS NODES STATE SINCE STARTS IN"
     assert lines[1] == "urgent anna high 3/3 running 0 s gpu-0, gpu-1, gpu-2"
-    assert lines[2].startswith("first anna normal 0/4 waiting 0 s unknown 1 of 4 nodes free; in use by urgent")
+    assert lines[2].startswith("first anna normal 0/4 waiting 0 s unknown 1 of 4 nodes free; allocated to urgent")
 
 
 def test_without_a_scheduler_nothing_starts() -> None:

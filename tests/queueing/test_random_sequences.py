@@ -11,7 +11,7 @@ from randomized import SEED, count_examples, print_seed
 
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import ChangeKind, Claims, QueuedRun, QueueSnapshot
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, ChangeKind, QueuedRun, QueueSnapshot
 
 _SEQUENCES, _STEPS, _MAX_ROUNDS = 500, 40, 200
 
@@ -42,7 +42,7 @@ class _Cluster:
             min_nodes=self.random.randint(1, nodes),
             priority=self.random.choice((-10, 0, 10)),
             position=float(self.submitted),
-            claims=Claims({}, {"cores": 16.0}) if is_shared else Claims({GPU: gpus, "cores": 4 * gpus}),
+            allocation=Allocation({}, {"cores": 16.0}) if is_shared else Allocation({GPU: gpus, "cores": 4 * gpus}),
             is_preemptible=self.random.random() < 0.8,
             owner=self.random.choice(("anna", "bert")),
         )
@@ -71,7 +71,7 @@ class _Cluster:
     def scale(self) -> None:
         if self.snapshot.runs:
             run = self.random.choice(self.snapshot.runs)
-            nodes = self.random.randint(max(1, run.min_nodes, len(run.held)), len(self.snapshot.machines))
+            nodes = self.random.randint(max(1, run.min_nodes, len(run.allocated)), len(self.snapshot.machines))
             self.replace(replace(run, nodes=nodes))
 
     def leave(self) -> None:
@@ -88,16 +88,16 @@ class _Cluster:
     def check(self) -> None:
         """Check that nothing is allocated twice, by an accounting of the test's own, and that entries are consistent."""
         for machine in self.snapshot.machines:
-            holders = [run for run in self.snapshot.runs if machine.id in run.held or machine.id in run.leaving]
+            users = [run for run in self.snapshot.runs if machine.id in run.allocated or machine.id in run.leaving]
             for resource, capacity in machine.capacity.items():
-                claims = [run.get_claims(machine.id) for run in holders]
-                exclusive = sum(claim.exclusive.get(resource, 0.0) for claim in claims)
-                shared = max((claim.shared.get(resource, 0.0) for claim in claims), default=0.0)
-                assert exclusive + shared <= capacity + 1e-6, f"{machine.id}: {[run.run for run in holders]}"
+                allocations = [run.get_allocation(machine.id) for run in users]
+                exclusive = sum(allocation.exclusive.get(resource, 0.0) for allocation in allocations)
+                shared = max((allocation.shared.get(resource, 0.0) for allocation in allocations), default=0.0)
+                assert exclusive + shared <= capacity + 1e-6, f"{machine.id}: {[run.run for run in users]}"
         for run in self.snapshot.runs:
-            assert (run.state is EntryState.admitted) == bool(run.held)
-            assert len(run.held) <= run.nodes
-            assert not run.held & run.leaving.keys()
+            assert (run.state is EntryState.admitted) == bool(run.allocated)
+            assert len(run.allocated) <= run.nodes
+            assert not run.allocated & run.leaving.keys()
 
     def run_to_the_end(self) -> None:
         """Let all machines return and all runs end one after another. Each run must start, the first of the highest priority first."""
@@ -137,7 +137,7 @@ def test_a_large_run_does_not_starve_behind_a_stream_of_small_ones(nodes: int, g
     machines = build_machines(4)
     small = [build_run(f"small{index}", machines, gpus=4, position=float(index)) for index in range(8)]
     snapshot = apply_changes(QueueSnapshot(machines, tuple(small)), decide(QueueSnapshot(machines, tuple(small))).changes)
-    assert all(run.held for run in snapshot.runs)
+    assert all(run.allocated for run in snapshot.runs)
     snapshot = replace(snapshot, runs=(*snapshot.runs, build_run("large", machines, nodes=nodes, gpus=gpus, position=100.0)))
     for ended in range(8):
         later = build_run(f"later{ended}", machines, gpus=4, position=200.0 + ended)
@@ -146,15 +146,15 @@ def test_a_large_run_does_not_starve_behind_a_stream_of_small_ones(nodes: int, g
         snapshot = apply_changes(snapshot, decide(snapshot).changes)
         large = next(run for run in snapshot.runs if run.run == "large")
         # Of each machine, two small runs have half. The large run needs one or both of them to end on each of its machines.
-        assert bool(large.held) == (ended >= 2 * (nodes - 1) + (gpus == 8))
+        assert bool(large.allocated) == (ended >= 2 * (nodes - 1) + (gpus == 8))
 
 
 def test_a_killed_scheduler_leaves_a_decision_that_the_next_one_completes() -> None:
     """Whatever prefix of its changes a scheduler has made, the next ones come to the same end."""
     machines = build_machines(4)
     runs = (
-        build_run("elastic", machines, nodes=3, min_nodes=1, held=frozenset({"m0", "m1", "m2"}), position=1),
-        build_run("low", machines, held=frozenset({"m3"}), priority=-10, position=2),
+        build_run("elastic", machines, nodes=3, min_nodes=1, allocated=frozenset({"m0", "m1", "m2"}), position=1),
+        build_run("low", machines, allocated=frozenset({"m3"}), priority=-10, position=2),
         build_run("urgent", machines, nodes=3, priority=10, position=3),
     )
     ends = set()
@@ -166,5 +166,5 @@ def test_a_killed_scheduler_leaves_a_decision_that_the_next_one_completes() -> N
         for _ in range(6):
             snapshot = apply_changes(snapshot, decide(snapshot).changes)
             snapshot = replace(snapshot, runs=tuple(replace(run, leaving={}) for run in snapshot.runs))
-        ends.add(tuple((run.run, run.state, len(run.held)) for run in snapshot.runs))
+        ends.add(tuple((run.run, run.state, len(run.allocated)) for run in snapshot.runs))
     assert ends == {(("elastic", "admitted", 1), ("low", "waiting", 0), ("urgent", "admitted", 3))}

@@ -158,13 +158,13 @@ def test_the_next_run_starts_when_one_has_ended(cluster: Cluster) -> None:
     cluster.submit("first", nodes=4)
     cluster.submit("second", nodes=4)
     cluster.settle()
-    assert cluster.read_entry("second").reason == "0 of 4 nodes free; in use by first"
+    assert cluster.read_entry("second").reason == "0 of 4 nodes free; allocated to first"
     cluster.swarm.complete_run("first")
     cluster.settle()
     assert cluster.running == {"second": 4}
 
 
-def test_a_run_whose_coordinator_is_lost_after_the_outcome_holds_nothing(cluster: Cluster) -> None:
+def test_a_run_whose_coordinator_is_lost_after_the_outcome_has_no_machines(cluster: Cluster) -> None:
     """Its nodes have ended, and Swarm starts the coordinator again."""
     cluster.submit("first", nodes=4)
     cluster.submit("second", nodes=4)
@@ -442,7 +442,7 @@ def _claim_gpus(count: int) -> dict[str, Any]:
     return {"hosts": [f"gpu-{number} slots={count}" for number in range(4)], "swarm": {"gpu": "reserve"}}
 
 
-def test_a_deploy_that_changes_what_a_run_claims_makes_it_wait_in_its_old_position(cluster: Cluster) -> None:
+def test_a_deploy_that_changes_what_a_run_needs_makes_it_wait_in_its_old_position(cluster: Cluster) -> None:
     """All its nodes stop, and start together when all of them fit."""
     cluster.submit("demo", nodes=4, **_claim_gpus(1))
     cluster.submit("other", nodes=1, **_claim_gpus(1))
@@ -460,7 +460,7 @@ def test_a_deploy_that_changes_what_a_run_claims_makes_it_wait_in_its_old_positi
     cluster.check_no_double_allocation()
 
 
-def test_an_elastic_run_keeps_the_nodes_whose_claims_a_deploy_does_not_change(cluster: Cluster) -> None:
+def test_an_elastic_run_keeps_the_nodes_whose_resources_a_deploy_does_not_change(cluster: Cluster) -> None:
     cluster.submit("demo", nodes=4, min_nodes=2, **_claim_gpus(1))
     cluster.settle()
     hosts = [f"gpu-{number} slots={2 if number else 1}" for number in range(4)]
@@ -526,7 +526,7 @@ def test_a_run_with_a_machine_that_is_down_can_be_preempted_and_comes_back(clust
 
 
 def test_a_deploy_that_is_killed_at_any_write_blocks_nobody() -> None:
-    """It changes what the nodes claim. Whichever write is its last, an urgent run starts, and the same deploy completes it."""
+    """It changes what the nodes need. Whichever write is its last, an urgent run starts, and the same deploy completes it."""
     kills = 0
     for write in range(40):
         cluster = Cluster()

@@ -27,7 +27,7 @@ class IdleAction(StrEnum):
 
 
 class IdlePolicy(Section):
-    """What happens to GPUs that a run holds and does not use."""
+    """What happens to GPUs that are allocated to a run and not used."""
 
     after: Duration = Field(description="Time for which all GPUs of a run must be idle, in seconds or as 30m.")
     action: IdleAction = Field(

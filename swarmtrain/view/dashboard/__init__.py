@@ -5,7 +5,7 @@ curves.py           losses, throughput and other metrics by step, each step once
 event_timeline.py   all other events, with the newest progress before each
 page_data.py        combines curves, timeline, tasks and output lines into the page data
 run_comparison.py   the comparison of two runs, from their page data and configs
-cluster_page.py     the page data of a cluster: runs, queue, machines; cluster_machines.py has the machines and who holds their GPUs
+cluster_page.py     the page data of a cluster: runs, queue, machines; cluster_machines.py has the machines and who has their GPUs
 cluster_reader.py   reads them from the launchers and the swarm; cluster_source.py polls it, and keeps the runs' data sources
 html_page.py        the page of a run, or a comparison, as one file
 assets/             HTML, CSS and one script; uPlot, vendored, draws the plots

@@ -1,4 +1,4 @@
-"""The machines of a cluster: their states, their GPUs by number with the runs that hold them, and their cores. Pure."""
+"""The machines of a cluster: their states, their GPUs by number with the runs to which they are allocated, and their cores. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     CORES,
     GPU_ID_PREFIX,
     UNKNOWN_GPUS,
-    Claims,
+    Allocation,
     Ledger,
     QueueSnapshot,
     count_gpus,
@@ -25,24 +25,25 @@ _IDLE_STATES = ("down", "queued", "stopped", "shutdown", "complete", "failed", "
 
 
 @dataclass(frozen=True)
-class GpuHolder:
-    """What one run, or another service, holds on a machine."""
+class MachineAllocation:
+    """What is allocated to one run, or another service, on a machine."""
 
-    holder: str
+    user: str
+    """The run, or a text for a service that is none."""
     gpus: float
     """Number of GPUs."""
     gpu_numbers: tuple[int, ...] = ()
     """The numbers of these GPUs; empty if they are unknown."""
     cores: float = 0.0
     is_shared: bool = False
-    """Whether other runs may hold the same GPUs and cores, because all of them share."""
+    """Whether the same GPUs and cores may be allocated to other runs, because all of them share."""
     is_saving: bool = False
-    """Whether a stop of its node was requested, and the node still holds this."""
+    """Whether a stop of its node was requested, and the node still runs."""
 
 
 @dataclass(frozen=True)
 class ClusterMachine:
-    """One machine of a cluster, with what it has and who holds it."""
+    """One machine of a cluster, with what it has and to whom it is allocated."""
 
     name: str
     """The host name; the id, if several machines have this host name."""
@@ -52,16 +53,16 @@ class ClusterMachine:
     """ready, down, drained, paused or unknown; empty if its launcher does not report it."""
     gpu_ids: tuple[str, ...] = ()
     """The id of each GPU by its number; empty texts if only their number is known."""
-    gpus_held: float = 0.0
+    gpus_allocated: float = 0.0
     cores: float | None = None
     """None if the number of cores is unknown."""
-    cores_claimed: float = 0.0
-    holders: tuple[GpuHolder, ...] = ()
+    cores_allocated: float = 0.0
+    allocations: tuple[MachineAllocation, ...] = ()
 
 
 @dataclass(frozen=True)
 class SwarmState:
-    """The machines of a swarm and what is claimed on them."""
+    """The machines of a swarm and what is allocated on them."""
 
     location: str
     queue: QueueState
@@ -84,11 +85,11 @@ def build_cluster_machines(
 
 def _iterate_swarm_machines(swarm: SwarmState, overviews: Sequence[RunOverview]) -> Iterator[ClusterMachine]:
     snapshot, machines = swarm.queue.snapshot, swarm.queue.inventory.machines
-    claims_by_machine = _collect_claims(snapshot)
+    allocations_by_machine = _collect_allocations(snapshot)
     ledger = Ledger(snapshot.machines)
-    for machine_id, claims in claims_by_machine.items():
-        for _, claim, _ in claims:
-            ledger.add(machine_id, claim)
+    for machine_id, allocations in allocations_by_machine.items():
+        for _, allocation, _ in allocations:
+            ledger.add(machine_id, allocation)
     host_counts = Counter(machine.host for machine in machines)
     reserved = _collect_reserved_ids(overviews)
     for machine in machines:
@@ -102,27 +103,27 @@ def _iterate_swarm_machines(swarm: SwarmState, overviews: Sequence[RunOverview])
             swarm.location,
             machine.unavailable_reason or _READY,
             ids,
-            gpus_held=min(float(len(ids)), sum(capacity[kind] - max(0.0, ledger.compute_free(machine.id, kind)) for kind in kinds)),
+            gpus_allocated=min(float(len(ids)), sum(capacity[kind] - max(0.0, ledger.compute_free(machine.id, kind)) for kind in kinds)),
             cores=machine.cores or None,
-            cores_claimed=min(machine.cores, machine.cores - ledger.compute_free(machine.id, CORES)),
-            holders=tuple(
-                _build_holder(holder, claim, ids, reserved.get(holder, frozenset()), is_saving=is_saving)
-                for holder, claim, is_saving in claims_by_machine.get(machine.id, ())
+            cores_allocated=min(machine.cores, machine.cores - ledger.compute_free(machine.id, CORES)),
+            allocations=tuple(
+                _build_machine_allocation(user, allocation, ids, reserved.get(user, frozenset()), is_saving=is_saving)
+                for user, allocation, is_saving in allocations_by_machine.get(machine.id, ())
             ),
         )
 
 
-def _collect_claims(snapshot: QueueSnapshot) -> dict[str, list[tuple[str, Claims, bool]]]:
-    """Return by machine who claims what, and whether its stop was requested."""
-    claims: dict[str, list[tuple[str, Claims, bool]]] = defaultdict(list)
+def _collect_allocations(snapshot: QueueSnapshot) -> dict[str, list[tuple[str, Allocation, bool]]]:
+    """Return by machine to whom what is allocated, and whether its stop was requested."""
+    allocations: dict[str, list[tuple[str, Allocation, bool]]] = defaultdict(list)
     for run in snapshot.runs:
-        for machine in sorted(run.held) if not run.is_finished else ():
-            claims[machine].append((run.run, run.get_claims(machine), False))
+        for machine in sorted(run.allocated) if not run.is_finished else ():
+            allocations[machine].append((run.run, run.get_allocation(machine), False))
         for machine, leaving in run.leaving.items():
-            claims[machine].append((run.run, leaving, True))
-    for holding in snapshot.holdings:
-        claims[holding.machine].append((holding.holder, holding.claims, False))
-    return claims
+            allocations[machine].append((run.run, leaving, True))
+    for external in snapshot.external_allocations:
+        allocations[external.machine].append((external.user, external.allocation, False))
+    return allocations
 
 
 def _collect_reserved_ids(overviews: Iterable[RunOverview]) -> dict[str, frozenset[str]]:
@@ -130,21 +131,23 @@ def _collect_reserved_ids(overviews: Iterable[RunOverview]) -> dict[str, frozens
     return {overview.run: frozenset(gpu for task in overview.tasks for gpu in task.gpus) for overview in overviews}
 
 
-def _build_holder(holder: str, claims: Claims, ids: Sequence[str], reserved: frozenset[str], *, is_saving: bool) -> GpuHolder:
-    total = claims.total
-    count = float(len(ids)) if UNKNOWN_GPUS in total and total[UNKNOWN_GPUS] >= 1 else round(count_gpus(claims), 2)
-    return GpuHolder(
-        holder,
+def _build_machine_allocation(
+    user: str, allocation: Allocation, ids: Sequence[str], reserved: frozenset[str], *, is_saving: bool
+) -> MachineAllocation:
+    total = allocation.total
+    count = float(len(ids)) if UNKNOWN_GPUS in total and total[UNKNOWN_GPUS] >= 1 else round(count_gpus(allocation), 2)
+    return MachineAllocation(
+        user,
         count,
         _find_gpu_numbers(total, count, ids, reserved),
         cores=total.get(CORES, 0.0),
-        is_shared=bool(claims.shared),
+        is_shared=bool(allocation.shared),
         is_saving=is_saving,
     )
 
 
 def _find_gpu_numbers(amounts: Mapping[str, float], count: float, ids: Sequence[str], reserved: frozenset[str]) -> tuple[int, ...]:
-    """Return the numbers of the GPUs: those that it selects, those that Swarm has assigned to it, or all, if it holds all of them."""
+    """Return the numbers of the GPUs: those that it selects, those that Swarm has assigned to it, or all, if all are allocated to it."""
     selected = {name.removeprefix(GPU_ID_PREFIX) for name in amounts if name.startswith(GPU_ID_PREFIX)}
     if numbers := tuple(number for number, gpu in enumerate(ids) if str(number) in selected or (gpu and gpu in selected | reserved)):
         return numbers
@@ -154,14 +157,22 @@ def _find_gpu_numbers(amounts: Mapping[str, float], count: float, ids: Sequence[
 def _iterate_other_machines(
     located_overviews: Sequence[tuple[str, RunOverview]], now: float, taken_names: Container[str]
 ) -> Iterator[ClusterMachine]:
-    """Yield the hosts of the running tasks. What they hold is what their nodes report as usage. No name is one of `taken_names`."""
-    holders: dict[tuple[str, str], list[GpuHolder]] = defaultdict(list)
+    """Yield the hosts of the running tasks. Their nodes report the GPUs that are allocated to them. No name is one of `taken_names`."""
+    allocations: dict[tuple[str, str], list[MachineAllocation]] = defaultdict(list)
     for location, overview in located_overviews:
         usage = build_status(overview.run, overview.last_events, overview.tasks, now).usage
         for task in overview.tasks:
             if task.host and task.node != RENDEZVOUS_SERVICE and task.state not in _IDLE_STATES:
-                holders[location, task.host].append(GpuHolder(overview.run, float(len(usage.get(task.node, {}).get("gpus") or []))))
-    host_counts = Counter(host for _, host in holders)
-    for (location, host), machine_holders in sorted(holders.items()):
+                allocations[location, task.host].append(
+                    MachineAllocation(overview.run, float(len(usage.get(task.node, {}).get("gpus") or [])))
+                )
+    host_counts = Counter(host for _, host in allocations)
+    for (location, host), machine_allocations in sorted(allocations.items()):
         name = host if host_counts[host] == 1 and host not in taken_names else f"{host}, {location}"
-        yield ClusterMachine(name, location, "", gpus_held=sum(holder.gpus for holder in machine_holders), holders=tuple(machine_holders))
+        yield ClusterMachine(
+            name,
+            location,
+            "",
+            gpus_allocated=sum(allocation.gpus for allocation in machine_allocations),
+            allocations=tuple(machine_allocations),
+        )

@@ -66,7 +66,19 @@ def _iterate_machine_samples(machine: ClusterMachine) -> Iterator[MetricSample]:
     if machine.state:
         yield "machine_available", "gauge", "1 if nodes of runs can start on the machine.", labels, float(machine.state == "ready")
         yield "machine_gpus", "gauge", "GPUs of the machine, as declared or as last probed.", labels, float(len(machine.gpu_ids))
-    yield "machine_gpus_held", "gauge", "GPUs of the machine that runs or other services hold.", labels, machine.gpus_held
+    yield (
+        "machine_gpus_allocated",
+        "gauge",
+        "GPUs of the machine that are allocated to runs or other services.",
+        labels,
+        machine.gpus_allocated,
+    )
     yield "machine_cores", "gauge", "Cores of the machine.", labels, machine.cores
     if machine.cores is not None:
-        yield "machine_cores_claimed", "gauge", "Cores of the machine that runs or other services claim.", labels, machine.cores_claimed
+        yield (
+            "machine_cores_allocated",
+            "gauge",
+            "Cores of the machine that are allocated to runs or other services.",
+            labels,
+            machine.cores_allocated,
+        )

@@ -1,4 +1,4 @@
-"""The page of a cluster as a value: all runs, the queue, and the machines with their GPUs and who holds them. Pure."""
+"""The page of a cluster as a value: all runs, the queue, and the machines with their GPUs and who has them. Pure."""
 
 from __future__ import annotations
 

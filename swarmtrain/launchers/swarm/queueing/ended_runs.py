@@ -14,7 +14,7 @@ class EndedRunMonitor:
     """Finds nodes that run although their run has ended.
 
     Swarm starts a node again whose machine was lost before the node had exited. If the run has its outcome by then, the node waits for a
-    coordinator that has exited, and holds its machine. The observation starts again with each scheduler.
+    coordinator that has exited, and blocks its machine. The observation starts again with each scheduler.
     """
 
     def __init__(self) -> None:

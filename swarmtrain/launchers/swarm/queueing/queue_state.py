@@ -1,4 +1,4 @@
-"""Read the state of the queue from the swarm: machines, runs with their entries, and what everything else holds."""
+"""Read the state of the queue from the swarm: machines, runs with their entries, and what is allocated to everything else."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swarmtrain.launchers.swarm.machines.generic_resources import count_resource
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, describe_malformed_run, parse_entry
 from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     CORES,
-    Claims,
-    Holding,
+    Allocation,
+    ExternalAllocation,
     MachineSupply,
     OwnerLimit,
     QueuedRun,
     QueueSnapshot,
 )
-from swarmtrain.launchers.swarm.queueing.decisions.resource_claims import build_capacity, compute_claims, compute_running_claims
+from swarmtrain.launchers.swarm.queueing.decisions.resource_allocation import build_capacity, compute_allocation, compute_running_allocation
 from swarmtrain.launchers.swarm.queueing.stored_policy import find_policy_id, read_policy
 from swarmtrain.node_selection import PlannedNode, select_nodes
 from swarmtrain.placement import FRESH_PLACEMENT
@@ -112,11 +112,11 @@ class QueueState:
 
 @dataclass
 class QueueReader:
-    """Reads the state of the queue, and remembers what does not change: configs, and what their nodes claim on the same machines."""
+    """Reads the state of the queue, and remembers what does not change: configs, and what their nodes need on the same machines."""
 
     engine: DockerEngine
     _configs: dict[tuple[str, str, str], Config] = field(default_factory=dict)
-    _needs: dict[tuple[str, str, str], dict[str, Claims]] = field(default_factory=dict)
+    _needs: dict[tuple[str, str, str], dict[str, Allocation]] = field(default_factory=dict)
     _used_keys: set[tuple[str, str, str]] = field(default_factory=set)
     _inventory: Inventory | None = None
     _task_objects: dict[str, ApiObject] = field(default_factory=dict)
@@ -137,12 +137,12 @@ class QueueReader:
         self._used_keys = set()
         members = self._read_members(services, tasks)
         runs = tuple(self._build_run(member, policy, now) for member in members.values())
-        holdings = self._list_other_holdings(services, task_objects, tasks, members.keys())
+        external_allocations = self._list_external_allocations(services, task_objects, tasks, members.keys())
         self._configs = {key: config for key, config in self._configs.items() if key in self._used_keys}
         self._needs = {key: needs for key, needs in self._needs.items() if key in self._used_keys}
         machines = tuple(map(_build_supply, inventory.machines))
         limits = {owner: OwnerLimit(limit.gpus, limit.nodes, limit.runs) for owner, limit in policy.limits.items()}
-        return QueueState(QueueSnapshot(machines, runs, holdings, limits), members, policy, inventory)
+        return QueueState(QueueSnapshot(machines, runs, external_allocations, limits), members, policy, inventory)
 
     def _read_policy(self) -> QueuePolicy:
         policy_id = find_policy_id(self.engine)
@@ -195,7 +195,7 @@ class QueueReader:
 
     def _build_run(self, member: QueueMember, policy: QueuePolicy, now: float) -> QueuedRun:
         config, entry = member.config, member.entry
-        needs = self._list_cached_needs(member) if config else self._list_running_claims(member, set(entry.machines.values()))
+        needs = self._list_cached_needs(member) if config else self._list_running_allocations(member, set(entry.machines.values()))
         runner = config.runner if config else None
         node_count = len(member.nodes)
         limit = None
@@ -207,19 +207,19 @@ class QueueReader:
             owner=member.identity.owner,
             priority=policy.classes.get((runner.priority if runner else None) or policy.default_class, 0),
             position=entry.position,
-            # A run that cannot be read keeps what it holds, and is not started.
+            # A run that cannot be read keeps its machines, and is not started.
             state=EntryState.stopped if member.problem and entry.state is EntryState.waiting else entry.state,
             needs=needs,
             min_nodes=min(runner.node_range[0], node_count) if runner else node_count,
             nodes=node_count,
-            held=frozenset(entry.machines.values()),
+            allocated=frozenset(entry.machines.values()),
             leaving=self._list_leaving_nodes(member),
             is_preemptible=runner.preemptible if runner else False,
             is_finished=member.has_ended,
             time_limit=limit,
         )
 
-    def _list_cached_needs(self, member: QueueMember) -> dict[str, Claims]:
+    def _list_cached_needs(self, member: QueueMember) -> dict[str, Allocation]:
         key = _build_config_key(member.services, member.run)
         if key not in self._needs and member.config and self._inventory:
             try:
@@ -228,30 +228,30 @@ class QueueReader:
                 self._needs[key] = {}
         return self._needs.get(key, {})
 
-    def _list_leaving_nodes(self, member: QueueMember) -> dict[str, Claims]:
-        """Return what the containers of nodes that are not admitted any more still hold, by machine; without machines that are down."""
+    def _list_leaving_nodes(self, member: QueueMember) -> dict[str, Allocation]:
+        """Return what containers of nodes that are not admitted any more still use, by machine; without machines that are down."""
         admitted = set(member.entry.machines.values()) if member.entry.state is EntryState.admitted and not member.has_ended else set()
         up = {machine.id for machine in (self._inventory.machines if self._inventory else ()) if not _is_down(machine)}
-        return self._list_running_claims(member, up - admitted)
+        return self._list_running_allocations(member, up - admitted)
 
-    def _list_running_claims(self, member: QueueMember, machine_ids: Collection[str]) -> dict[str, Claims]:
-        """Return what the containers of the run's nodes on these machines hold, by machine."""
+    def _list_running_allocations(self, member: QueueMember, machine_ids: Collection[str]) -> dict[str, Allocation]:
+        """Return what the containers of the run's nodes on these machines use, by machine."""
         node_ids = {service.id for service in member.nodes}
         machines = {machine.id: machine for machine in (self._inventory.machines if self._inventory else ()) if machine.id in machine_ids}
         return {
-            task.node_id: compute_running_claims(self._task_objects[task.id], machines[task.node_id])
+            task.node_id: compute_running_allocation(self._task_objects[task.id], machines[task.node_id])
             for task in member.tasks
             if task.service_id in node_ids and not task.is_final and task.node_id in machines
         }
 
-    def _list_other_holdings(
+    def _list_external_allocations(
         self, service_objects: Sequence[ApiObject], task_objects: Sequence[ApiObject], tasks: Sequence[Task], members: Any
-    ) -> tuple[Holding, ...]:
-        """Return what runs without an entry in the queue, and services that are not runs, hold."""
+    ) -> tuple[ExternalAllocation, ...]:
+        """Return what is allocated to runs without an entry in the queue, and to services that are not runs."""
         inventory = self._inventory or Inventory("", ())
         machines = {machine.id: machine for machine in inventory.machines}
         ids_by_name = {name: machine.id for machine in inventory.machines for name in (machine.host, machine.id)}
-        holdings, covered = [], set()
+        external_allocations, covered = [], set()
         services_of_runs: dict[str, list[Service]] = defaultdict(list)
         for item in service_objects:
             service = cluster_state.parse_service(item)
@@ -269,20 +269,20 @@ class QueueReader:
                 covered.add(service.id)
                 service_tasks = [task for task in tasks if task.service_id == service.id]
                 if service.replicas and not cluster_state.is_service_finished(service, service_tasks):
-                    claims = compute_claims(config.runner, _rebuild_planned_node(service, machine), machine)
-                    holdings.append(Holding(run, machine.id, claims))
+                    allocation = compute_allocation(config.runner, _rebuild_planned_node(service, machine), machine)
+                    external_allocations.append(ExternalAllocation(run, machine.id, allocation))
                 elif any(not task.is_final for task in service_tasks):
-                    claims = compute_claims(config.runner, _rebuild_planned_node(service, machine), machine)
-                    holdings.append(Holding(f"{run}, which stops", machine.id, claims))
+                    allocation = compute_allocation(config.runner, _rebuild_planned_node(service, machine), machine)
+                    external_allocations.append(ExternalAllocation(f"{run}, which stops", machine.id, allocation))
         for item in task_objects:
             if item.get("ServiceID") not in covered and item.get("NodeID") and item["Status"]["State"] not in cluster_state.FINAL_STATES:
                 machine = machines.get(item["NodeID"])
                 is_node = cluster_state.parse_task(item).node_name != RENDEZVOUS_SERVICE  # of a run that is being removed
-                claims = compute_running_claims(item, machine) if is_node and machine else _compute_reserved_claims(item)
-                if claims.exclusive:
+                allocation = compute_running_allocation(item, machine) if is_node and machine else _compute_reserved_allocation(item)
+                if allocation.exclusive:
                     labels = (item["Spec"].get("ContainerSpec") or {}).get("Labels") or {}
-                    holdings.append(Holding(labels.get(LABEL_STACK) or _OUTSIDE, item["NodeID"], claims))
-        return tuple(holdings)
+                    external_allocations.append(ExternalAllocation(labels.get(LABEL_STACK) or _OUTSIDE, item["NodeID"], allocation))
+        return tuple(external_allocations)
 
     def _try_read_config(self, services: Sequence[Service], run: str) -> Config | None:
         try:
@@ -293,8 +293,8 @@ class QueueReader:
             return None
 
 
-def compute_needs(config: Config, inventory: Inventory) -> dict[str, Claims]:
-    """Return what a node of a run with `config` would claim on each machine of `inventory` that the config allows, in the order of use.
+def compute_needs(config: Config, inventory: Inventory) -> dict[str, Allocation]:
+    """Return what a node of a run with `config` needs on each machine of `inventory` that the config allows, in the order of use.
 
     Raises PlanError.
     """
@@ -304,7 +304,7 @@ def compute_needs(config: Config, inventory: Inventory) -> dict[str, Claims]:
     for node in nodes:
         machine = find_machine(inventory, node)
         if machine is not None:
-            needs[machine.id] = compute_claims(config.runner, node, machine)
+            needs[machine.id] = compute_allocation(config.runner, node, machine)
     return needs
 
 
@@ -332,7 +332,7 @@ def _build_config_key(services: Sequence[Service], run: str) -> tuple[str, str, 
 
 
 def _rebuild_planned_node(service: Service, machine: Machine) -> PlannedNode:
-    """Return the planned node of which `service` is, as far as its claims depend on it."""
+    """Return the part of the planned node of `service` that its resources depend on."""
     variables = parse_environment((service.spec["TaskTemplate"].get("ContainerSpec") or {}).get("Env"))
     visible = variables.get(VISIBLE_DEVICES_VARIABLE, "")
     gpus = () if visible in ("", "all", HIDDEN_GPUS_ENV[VISIBLE_DEVICES_VARIABLE]) else tuple(visible.split(","))
@@ -340,13 +340,13 @@ def _rebuild_planned_node(service: Service, machine: Machine) -> PlannedNode:
     return PlannedNode(service.name, machine.host, "", slots, "", gpus)
 
 
-def _compute_reserved_claims(task: ApiObject) -> Claims:
+def _compute_reserved_allocation(task: ApiObject) -> Allocation:
     """Return what a task has reserved in Swarm: generic resources and cores."""
     amounts = {kind: float(count) for kind, count in count_resources_by_kind(get_assigned_resources(task)).items()}
     reservations = (task["Spec"].get("Resources") or {}).get("Reservations") or {}
     if cores := reservations.get("NanoCPUs", 0) / 1e9:
         amounts[CORES] = cores
-    return Claims(amounts)
+    return Allocation(amounts)
 
 
 def format_amounts(amounts: Mapping[str, float]) -> str:

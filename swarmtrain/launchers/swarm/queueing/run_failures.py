@@ -18,7 +18,7 @@ _TAIL_LINES = 100
 def describe_start_failure(engine: DockerEngine, member: QueueMember, now: float) -> str:
     """Return why the machines refuse to start so many nodes of an admitted run that it cannot train; empty if they do not.
 
-    Such a run, for example one whose image cannot be pulled, would hold its machines for nothing.
+    Such a run, for example one whose image cannot be pulled, would block its machines for nothing.
     """
     counts = {service.id: service.force_update for service in member.services}
     current_tasks = [task for task in member.tasks if task.force_update == counts.get(task.service_id)]

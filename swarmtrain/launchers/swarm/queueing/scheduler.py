@@ -320,7 +320,7 @@ def _find_delay(state: QueueState, now: float) -> float:
 def _exclude_run(run: QueuedRun) -> QueuedRun:
     """Return `run` as one that needs no plan: it gets no machines, not even for those that it has lost, and gives up all or none."""
     if run.state is EntryState.admitted:
-        return replace(run, nodes=0, min_nodes=len(run.held))
+        return replace(run, nodes=0, min_nodes=len(run.allocated))
     return replace(run, state=EntryState.stopped)
 
 

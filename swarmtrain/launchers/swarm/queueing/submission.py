@@ -1,6 +1,6 @@
 """Submit a run to the queue: create its services without replicas, and complete its entry once all of them exist.
 
-What an existing run holds does not change: nodes that are admitted keep running, on the machines that the queue has given them. New nodes,
+What is allocated to an existing run does not change: admitted nodes keep running, on the machines that the queue has given them. New nodes,
 and those that a change moves to another machine, wait for the scheduler.
 """
 
@@ -22,13 +22,13 @@ from swarmtrain.launchers.swarm.cluster_state import Service, StackState
 from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, parse_entry, update_entry
 from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     CORES,
-    Claims,
+    Allocation,
     Ledger,
     MachineSupply,
     OwnerLimit,
     count_gpus,
 )
-from swarmtrain.launchers.swarm.queueing.decisions.resource_claims import build_capacity
+from swarmtrain.launchers.swarm.queueing.decisions.resource_allocation import build_capacity
 from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_settings
 from swarmtrain.launchers.swarm.queueing.queue_service import read_scheduler_status
 from swarmtrain.launchers.swarm.queueing.queue_state import compute_needs, format_amounts
@@ -81,11 +81,11 @@ def describe_impossible_request(plan: Plan, inventory: Inventory, limit: OwnerLi
     machines = tuple(MachineSupply(machine.id, machine.host, build_capacity(machine)) for machine in inventory.machines)
     ledger = Ledger(machines)
     required = min(plan.min_nodes, max(1, plan.requested_node_count))
-    fitting = [machine for machine, claims in needs.items() if ledger.fits(machine, claims)]
+    fitting = [machine for machine, allocation in needs.items() if ledger.fits(machine, allocation)]
     if len(fitting) < required:
-        claims = next(iter(needs.values()), Claims())
+        allocation = next(iter(needs.values()), Allocation())
         have = f"{format_count(len(fitting), 'machine')} {'has' if len(fitting) == 1 else 'have'} that"
-        message = f"{format_count(required, 'node')} with {format_amounts(claims.total)} each never fit: {have}"
+        message = f"{format_count(required, 'node')} with {format_amounts(allocation.total)} each never fit: {have}"
         return "config runner.min_nodes", message, _suggest_fitting_request(needs, machines, required, len(fitting))
     gpus = max((count_gpus(needs[machine]) for machine in fitting), default=0.0)
     for unit, per_node, maximum in (("node", 1.0, limit.nodes), ("GPU", gpus, limit.gpus)):
@@ -98,10 +98,10 @@ def describe_impossible_request(plan: Plan, inventory: Inventory, limit: OwnerLi
     return None
 
 
-def _suggest_fitting_request(needs: Mapping[str, Claims], machines: tuple[MachineSupply, ...], required: int, fitting: int) -> str:
+def _suggest_fitting_request(needs: Mapping[str, Allocation], machines: tuple[MachineSupply, ...], required: int, fitting: int) -> str:
     """Return a hint with the largest number of such nodes, and with the largest nodes in the required number, that would fit."""
     options = [f"runner.min_nodes: {fitting}"] if fitting else []
-    kind = next((name for claims in needs.values() for name in claims.total if name != CORES), CORES)
+    kind = next((name for allocation in needs.values() for name in allocation.total if name != CORES), CORES)
     capacities = sorted((machine.get_capacity(kind) for machine in machines if machine.id in needs), reverse=True)
     if len(capacities) >= required and capacities[required - 1] >= 1:
         options.append(f"{format_count(required, 'node')} with {format_amounts({kind: capacities[required - 1]})} each")
@@ -109,7 +109,7 @@ def _suggest_fitting_request(needs: Mapping[str, Claims], machines: tuple[Machin
 
 
 def queue_specs(desired: StackSpecs, existing: StackState, ended_run: EndedRun | None, plan: Plan, inventory: Inventory) -> StackSpecs:
-    """Return `desired`, the specs of `plan`, as a run in the queue: what the run holds stays, and everything else waits without replicas.
+    """Return `desired`, the specs of `plan`, as a run in the queue: what is allocated stays, and everything else waits without replicas.
 
     A change after which the run would keep too few nodes stops the others, too: the run waits again, in its old position. The scheduler
     moves nodes on machines that are unavailable in `inventory`.
@@ -150,10 +150,10 @@ def _place_in_queue(desired: StackSpecs, existing: StackState, ended_run: EndedR
     running = [service for service in existing.services.values() if service.is_node and service.replicas]
     is_sharing_changed = coordinator is not None and _is_shared(coordinator.spec) != _is_shared(desired.services[coordinator_name])
     kept_names = [
-        service.name for service in running if not is_sharing_changed and _keeps_claims(service, desired.services.get(service.name))
+        service.name for service in running if not is_sharing_changed and _keeps_allocation(service, desired.services.get(service.name))
     ]
     if len(kept_names) < max(1, min(min_nodes, len(entry.machines))):
-        waiting = entry.change_state(EntryState.incomplete, time.time(), reason="a deploy has changed what it claims")
+        waiting = entry.change_state(EntryState.incomplete, time.time(), reason="a deploy has changed the resources that it needs")
         return _set_queue_state(desired, waiting, coordinator_replicas)
     kept_nodes = {existing.services[name].get_short_name(desired.stack) for name in kept_names}
     machines = {node: machine for node, machine in entry.machines.items() if node in kept_nodes}
@@ -216,13 +216,13 @@ def withdraw_run(engine: DockerEngine, run: str) -> None:
     update_entry(engine, run, withdraw)
 
 
-def _keeps_claims(service: Service, desired: ApiSpec | None) -> bool:
-    """Return whether a node keeps its machine and what it claims there in its desired spec."""
+def _keeps_allocation(service: Service, desired: ApiSpec | None) -> bool:
+    """Return whether a node keeps its machine and its resources there in its desired spec."""
     if desired is None:
         return False
     return (
         service.pinned_machine == replace(service, spec=desired).pinned_machine
-        and _list_claimed_resources(service.spec) == _list_claimed_resources(desired)
+        and _list_allocated_resources(service.spec) == _list_allocated_resources(desired)
         and service.labels.get(LABEL_SLOTS) == desired["Labels"].get(LABEL_SLOTS)
         and _get_visible_devices(service.spec) == _get_visible_devices(desired)
     )
@@ -233,7 +233,7 @@ def _is_shared(coordinator_spec: ApiSpec) -> bool:
     return bool(parse_mapping(coordinator_spec["Labels"].get(LABEL_QUEUE_SETTINGS)).get("share"))
 
 
-def _list_claimed_resources(spec: ApiSpec) -> tuple[Any, Any]:
+def _list_allocated_resources(spec: ApiSpec) -> tuple[Any, Any]:
     """Return the reservations of a service, and its limit of cores: not its limit of memory, for which the queue does not account."""
     resources = spec["TaskTemplate"].get("Resources") or {}
     return resources.get("Reservations") or {}, (resources.get("Limits") or {}).get("NanoCPUs")

@@ -25,9 +25,9 @@
     const states = new Map();
     for (const run of page.runs) states.set(run.state, (states.get(run.state) ?? 0) + 1);
     const known = page.machines.filter((machine) => machine.gpu_ids.length);
-    const gpus = known.reduce((sum, machine) => sum + machine.gpu_ids.length, 0), held = known.reduce((sum, machine) => sum + machine.gpus_held, 0);
+    const gpus = known.reduce((sum, machine) => sum + machine.gpu_ids.length, 0), allocated = known.reduce((sum, machine) => sum + machine.gpus_allocated, 0);
     const facts = [[formatCount(page.runs.length, "run"), [...states].map(([state, count]) => `${count} ${state}`).join(", ")].filter(Boolean).join(": "),
-      formatCount(page.machines.length, "machine"), gpus ? `${formatAmount(held)} of ${formatCount(gpus, "GPU")} held` : ""];
+      formatCount(page.machines.length, "machine"), gpus ? `${formatAmount(allocated)} of ${formatCount(gpus, "GPU")} allocated` : ""];
     $("summary").textContent = facts.filter(Boolean).join(" · ");
     document.title = `swarmtrain: ${formatCount(page.runs.length, "run")}`;
   }
@@ -61,35 +61,35 @@
     let position = 0;
     const rows = page.queue.map((run) => [
       run.state === "waiting" ? ++position : "", createRunLink(keys.get(run.id) ?? run.run, run.run), run.owner, run.priority_class, createBadge(run.state), `${run.nodes}/${run.wanted_nodes}`,
-      Object.entries(run.claims).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), createAge(run.since),
+      Object.entries(run.resources_per_node).map(([name, amount]) => name === "cores" ? formatCores(amount) : `${formatAmount(amount)} ${name}`).join(", "), createAge(run.since),
       run.state !== "waiting" ? "" : formatEstimate(run.estimate), [run.reason || run.hosts.join(", "), run.lost_steps ? `${formatCount(run.lost_steps, "step")} lost` : ""].filter(Boolean).join("; "),
     ]);
-    const columns = { "#": "number", Run: "", Owner: "", Class: "", State: "", Nodes: "number", "Claims per node": "", Since: "number", "Starts in": "number", Reason: "remark" };
+    const columns = { "#": "number", Run: "", Owner: "", Class: "", State: "", Nodes: "number", "Resources per node": "", Since: "number", "Starts in": "number", Reason: "remark" };
     renderSection("queue", true, rows.length ? createTable("queue", Object.entries(columns), rows) : createElement("p", { class: "quiet" }, "the queue is empty"), createElement("p", { class: "quiet" }, page.scheduler));
   }
 
   function createGpu(machine, number) {
-    const holders = machine.holders.filter((holder) => holder.gpu_numbers.includes(number));
-    const text = holders.map((holder) => holder.holder + (holder.is_saving ? ", saving" : "")).join(" + ");
-    return createElement("li", { class: holders.length ? "held" : null, title: machine.gpu_ids[number] || null }, createElement("b", {}, `GPU ${number}`), createElement("span", {}, text || "free"));
+    const allocations = machine.allocations.filter((allocation) => allocation.gpu_numbers.includes(number));
+    const text = allocations.map((allocation) => allocation.user + (allocation.is_saving ? ", saving" : "")).join(" + ");
+    return createElement("li", { class: allocations.length ? "allocated" : null, title: machine.gpu_ids[number] || null }, createElement("b", {}, `GPU ${number}`), createElement("span", {}, text || "free"));
   }
 
   function createMachine(machine) {
     const location = page.machines.some((other) => other.location !== machine.location) ? machine.location : "";
-    const uncertain = machine.holders.filter((holder) => holder.gpus > holder.gpu_numbers.length);
+    const uncertain = machine.allocations.filter((allocation) => allocation.gpus > allocation.gpu_numbers.length);
     // Which GPUs these are is unknown, so that no GPU of this machine can be called free.
-    const gpus = uncertain.length && machine.gpu_ids.length ? machine.gpu_ids.flatMap((_, i) => machine.holders.some((holder) => holder.gpu_numbers.includes(i)) ? [createGpu(machine, i)] : []) : machine.gpu_ids.map((_, i) => createGpu(machine, i));
-    const amounts = uncertain.map((holder) => createElement("li", { class: "held" }, createElement("b", {}, `${formatAmount(holder.gpus - holder.gpu_numbers.length)}${machine.gpu_ids.length ? ` of ${machine.gpu_ids.length}` : ""} GPUs`), createElement("span", {}, holder.holder)));
-    const others = machine.holders.filter((holder) => !holder.gpus && !holder.cores);
-    const cores = isFiniteNumber(machine.cores) ? `${formatAmount(machine.cores_claimed)} of ${formatCores(machine.cores)} claimed` : "";
-    const shares = machine.holders.filter((holder) => holder.cores || holder.is_shared).map((holder) => createElement("li", {}, createElement("b", {}, holder.holder),
-      createElement("span", {}, [holder.cores ? formatCores(holder.cores) : "", holder.is_shared ? "shared" : "", holder.is_saving ? "saving" : ""].filter(Boolean).join(", "))));
+    const gpus = uncertain.length && machine.gpu_ids.length ? machine.gpu_ids.flatMap((_, i) => machine.allocations.some((allocation) => allocation.gpu_numbers.includes(i)) ? [createGpu(machine, i)] : []) : machine.gpu_ids.map((_, i) => createGpu(machine, i));
+    const amounts = uncertain.map((allocation) => createElement("li", { class: "allocated" }, createElement("b", {}, `${formatAmount(allocation.gpus - allocation.gpu_numbers.length)}${machine.gpu_ids.length ? ` of ${machine.gpu_ids.length}` : ""} GPUs`), createElement("span", {}, allocation.user)));
+    const others = machine.allocations.filter((allocation) => !allocation.gpus && !allocation.cores);
+    const cores = isFiniteNumber(machine.cores) ? `${formatAmount(machine.cores_allocated)} of ${formatCores(machine.cores)} allocated` : "";
+    const shares = machine.allocations.filter((allocation) => allocation.cores || allocation.is_shared).map((allocation) => createElement("li", {}, createElement("b", {}, allocation.user),
+      createElement("span", {}, [allocation.cores ? formatCores(allocation.cores) : "", allocation.is_shared ? "shared" : "", allocation.is_saving ? "saving" : ""].filter(Boolean).join(", "))));
     return createElement("article", { class: `card ${machine.state === "ready" || !machine.state ? "" : machine.state === "down" ? "bad" : "warn"}`, "aria-label": machine.name },
       createElement("h3", {}, machine.name, machine.state ? createElement("span", { class: `badge ${machine.state === "down" ? "bad" : STATE_CLASSES[machine.state] ?? "warn"}` }, machine.state) : ""),
       createElement("p", { class: "where" }, [location, cores].filter(Boolean).join(" · ")),
       gpus.length || amounts.length ? createElement("ul", { class: "gpus" }, ...gpus, ...amounts) : "",
-      shares.length ? createElement("ul", { class: "holders" }, ...shares) : "",
-      others.length ? createElement("p", { class: "where" }, `used by ${others.map((holder) => holder.holder).join(", ")}`) : "");
+      shares.length ? createElement("ul", { class: "allocations" }, ...shares) : "",
+      others.length ? createElement("p", { class: "where" }, `used by ${others.map((allocation) => allocation.user).join(", ")}`) : "");
   }
 
   function renderMachines() {

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from swarmtrain.launchers.swarm.queue_entry import EntryState
 from swarmtrain.launchers.swarm.queueing.decisions.preemption import Victim, VictimSearch
 from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
+    Allocation,
     ChangeKind,
-    Claims,
     Decision,
     Ledger,
     OwnerLimit,
@@ -47,7 +47,7 @@ def decide(snapshot: QueueSnapshot, ends: Mapping[str, float] | None = None) -> 
 
 @dataclass
 class _Usage:
-    """What the admitted runs of an owner hold."""
+    """What is allocated to the admitted runs of an owner."""
 
     gpus: float = 0.0
     nodes: int = 0
@@ -60,12 +60,12 @@ class _Admission:
         self._changes: list[QueueChange] = []
         self._reasons: dict[str, str] = {}
         self._ledger = _build_ledger(snapshot)
-        self._held = {run.run: run.held for run in snapshot.runs if _is_admitted(run)}
+        self._allocated = {run.run: run.allocated for run in snapshot.runs if _is_admitted(run)}
         self._leaving = {run.run: _make_all_exclusive(run.leaving) for run in snapshot.runs if run.leaving}
         self._usage: dict[str, _Usage] = {}
         for run in snapshot.runs:
             if _is_admitted(run):
-                self._count_usage(run, run.held, is_new=True)
+                self._count_usage(run, run.allocated, is_new=True)
         # Per machine and resource: what a run may use without delaying one that waits. Absent: no waiting run could use it.
         self._allowed: dict[str, dict[str, float]] = {}
         self._blocked: list[QueuedRun] = []
@@ -94,8 +94,8 @@ class _Admission:
         machines = self._select_machines(run, count)
         if len(machines) < run.min_nodes:
             return False
-        self._take(run, machines)
-        self._held[run.run] = frozenset(machines)
+        self._allocate(run, machines)
+        self._allocated[run.run] = frozenset(machines)
         self._count_usage(run, machines, is_new=True)
         cause = "its nodes are free" if len(machines) == run.nodes else f"{len(machines)} of {run.nodes} nodes are free"
         self._changes.append(QueueChange(ChangeKind.admit, run.run, frozenset(machines), cause))
@@ -103,20 +103,20 @@ class _Admission:
 
     def _grow(self, run: QueuedRun) -> None:
         """Give an admitted run the nodes that it lacks, also for machines that it has lost, if that delays no run that waits."""
-        if run.run not in self._held or run.run in self._leaving:
+        if run.run not in self._allocated or run.run in self._leaving:
             return
-        held = self._held[run.run]
-        present = {machine for machine in held if not self._is_lost(machine)}
+        own = self._allocated[run.run]
+        present = {machine for machine in own if not self._is_lost(machine)}
         missing = min(run.nodes, self._limit_node_count(run, run.nodes)) - len(present)
-        machines = self._select_machines(run, missing, excluded=held) if missing > 0 else []
+        machines = self._select_machines(run, missing, excluded=own) if missing > 0 else []
         if not machines:
             return
-        self._take(run, machines)
-        lost = sorted(held - present)[: max(0, len(held) + len(machines) - run.nodes)]
-        self._held[run.run] = (held - frozenset(lost)) | frozenset(machines)
+        self._allocate(run, machines)
+        lost = sorted(own - present)[: max(0, len(own) + len(machines) - run.nodes)]
+        self._allocated[run.run] = (own - frozenset(lost)) | frozenset(machines)
         self._count_usage(run, machines, is_new=False)
         cause = f"replaces {self._format_hosts(lost)}" if lost else f"free, and it wants {run.nodes} nodes"
-        self._changes.append(QueueChange(ChangeKind.grow, run.run, self._held[run.run], f"{self._format_hosts(machines)}: {cause}"))
+        self._changes.append(QueueChange(ChangeKind.grow, run.run, self._allocated[run.run], f"{self._format_hosts(machines)}: {cause}"))
 
     def _block(self, run: QueuedRun) -> None:
         """Let `run` wait: preempt others for it if that helps, record why it waits, and reserve what it could use."""
@@ -138,7 +138,7 @@ class _Admission:
             if machine not in self._ledger.machines:
                 continue
             allowed = self._allowed.setdefault(machine, {})
-            for resource, amount in run.get_claims(machine).total.items():
+            for resource, amount in run.get_allocation(machine).total.items():
                 left = max(0.0, self._ledger.compute_free(machine, resource) - amount)
                 allowed[resource] = min(allowed.get(resource, left), left)
 
@@ -146,27 +146,27 @@ class _Admission:
         """Return at most `count` machines that `run` can take now, in the order of its config."""
         selected: list[str] = []
         is_exempt = self._ends_before_blocked_runs(run)
-        for machine, claims in run.needs.items():
+        for machine, allocation in run.needs.items():
             if len(selected) >= count:
                 break
-            if machine not in excluded and self._can_take(machine, claims, is_exempt=is_exempt):
+            if machine not in excluded and self._can_allocate(machine, allocation, is_exempt=is_exempt):
                 selected.append(machine)
         return selected
 
-    def _can_take(self, machine: str, claims: Claims, *, is_exempt: bool = False) -> bool:
-        if not self._ledger.fits(machine, claims):
+    def _can_allocate(self, machine: str, allocation: Allocation, *, is_exempt: bool = False) -> bool:
+        if not self._ledger.fits(machine, allocation):
             return False
         allowed = self._allowed.get(machine)
         if not allowed or is_exempt:
             return True
-        # Shared claims count fully here: who joins runs that share keeps the resource in use after they have ended.
-        return all(amount <= allowed.get(resource, amount) + _TOLERANCE for resource, amount in claims.total.items())
+        # Shared amounts count fully here: who joins runs that share keeps the resource in use after they have ended.
+        return all(amount <= allowed.get(resource, amount) + _TOLERANCE for resource, amount in allocation.total.items())
 
     def _ends_before_blocked_runs(self, run: QueuedRun) -> bool:
         """Return whether `run` ends before any of the runs that wait in front of it could start."""
         return run.time_limit is not None and all(start is not None and run.time_limit <= start for start in self._starts)
 
-    def _take(self, run: QueuedRun, machines: Iterable[str]) -> None:
+    def _allocate(self, run: QueuedRun, machines: Iterable[str]) -> None:
         for machine in machines:
             allowed = self._allowed.get(machine, {})
             for resource, amount in run.needs[machine].total.items():
@@ -176,14 +176,14 @@ class _Admission:
 
     def _find_awaited_leavers(self, run: QueuedRun) -> tuple[list[str], list[str]]:
         """Return the runs whose leaving nodes make `run` fit, and its machines then; two empty lists if that does not suffice."""
-        leaving = [(name, machine, claims) for name, machines in self._leaving.items() for machine, claims in machines.items()]
+        leaving = [(name, machine, allocation) for name, machines in self._leaving.items() for machine, allocation in machines.items()]
         if not leaving:
             return [], []
-        for _, machine, claims in leaving:
-            self._ledger.remove(machine, claims)
+        for _, machine, allocation in leaving:
+            self._ledger.remove(machine, allocation)
         machines = self._select_machines(run, run.min_nodes)
-        for _, machine, claims in leaving:
-            self._ledger.add(machine, claims)
+        for _, machine, allocation in leaving:
+            self._ledger.add(machine, allocation)
         if len(machines) < run.min_nodes:
             return [], []
         return sorted({name for name, machine, _ in leaving if machine in machines}), machines
@@ -193,50 +193,50 @@ class _Admission:
         candidates = [
             Victim(other)
             for other in self._snapshot.runs
-            if other.run in self._held
+            if other.run in self._allocated
             and other.state is EntryState.admitted
             and other.is_preemptible
             and other.priority < run.priority
             and other.run not in self._leaving
-            and not run.needs.keys().isdisjoint(self._held[other.run])
+            and not run.needs.keys().isdisjoint(self._allocated[other.run])
         ]
         if not candidates:
             return [], []
         candidates.sort(key=lambda victim: victim.run.sort_key, reverse=True)  # the lowest priority and the youngest first
-        return VictimSearch(run, candidates, self._ledger, self._can_take).find()
+        return VictimSearch(run, candidates, self._ledger, self._can_allocate).find()
 
     def _preempt(self, victims: Sequence[Victim], beneficiary: QueuedRun) -> None:
         for victim in victims:
             run = victim.run
-            leaving = run.held if victim.stopped else frozenset(victim.shrunk)
+            leaving = run.allocated if victim.stopped else frozenset(victim.shrunk)
             kind = ChangeKind.preempt if victim.stopped else ChangeKind.shrink
-            self._held[run.run] = run.held - leaving
+            self._allocated[run.run] = run.allocated - leaving
             if victim.stopped:
-                del self._held[run.run]
-            self._leaving[run.run] = _make_all_exclusive({machine: run.get_claims(machine) for machine in leaving})
-            for machine, claims in self._leaving[run.run].items():
-                self._ledger.remove(machine, run.get_claims(machine))
-                self._ledger.add(machine, claims)
+                del self._allocated[run.run]
+            self._leaving[run.run] = _make_all_exclusive({machine: run.get_allocation(machine) for machine in leaving})
+            for machine, allocation in self._leaving[run.run].items():
+                self._ledger.remove(machine, run.get_allocation(machine))
+                self._ledger.add(machine, allocation)
             cause = f"{beneficiary.run} of {beneficiary.owner or 'an unknown owner'} has a higher priority"
-            self._changes.append(QueueChange(kind, run.run, run.held - leaving, cause))
+            self._changes.append(QueueChange(kind, run.run, run.allocated - leaving, cause))
             if victim.stopped:
                 self._reasons[run.run] = f"preempted: {cause}"
 
     def _estimate_start(self, run: QueuedRun) -> float | None:
         """Return in how many seconds `run` could start if no run ends before its time limit; None if that is unknown."""
-        removed: list[tuple[str, Claims]] = []
+        removed: list[tuple[str, Allocation]] = []
         start = None
         by_name = {other.run: other for other in self._snapshot.runs}
-        for end, name in sorted((end, name) for name, end in self._ends.items() if name in self._held):
-            for machine in self._held[name]:
-                claims = by_name[name].get_claims(machine)
-                self._ledger.remove(machine, claims)
-                removed.append((machine, claims))
-            if sum(self._ledger.fits(machine, claims) for machine, claims in run.needs.items()) >= run.min_nodes:
+        for end, name in sorted((end, name) for name, end in self._ends.items() if name in self._allocated):
+            for machine in self._allocated[name]:
+                allocation = by_name[name].get_allocation(machine)
+                self._ledger.remove(machine, allocation)
+                removed.append((machine, allocation))
+            if sum(self._ledger.fits(machine, allocation) for machine, allocation in run.needs.items()) >= run.min_nodes:
                 start = end
                 break
-        for machine, claims in removed:
-            self._ledger.add(machine, claims)
+        for machine, allocation in removed:
+            self._ledger.add(machine, allocation)
         return start
 
     def _describe_exceeded_limit(self, run: QueuedRun) -> str:
@@ -246,19 +246,19 @@ class _Admission:
             return f"limit of {run.owner}: {limit.runs} runs"
         if self._limit_node_count(run, run.min_nodes) < run.min_nodes:
             exceeded = _format_limit(limit)
-            return f"limit of {run.owner}: {exceeded}; {used.nodes} nodes with {used.gpus:g} GPUs are in use"
+            return f"limit of {run.owner}: {exceeded}; {used.nodes} nodes with {used.gpus:g} GPUs are allocated"
         return ""
 
     def _limit_node_count(self, run: QueuedRun, count: int) -> int:
         """Return how many nodes `run` may have, at most `count`, within the limits of its owner."""
         limit, used = self._snapshot.find_limit(run.owner), self._usage.get(run.owner, _Usage())
-        own = self._held.get(run.run, frozenset())
+        own = self._allocated.get(run.run, frozenset())
         if limit.nodes is not None:
             count = min(count, limit.nodes - used.nodes + len(own))
         if limit.gpus is not None:
-            per_node = max((count_gpus(claims) for claims in run.needs.values()), default=0.0)
+            per_node = max((count_gpus(allocation) for allocation in run.needs.values()), default=0.0)
             if per_node:
-                used_by_others = used.gpus - sum(count_gpus(run.get_claims(machine)) for machine in own)
+                used_by_others = used.gpus - sum(count_gpus(run.get_allocation(machine)) for machine in own)
                 count = min(count, int((limit.gpus - used_by_others + _TOLERANCE) // per_node))
         return max(0, count)
 
@@ -267,21 +267,23 @@ class _Admission:
         usage.runs += int(is_new)
         for machine in machines:
             usage.nodes += 1
-            usage.gpus += count_gpus(run.get_claims(machine))
+            usage.gpus += count_gpus(run.get_allocation(machine))
 
     def _describe_shortage(self, run: QueuedRun) -> str:
-        """Return a text on how many nodes `run` finds free, and on who holds the rest."""
-        free = sum(self._ledger.fits(machine, claims) for machine, claims in run.needs.items())
+        """Return a text on how many nodes `run` finds free, and on who has the rest."""
+        free = sum(self._ledger.fits(machine, allocation) for machine, allocation in run.needs.items())
         if free >= run.min_nodes:
             ahead = [other.run for other in self._blocked if not other.needs.keys().isdisjoint(run.needs)]
             return f"behind {_format_names(ahead)}"
-        holders = [
-            other.run for other in self._snapshot.runs if other.run in self._held and not run.needs.keys().isdisjoint(self._held[other.run])
+        users = [
+            other.run
+            for other in self._snapshot.runs
+            if other.run in self._allocated and not run.needs.keys().isdisjoint(self._allocated[other.run])
         ]
-        holders += sorted({holding.holder for holding in self._snapshot.holdings if holding.machine in run.needs})
+        users += sorted({other.user for other in self._snapshot.external_allocations if other.machine in run.needs})
         unavailable = [machine for machine in run.needs if not self._is_available(machine)]
         parts = [f"{free} of {run.min_nodes} nodes free"]
-        parts += [f"in use by {_format_names(holders)}"] if holders else []
+        parts += [f"allocated to {_format_names(users)}"] if users else []
         parts += [f"unavailable: {self._format_hosts(unavailable)}"] if unavailable else []
         return "; ".join(parts)
 
@@ -300,20 +302,20 @@ class _Admission:
 
 def _build_ledger(snapshot: QueueSnapshot) -> Ledger:
     ledger = Ledger(snapshot.machines)
-    for holding in snapshot.holdings:
-        ledger.add(holding.machine, holding.claims)
+    for external in snapshot.external_allocations:
+        ledger.add(external.machine, external.allocation)
     for run in snapshot.runs:
-        for machine, claims in _make_all_exclusive(run.leaving).items():
-            ledger.add(machine, claims)
+        for machine, allocation in _make_all_exclusive(run.leaving).items():
+            ledger.add(machine, allocation)
         if _is_admitted(run):
-            for machine in run.held:
-                ledger.add(machine, run.get_claims(machine))
+            for machine in run.allocated:
+                ledger.add(machine, run.get_allocation(machine))
     return ledger
 
 
-def _make_all_exclusive(claims_by_machine: Mapping[str, Claims]) -> dict[str, Claims]:
-    """Return the claims of nodes that leave: no other run may start to share with them, since it would keep what others wait for."""
-    return {machine: Claims(claims.total) for machine, claims in claims_by_machine.items()}
+def _make_all_exclusive(allocations_by_machine: Mapping[str, Allocation]) -> dict[str, Allocation]:
+    """Return the allocations of nodes that leave: no other run may start to share with them, since it would keep what others wait for."""
+    return {machine: Allocation(allocation.total) for machine, allocation in allocations_by_machine.items()}
 
 
 def _is_admitted(run: QueuedRun) -> bool:

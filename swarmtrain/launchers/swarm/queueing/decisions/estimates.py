@@ -25,9 +25,9 @@ def estimate_starts(snapshot: QueueSnapshot, ends: Mapping[str, float]) -> dict[
         runs = {run.run: run for run in snapshot.runs}
         for change in decision.changes:
             run = runs[change.run]
-            runs[change.run] = replace(run, held=change.machines, state=EntryState.admitted)
+            runs[change.run] = replace(run, allocated=change.machines, state=EntryState.admitted)
             if change.kind is ChangeKind.preempt:
-                runs[change.run] = replace(run, held=change.machines, state=EntryState.waiting)
+                runs[change.run] = replace(run, allocated=change.machines, state=EntryState.waiting)
             elif change.kind is ChangeKind.admit:
                 starts.setdefault(change.run, now)
                 if run.time_limit is not None:
@@ -49,4 +49,4 @@ def _find_next_end(ends: Mapping[str, float]) -> tuple[str, float]:
 
 
 def _finish(run: QueuedRun) -> QueuedRun:
-    return replace(run, is_finished=True, held=frozenset(), leaving={})
+    return replace(run, is_finished=True, allocated=frozenset(), leaving={})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, Ledger, QueuedRun
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, Ledger, QueuedRun
 
 
 @dataclass
@@ -19,16 +19,16 @@ class Victim:
     @property
     def surplus(self) -> int:
         """Number of nodes that the run can still lose without stopping."""
-        return len(self.run.held) - len(self.shrunk) - self.run.min_nodes
+        return len(self.run.allocated) - len(self.shrunk) - self.run.min_nodes
 
 
 class VictimSearch:
     """Search for the fewest changes to lower-priority runs with which a run fits. It restores the ledger."""
 
-    def __init__(self, run: QueuedRun, victims: list[Victim], ledger: Ledger, can_take: Callable[[str, Claims], bool]) -> None:
-        """`victims`: in the order in which they are preempted. `can_take`: whether claims fit on a machine and delay no other run."""
-        self._run, self._victims, self._ledger, self._can_take = run, victims, ledger, can_take
-        self._fitting = {machine for machine, claims in run.needs.items() if can_take(machine, claims)}
+    def __init__(self, run: QueuedRun, victims: list[Victim], ledger: Ledger, can_allocate: Callable[[str, Allocation], bool]) -> None:
+        """`victims`: in the order in which they are preempted. `can_allocate`: whether it fits on a machine and delays no other run."""
+        self._run, self._victims, self._ledger, self._can_allocate = run, victims, ledger, can_allocate
+        self._fitting = {machine for machine, allocation in run.needs.items() if can_allocate(machine, allocation)}
 
     def find(self) -> tuple[list[Victim], list[str]]:
         """Return the victims that shrink or stop, and the machines on which the run fits then; both empty if it would not fit."""
@@ -54,7 +54,7 @@ class VictimSearch:
     def _shrink_all(self) -> None:
         for victim in self._victims:
             # On machines where the run would not fit even without this victim, losing a node would not help.
-            for machine in sorted(victim.run.held & self._run.needs.keys() - self._fitting):
+            for machine in sorted(victim.run.allocated & self._run.needs.keys() - self._fitting):
                 if victim.surplus <= 0 or self._is_enough():
                     break
                 self._free(victim, machine, victim.shrunk)
@@ -63,7 +63,7 @@ class VictimSearch:
         for victim in self._victims:
             if self._is_enough():
                 break
-            for machine in sorted(victim.run.held - set(victim.shrunk)):
+            for machine in sorted(victim.run.allocated - set(victim.shrunk)):
                 self._free(victim, machine, victim.stopped)
 
     def _remove_unneeded_victims(self) -> None:
@@ -84,24 +84,24 @@ class VictimSearch:
 
     def _free(self, victim: Victim, machine: str, freed: list[str]) -> None:
         freed.append(machine)
-        self._ledger.remove(machine, victim.run.get_claims(machine))
+        self._ledger.remove(machine, victim.run.get_allocation(machine))
         self._recheck_machine(machine)
 
     def _give_back(self, victim: Victim, machines: list[str], freed: list[str]) -> None:
         for machine in machines:
             freed.remove(machine)
-            self._ledger.add(machine, victim.run.get_claims(machine))
+            self._ledger.add(machine, victim.run.get_allocation(machine))
             self._recheck_machine(machine)
 
     def _restore(self, victim: Victim) -> None:
         for machine in [*victim.shrunk, *victim.stopped]:
-            self._ledger.add(machine, victim.run.get_claims(machine))
+            self._ledger.add(machine, victim.run.get_allocation(machine))
 
     def _recheck_machine(self, machine: str) -> None:
-        claims = self._run.needs.get(machine)
-        if claims is None:
+        allocation = self._run.needs.get(machine)
+        if allocation is None:
             return
-        if self._can_take(machine, claims):
+        if self._can_allocate(machine, allocation):
             self._fitting.add(machine)
         else:
             self._fitting.discard(machine)

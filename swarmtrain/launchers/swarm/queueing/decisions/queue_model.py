@@ -1,4 +1,4 @@
-"""The queue as values: what machines have, what runs claim, and the state of each run. No engine, no clock."""
+"""The queue as values: what machines have, what runs need, what is allocated, and the state of each run. No engine, no clock."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Amounts = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What one node of a run claims on its machine."""
+class Allocation:
+    """Resources that one node of a run needs on a machine, or that are allocated to it there."""
 
     exclusive: Amounts = field(default_factory=dict)
     shared: Amounts = field(default_factory=dict)
-    """What the run shares with other runs that share, too: only the largest of these claims counts."""
+    """What the run shares with other runs that share, too: only the largest of these allocations counts."""
 
     @property
     def total(self) -> dict[str, float]:
@@ -54,12 +54,12 @@ class MachineSupply:
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Resources that something outside the queue holds on a machine: a run deployed without the queue, or another service."""
+class ExternalAllocation:
+    """Resources on a machine that are allocated outside the queue: to a run deployed without the queue, or to another service."""
 
-    holder: str
+    user: str
     machine: str
-    claims: Claims
+    allocation: Allocation
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ class QueuedRun:
     position: float
     """Order within a priority: lower positions first. Positions are version indexes of the managers, not times."""
     state: EntryState
-    needs: Mapping[str, Claims]
-    """What one node of the run would claim on each machine that its config allows."""
+    needs: Mapping[str, Allocation]
+    """What one node of the run needs on each machine that its config allows."""
     min_nodes: int
     nodes: int
-    held: frozenset[str] = frozenset()
+    allocated: frozenset[str] = frozenset()
     """Machines on which a node of the run is admitted."""
-    leaving: Mapping[str, Claims] = field(default_factory=dict)
+    leaving: Mapping[str, Allocation] = field(default_factory=dict)
     """Machines on which a node of the run still runs after its stop was requested."""
     is_preemptible: bool = True
     is_finished: bool = False
-    """Whether the run has its outcome: it holds nothing."""
+    """Whether the run has its outcome: nothing is allocated to it."""
     time_limit: float | None = None
     """Seconds that the run may still train, if it has a limit."""
 
@@ -91,14 +91,14 @@ class QueuedRun:
         """Key by which runs are ordered: the highest priority first, then the lowest position."""
         return (-self.priority, self.position, self.run)
 
-    def get_claims(self, machine: str) -> Claims:
-        """Return what a node of the run claims on `machine`: nothing if the config does not allow it, or if it has left the swarm."""
-        return self.needs.get(machine) or Claims()
+    def get_allocation(self, machine: str) -> Allocation:
+        """Return what a node of the run gets on `machine`: nothing if the config does not allow it, or if it has left the swarm."""
+        return self.needs.get(machine) or Allocation()
 
 
 @dataclass(frozen=True)
 class OwnerLimit:
-    """Maximum that the admitted runs of one owner may hold together. None: no limit."""
+    """Maximum of what is allocated to the admitted runs of one owner together. None: no limit."""
 
     gpus: int | None = None
     nodes: int | None = None
@@ -111,7 +111,7 @@ class QueueSnapshot:
 
     machines: tuple[MachineSupply, ...]
     runs: tuple[QueuedRun, ...]
-    holdings: tuple[Holding, ...] = ()
+    external_allocations: tuple[ExternalAllocation, ...] = ()
     limits: Mapping[str, OwnerLimit] = field(default_factory=dict)
     """Limits by owner; `*` applies to every owner that is not listed."""
 
@@ -147,69 +147,69 @@ class Decision:
     reasons: Mapping[str, str]
 
 
-def count_gpus(claims: Claims) -> float:
-    """Return the number of GPUs in `claims`. All GPUs of a machine whose number is unknown count as one."""
-    counted = {name: amount for name, amount in claims.total.items() if name != CORES}
+def count_gpus(allocation: Allocation) -> float:
+    """Return the number of GPUs in `allocation`. All GPUs of a machine whose number is unknown count as one."""
+    counted = {name: amount for name, amount in allocation.total.items() if name != CORES}
     by_id = sum(amount for name, amount in counted.items() if name.startswith(GPU_ID_PREFIX))
     return max(by_id, sum(amount for name, amount in counted.items() if not name.startswith(GPU_ID_PREFIX)))
 
 
 class Ledger:
-    """The resources of all machines, with what is claimed of them."""
+    """The resources of all machines, with what is allocated of them."""
 
     def __init__(self, machines: tuple[MachineSupply, ...]) -> None:
         self.machines = {machine.id: machine for machine in machines}
         self._exclusive: dict[str, dict[str, float]] = {machine.id: {} for machine in machines}
         self._shared: dict[str, list[Amounts]] = {machine.id: [] for machine in machines}
 
-    def add(self, machine: str, claims: Claims) -> None:
-        """Record `claims` on `machine`, even if they do not fit. Claims on an unknown machine are ignored."""
-        self._change(machine, claims, 1.0)
+    def add(self, machine: str, allocation: Allocation) -> None:
+        """Record `allocation` on `machine`, even if it does not fit. Allocations on an unknown machine are ignored."""
+        self._change(machine, allocation, 1.0)
 
-    def remove(self, machine: str, claims: Claims) -> None:
+    def remove(self, machine: str, allocation: Allocation) -> None:
         """Undo `add`."""
-        self._change(machine, claims, -1.0)
+        self._change(machine, allocation, -1.0)
 
     def compute_free(self, machine: str, resource: str) -> float:
-        """Return the free amount of `resource`; negative if more is claimed than there is."""
+        """Return the free amount of `resource`; negative if more is allocated than there is."""
         return (
             self.machines[machine].get_capacity(resource)
             - self._exclusive[machine].get(resource, 0.0)
             - max((shared.get(resource, 0.0) for shared in self._shared[machine]), default=0.0)
         )
 
-    def compute_increase(self, machine: str, claims: Claims) -> dict[str, float]:
-        """Return by how much `claims` would increase what is claimed on `machine`: shared claims only by what exceeds the largest one."""
-        increase = dict(claims.exclusive)
-        for resource, amount in claims.shared.items():
+    def compute_increase(self, machine: str, allocation: Allocation) -> dict[str, float]:
+        """Return by how much `allocation` would increase what is allocated on `machine`: a shared one only by what exceeds the largest."""
+        increase = dict(allocation.exclusive)
+        for resource, amount in allocation.shared.items():
             largest = max((shared.get(resource, 0.0) for shared in self._shared[machine]), default=0.0)
             increase[resource] = increase.get(resource, 0.0) + max(0.0, amount - largest)
         return increase
 
-    def fits(self, machine: str, claims: Claims) -> bool:
-        """Return whether `claims` fit into what is free on `machine`, which is available."""
+    def fits(self, machine: str, allocation: Allocation) -> bool:
+        """Return whether `allocation` fits into what is free on `machine`, which is available."""
         supply = self.machines.get(machine)
         if supply is None or not supply.is_available:
             return False
-        if self._shared[machine] or claims.shared:
+        if self._shared[machine] or allocation.shared:
             return all(
                 amount <= self.compute_free(machine, resource) + _TOLERANCE
-                for resource, amount in self.compute_increase(machine, claims).items()
+                for resource, amount in self.compute_increase(machine, allocation).items()
             )
-        claimed = self._exclusive[machine]
+        allocated = self._exclusive[machine]
         return all(
-            claimed.get(resource, 0.0) + amount <= supply.get_capacity(resource) + _TOLERANCE
-            for resource, amount in claims.exclusive.items()
+            allocated.get(resource, 0.0) + amount <= supply.get_capacity(resource) + _TOLERANCE
+            for resource, amount in allocation.exclusive.items()
         )
 
-    def _change(self, machine: str, claims: Claims, sign: float) -> None:
-        claimed = self._exclusive.get(machine)
-        if claimed is None:
+    def _change(self, machine: str, allocation: Allocation, sign: float) -> None:
+        allocated = self._exclusive.get(machine)
+        if allocated is None:
             return
-        for resource, amount in claims.exclusive.items():
-            claimed[resource] = claimed.get(resource, 0.0) + sign * amount
-        if claims.shared:
+        for resource, amount in allocation.exclusive.items():
+            allocated[resource] = allocated.get(resource, 0.0) + sign * amount
+        if allocation.shared:
             if sign > 0:
-                self._shared[machine].append(claims.shared)
+                self._shared[machine].append(allocation.shared)
             else:
-                self._shared[machine].remove(claims.shared)
+                self._shared[machine].remove(allocation.shared)

@@ -1,4 +1,4 @@
-"""What a node of a run claims on a machine, from the config of the run and the resources of the machine. Pure."""
+"""What a node of a run needs on a machine, from the config of the run and the resources of the machine. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.inventory import Machine
 from swarmtrain.launchers.common.engine_values import parse_environment
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Claims
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Allocation
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.render.process_environment import HIDDEN_GPUS_ENV, VISIBLE_DEVICES_VARIABLE
 
 ApiObject = dict[str, Any]
 _DEFAULT_KIND = "NVIDIA-GPU"
-# Part of the unknown number of GPUs of a machine that one selected GPU claims: runs with different GPUs fit, a run with all GPUs does not.
+# Part of a machine's unknown number of GPUs for which one selected GPU counts: runs with other GPUs fit, a run with all GPUs does not.
 _PART_OF_UNKNOWN = 1 / 1024
 
 
@@ -27,10 +27,10 @@ def build_capacity(machine: Machine) -> dict[str, float]:
     return {**capacity, CORES: machine.cores}
 
 
-def compute_claims(runner: RunnerConfig, node: PlannedNode, machine: Machine) -> Claims:
-    """Return what `node` claims on `machine`.
+def compute_allocation(runner: RunnerConfig, node: PlannedNode, machine: Machine) -> Allocation:
+    """Return what `node` needs on `machine`.
 
-    GPUs: as many as it reserves, or those that it sees. Cores: docker_config.cpus; without that, a node on GPUs claims the same part of the
+    GPUs: as many as it reserves, or those that it sees. Cores: docker_config.cpus; without that, a node on GPUs gets the same part of the
     cores as of the GPUs, and a node without GPUs all cores. With `share`, everything but reserved GPUs is shared with other such runs.
     """
     capacity = build_capacity(machine)
@@ -41,17 +41,17 @@ def compute_claims(runner: RunnerConfig, node: PlannedNode, machine: Machine) ->
         cores = min(cores, runner.docker_config.cpus)
     elif gpus:
         cores *= _compute_gpu_fraction(gpus, capacity)
-    claims = {**gpus, CORES: cores} if cores else gpus
+    amounts = {**gpus, CORES: cores} if cores else gpus
     if not runner.share:
-        return Claims(claims)
+        return Allocation(amounts)
     reserved = gpus if mode is GpuMode.reserve else {}
-    return Claims(reserved, {name: amount for name, amount in claims.items() if name not in reserved})
+    return Allocation(reserved, {name: amount for name, amount in amounts.items() if name not in reserved})
 
 
-def compute_running_claims(task: ApiObject, machine: Machine) -> Claims:
-    """Return what the container of a node holds on `machine`, by the spec of its task: the config of its run may have changed, or be gone.
+def compute_running_allocation(task: ApiObject, machine: Machine) -> Allocation:
+    """Return what the container of a node uses on `machine`, by the spec of its task: the config of its run may have changed, or be gone.
 
-    `task`: as the engine's API describes it. Claims that the container shares count fully.
+    `task`: as the engine's API describes it. What the container shares counts fully.
     """
     capacity = build_capacity(machine)
     gpus = {kind: float(count) for kind, count in count_resources_by_kind(get_assigned_resources(task)).items()}
@@ -62,7 +62,7 @@ def compute_running_claims(task: ApiObject, machine: Machine) -> Claims:
         gpus = _compute_visible_gpus(() if visible == "all" else visible.split(","), kind, capacity.get(kind, 0.0))
     limits = (task["Spec"].get("Resources") or {}).get("Limits") or {}
     cores = limits.get("NanoCPUs", 0) / 1e9 or capacity[CORES] * _compute_gpu_fraction(gpus, capacity)
-    return Claims({**gpus, CORES: cores} if cores else gpus)
+    return Allocation({**gpus, CORES: cores} if cores else gpus)
 
 
 def _compute_gpus(runner: RunnerConfig, node: PlannedNode, capacity: dict[str, float]) -> dict[str, float]:
@@ -75,7 +75,7 @@ def _compute_gpus(runner: RunnerConfig, node: PlannedNode, capacity: dict[str, f
 
 
 def _compute_visible_gpus(gpus: Sequence[str], kind: str, known: float) -> dict[str, float]:
-    """Return the claims of a node that sees `gpus`, by number or UUID; none: all. `known`: number of GPUs of the machine, 0 if unknown."""
+    """Return the amounts for a node that sees `gpus`, by number or UUID; none: all. `known`: number of the machine's GPUs, 0 if unknown."""
     if not gpus:
         return {kind: known} if known else {UNKNOWN_GPUS: 1.0}
     by_id = {f"{GPU_ID_PREFIX}{gpu}": 1.0 for gpu in gpus}

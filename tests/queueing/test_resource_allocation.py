@@ -1,4 +1,4 @@
-"""What runs claim on a machine: GPUs that they reserve or see, and cores."""
+"""What runs need on a machine: GPUs that they reserve or see, and cores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.inventory import Machine
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Claims, Ledger, MachineSupply, count_gpus
-from swarmtrain.launchers.swarm.queueing.decisions.resource_claims import build_capacity, compute_claims
+from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, Ledger, MachineSupply, count_gpus
+from swarmtrain.launchers.swarm.queueing.decisions.resource_allocation import build_capacity, compute_allocation
 from swarmtrain.node_selection import PlannedNode
 
 DECLARED = Machine("a", id="a", resources={"NVIDIA-GPU": 8}, cores=32)
@@ -18,9 +18,9 @@ PROBED = Machine("a", id="a", gpu_count=8, cores=32)
 UNKNOWN = Machine("a", id="a", cores=32)
 
 
-def compute(machine: Machine, slots: int = 1, gpus: tuple[str, ...] = (), **runner: Any) -> Claims:
+def compute(machine: Machine, slots: int = 1, gpus: tuple[str, ...] = (), **runner: Any) -> Allocation:
     config = RunnerConfig.model_validate_json(json.dumps(runner))
-    return compute_claims(config, PlannedNode("node0", "a", "", slots, "", gpus), machine)
+    return compute_allocation(config, PlannedNode("node0", "a", "", slots, "", gpus), machine)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def compute(machine: Machine, slots: int = 1, gpus: tuple[str, ...] = (), **runn
     ],
 )
 def test_claims(machine: Machine, slots: int, gpus: tuple[str, ...], runner: dict[str, Any], expected: dict[str, float]) -> None:
-    assert compute(machine, slots, gpus, **runner) == Claims(expected)
+    assert compute(machine, slots, gpus, **runner) == Allocation(expected)
 
 
 def test_reserved_gpus_are_never_shared() -> None:
-    claims = compute(DECLARED, 2, share=True, swarm={"gpu": "reserve"})
-    assert claims == Claims({"NVIDIA-GPU": 2.0}, {"cores": 8.0})
-    assert compute(PROBED, share=True, swarm={"gpu": "visible"}) == Claims({}, {"NVIDIA-GPU": 8.0, "cores": 32.0})
+    allocation = compute(DECLARED, 2, share=True, swarm={"gpu": "reserve"})
+    assert allocation == Allocation({"NVIDIA-GPU": 2.0}, {"cores": 8.0})
+    assert compute(PROBED, share=True, swarm={"gpu": "visible"}) == Allocation({}, {"NVIDIA-GPU": 8.0, "cores": 32.0})
 
 
 @pytest.mark.parametrize(
