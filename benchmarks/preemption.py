@@ -16,7 +16,7 @@ from benchmarks.run_startup import IMAGE, provide_image
 from swarmtrain import process
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.queueing import queue_service
+from swarmtrain.queueing import queue_service
 
 _REPEATS, _NODE_COUNT = 3, 4
 _VICTIM, _URGENT = "victim", "urgent"

@@ -16,11 +16,11 @@ from benchmarks.measurement import ROOT, BenchmarkRow, Sample, print_progress
 from swarmtrain import process
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing import queue_service
-from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, MachineSupply, QueuedRun, QueueSnapshot
 from swarmtrain.plan import build_plan
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing import queue_service
+from swarmtrain.queueing.decisions.admission import decide
+from swarmtrain.queueing.decisions.queue_model import Allocation, MachineSupply, QueuedRun, QueueSnapshot
 
 _MACHINES, _QUEUED_RUNS, _REPEATS = 50, 200, 9
 _GPUS_PER_MACHINE = 8
@@ -32,8 +32,8 @@ _MAX_IDLE_PERCENT = 1.0
 _SCHEDULER_SCRIPT = """
 import sys, threading
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.queueing.scheduler import Scheduler
-from swarmtrain.launchers.swarm.queueing.swarm_events import watch_swarm
+from swarmtrain.queueing.scheduler import Scheduler
+from swarmtrain.queueing.swarm_events import watch_swarm
 wake, engine = threading.Event(), DockerEngine(sys.argv[1])
 watch_swarm(engine, wake)
 Scheduler(engine, print).run_forever(wake)

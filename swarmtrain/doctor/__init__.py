@@ -38,6 +38,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.machines.measurements import record_measurement
 from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
 from swarmtrain.plan import Plan
+from swarmtrain.queueing.request_checks import check_queue_request
 
 _PLAN_EXPECTATION = "the plan can be deployed"
 
@@ -75,7 +76,7 @@ def examine_plan(
         snapshot = cluster_checks.inspect_cluster(DockerEngine(), plan)
         check_results += _run_checks(cluster_checks.CHECKS, snapshot)
     check_results.append(_check_hosts(plan, snapshot))
-    check_results.append(CheckResult("plan", _PLAN_EXPECTATION, tuple(launcher.check_plan(plan))))
+    check_results.append(CheckResult("plan", _PLAN_EXPECTATION, (*launcher.check_plan(plan), *check_queue_request(launcher, plan))))
     findings = [finding for check_result in check_results for finding in check_result.findings]
     usable_plan = exclude_unusable_hosts(plan, findings)
     is_blocked = any(finding.fatal and not finding.host for finding in findings)

@@ -27,7 +27,7 @@ RUN /opt/venv/bin/pip install --no-index --no-deps --no-cache-dir --disable-pip-
 FROM ${BASE_IMAGE}
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY --from=wheels /opt/venv /opt/venv
-CMD ["python3", "-m", "swarmtrain.launchers.swarm.queueing"]
+CMD ["python3", "-m", "swarmtrain.queueing"]
 """
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
 

@@ -16,12 +16,13 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.registry import create_launcher
 from swarmtrain.launchers.swarm.cluster_channels import find_secret_ids
-from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing import queue_order, queue_service, stored_policy, submission
-from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader, QueueState
+from swarmtrain.launchers.swarm.queue import policy_store, submission
 from swarmtrain.operations.confirmation import confirm_change, require_confirmation
 from swarmtrain.operations.runs import remove_run
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing import queue_order, queue_service
+from swarmtrain.queueing.queue_service import SchedulerStatus
+from swarmtrain.queueing.queue_state import QueueReader, QueueState
 from swarmtrain.view.console import print_message, show_progress
 from swarmtrain.view.queue_table import QueueTable, build_queue_table, estimate_queue_starts, format_policy
 
@@ -48,7 +49,7 @@ def remove_scheduler(*, assume_yes: bool) -> None:
     waiting = [run.run for run in queue_order.list_waiting_runs(QueueReader(engine).read_state(time.time()))]
     if waiting:
         action = f"remove the scheduler, for which {', '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
-        require_confirmation(action, f"service {queue_service.SERVICE_NAME}", assume_yes=assume_yes)
+        require_confirmation(action, f"service {submission.SCHEDULER_SERVICE}", assume_yes=assume_yes)
     with show_progress("removing the scheduler of the queue") as report_progress:
         queue_service.remove_scheduler(engine, report_progress)
 
@@ -65,7 +66,7 @@ def load_queue_table() -> QueueTable:
 
 def load_policy_text() -> str:
     """Return the text of the queue's policy; that of the default one if none is stored. Raises EngineError."""
-    return stored_policy.read_policy_text(DockerEngine()) or format_policy(stored_policy.DEFAULT_POLICY)
+    return policy_store.read_policy_text(DockerEngine()) or format_policy(policy_store.DEFAULT_POLICY)
 
 
 def store_policy(file: Path) -> None:
@@ -86,7 +87,7 @@ def store_policy(file: Path) -> None:
         if class_name not in policy.classes:
             hint = f"add the class {class_name}, or deploy {run} with another runner.priority first"
             raise StackError(f"lacks the class {class_name}, which {run} has", place=str(file), hint=hint)
-    stored_policy.store_policy(engine, text, source=str(file))
+    policy_store.store_policy(engine, text, source=str(file))
     print_message(f"stored; classes: {', '.join(f'{name} {value}' for name, value in policy.classes.items())}")
 
 

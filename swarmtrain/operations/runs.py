@@ -18,7 +18,7 @@ from swarmtrain.errors import (
     StackError,
     SwarmtrainError,
 )
-from swarmtrain.launchers.base import QUEUED_STATE, Change, Launcher, ProgressReporter, exclude_unusable_hosts
+from swarmtrain.launchers.base import QUEUED_STATE, Change, Finding, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common.history_store import build_operation_event, find_recorded_run
 from swarmtrain.launchers.common.provenance import read_git_checkout
 from swarmtrain.launchers.registry import load_deployment
@@ -177,7 +177,7 @@ def _deploy_when_free(launcher: Launcher, plan: Plan, report_progress: ProgressR
 def _show_and_check_plan(launcher: Launcher, plan: Plan) -> Plan:
     """Print the plan and the findings about it, and return the plan without the hosts that cannot be used. Raises StackError."""
     print_message(str(plan))
-    findings = launcher.check_plan(plan)
+    findings = [*launcher.check_plan(plan), *_check_queue_request(launcher, plan)]
     usable_plan = exclude_unusable_hosts(plan, findings)
     if usable_plan.can_form_world:
         findings = [replace(finding, fatal=finding.fatal and not finding.host) for finding in findings]
@@ -191,6 +191,15 @@ def _show_and_check_plan(launcher: Launcher, plan: Plan) -> Plan:
         names = ", ".join(sorted({node.host for node in plan.available_nodes} - {node.host for node in usable_plan.available_nodes}))
         print_message(f"deploying without {names}: {format_count(len(usable_plan.available_nodes), 'node')} of {len(plan.nodes)} can start")
     return usable_plan
+
+
+def _check_queue_request(launcher: Launcher, plan: Plan) -> list[Finding]:
+    """Return what keeps `plan` from starting in the queue of a swarm. Other launchers do not import the queue."""
+    if not plan.config.runner.capabilities.has_managers:
+        return []
+    from swarmtrain.queueing.request_checks import check_queue_request
+
+    return check_queue_request(launcher, plan)
 
 
 def _confirm_changes(launcher: Launcher, plan: Plan, changes: Sequence[Change], *, assume_yes: bool) -> None:

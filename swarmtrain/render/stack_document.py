@@ -43,7 +43,7 @@ from swarmtrain.protocol import (
     ROLE_RENDEZVOUS,
     RUN_KEY_NAME,
 )
-from swarmtrain.queue_stop import ENV_QUEUE_STOP, QUEUE_STOP_TEMPLATE
+from swarmtrain.queue_labels import ENV_QUEUE_STOP, QUEUE_STOP_TEMPLATE
 from swarmtrain.render.mounts import WORKSPACE, build_mounts, build_volumes, escape_go_template
 from swarmtrain.render.process_environment import (
     ENTRYPOINT_MODULE,

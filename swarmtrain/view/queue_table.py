@@ -12,12 +12,12 @@ import yaml
 from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.launchers.base import RunOverview
 from swarmtrain.launchers.common.engine_values import parse_number
-from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.decisions.estimates import estimate_starts
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, QueuedRun
-from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueState
 from swarmtrain.protocol import EVENT_PROGRESS
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.estimates import estimate_starts
+from swarmtrain.queueing.decisions.queue_model import Allocation, QueuedRun
+from swarmtrain.queueing.queue_service import SchedulerStatus
+from swarmtrain.queueing.queue_state import QueueMember, QueueState
 from swarmtrain.view.formatting import format_count, format_duration, format_table
 
 _RUNNING, _WAITING = "running", "waiting"

@@ -45,7 +45,7 @@ finally:
     [
         (["--help"], {"torch", "docker", "numpy", "pydantic", "yaml", "requests", "swarmtrain.lab.lab"}),
         (["lab", "--help"], {"torch", "docker", "numpy", "yaml", "requests", "swarmtrain.config"}),
-        (["generate", "config.yml"], {"torch", "docker", "numpy", "requests"}),
+        (["generate", "config.yml"], {"torch", "docker", "numpy", "requests", "swarmtrain.queueing"}),
     ],
 )
 def test_light_commands_load_nothing_heavy(argv: list[str], heavy: set[str], tmp_path: Path) -> None:

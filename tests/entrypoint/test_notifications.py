@@ -16,7 +16,7 @@ from swarmtrain.notifications.channel import ChannelSettings, encode_channels
 from swarmtrain.notifications.notification import NotificationKind
 from swarmtrain.process import run_command
 from swarmtrain.protocol import ENV_NOTIFY, Event, describe_outcome, format_run_summary
-from swarmtrain.queue_stop import ENV_QUEUE_STOP
+from swarmtrain.queue_labels import ENV_QUEUE_STOP
 from tests.webhook_receiver import KEY, URL_TOKEN, Receiver, read_process_arguments, receive_webhooks
 
 FAILS = "import time; time.sleep(2); raise ValueError('no such thing')"

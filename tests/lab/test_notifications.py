@@ -21,8 +21,9 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.queueing import queue_service, stored_policy
+from swarmtrain.launchers.swarm.queue import policy_store
 from swarmtrain.plan import Plan, build_plan
+from swarmtrain.queueing import queue_service
 from tests.webhook_receiver import KEY, URL_TOKEN, ReceiverProcess, start_lab_receiver
 
 _FAILS = b"import time\ntime.sleep(2)\nraise ValueError('no such thing')\n"
@@ -143,11 +144,11 @@ def cluster_channel(engine: DockerEngine, image: str, start_receiver: Callable[[
     receiver = start_receiver(0.0)
     content = base64.b64encode(receiver.secret.encode()).decode()
     secret = engine.post("/secrets/create", {"Name": "team-webhook", "Labels": {}, "Data": content})["ID"]
-    stored_policy.store_policy(engine, "notify: {ops: {swarm_secret: team-webhook, events: [preemption, stop]}}\n", source="policy.yml")
+    policy_store.store_policy(engine, "notify: {ops: {swarm_secret: team-webhook, events: [preemption, stop]}}\n", source="policy.yml")
     queue_service.start_scheduler(engine, image, print_line)
     yield receiver
     queue_service.remove_scheduler(engine, DISCARD)
-    engine.delete(f"/configs/{stored_policy.find_policy_id(engine)}")
+    engine.delete(f"/configs/{policy_store.find_policy_id(engine)}")
     engine.delete(f"/secrets/{secret}")
 
 

@@ -22,9 +22,11 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import QUEUED_STATE, TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
-from swarmtrain.launchers.swarm.queue_entry import QueueEntry, find_queue_entry
-from swarmtrain.launchers.swarm.queueing import queue_service
+from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, find_queue_entry
+from swarmtrain.launchers.swarm.queue.submission import SCHEDULER_SERVICE
 from swarmtrain.plan import build_plan
+from swarmtrain.queueing import queue_service
+from swarmtrain.queueing.request_checks import check_queue_request
 from swarmtrain.view.dashboard.cluster_reader import ClusterReader
 
 _LONG = 60.0
@@ -44,7 +46,8 @@ class Queue:
         config = Config.model_validate_json(json.dumps({"runner": settings}))
         cargo = Cargo((RunFile.from_content("training_code.py", b"train()\n"),))
         plan = build_plan(config, self.launcher.read_inventory(config.runner), cargo, run=run)
-        assert [finding for finding in self.launcher.check_plan(plan) if finding.fatal] == []
+        findings = [*self.launcher.check_plan(plan), *check_queue_request(self.launcher, plan)]
+        assert [finding for finding in findings if finding.fatal] == []
         self.launcher.deploy_run(plan, print_line)
 
     def read_entry(self, run: str) -> QueueEntry:
@@ -86,7 +89,7 @@ def queue(lab: Lab, engine: DockerEngine, image: str, stub_image: str) -> Iterat
         with contextlib.suppress(RunNotFound):
             queue.launcher.tear_down_run(run, DISCARD)
     with contextlib.suppress(subprocess.CalledProcessError):  # its machine may be one that was lost
-        print_line(run_docker(lab, "service", "logs", "--raw", queue_service.SERVICE_NAME))
+        print_line(run_docker(lab, "service", "logs", "--raw", SCHEDULER_SERVICE))
     queue_service.remove_scheduler(engine, DISCARD)
 
 
@@ -155,7 +158,7 @@ print(problems)
 
 def test_the_scheduler_has_the_socket_and_nothing_else(queue: Queue) -> None:
     """Seen from its container: no capabilities, no files to write outside /tmp, no way to a machine, as to a manager's port 2377."""
-    container = run_docker(queue.lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}").strip()
+    container = run_docker(queue.lab, "ps", "-q", "--filter", f"name={SCHEDULER_SERVICE}").strip()
     addresses = [machine.address for machine in cluster_state.read_inventory(queue.engine).machines]
     check = _CONTAINER_CHECK.format(addresses=addresses)
     assert run_docker(queue.lab, "exec", container, "python3", "-c", check).strip() == "[]"
@@ -169,7 +172,7 @@ def test_a_scheduler_that_dies_again_and_again_loses_nothing(queue: Queue) -> No
     deadline = time.monotonic() + 120
     kills = 0
     while kills < 20:
-        containers = run_docker(queue.lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}").split()
+        containers = run_docker(queue.lab, "ps", "-q", "--filter", f"name={SCHEDULER_SERVICE}").split()
         for container in containers:
             with contextlib.suppress(Exception):  # it has ended meanwhile
                 run_docker(queue.lab, "kill", container)
@@ -191,7 +194,7 @@ def test_a_scheduler_that_dies_again_and_again_loses_nothing(queue: Queue) -> No
 @pytest.mark.test_all_only("waits until a lock is stale; that a scheduler without the lock changes nothing is in tests/queueing")
 def test_of_two_schedulers_one_acts_and_the_other_takes_over(queue: Queue) -> None:
     def list_acting() -> list[str]:
-        containers = run_docker(queue.lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}").split()
+        containers = run_docker(queue.lab, "ps", "-q", "--filter", f"name={SCHEDULER_SERVICE}").split()
         return [container for container in containers if "scheduling" in run_docker(queue.lab, "logs", container)]
 
     def wait_for_acting() -> str:
@@ -203,7 +206,7 @@ def test_of_two_schedulers_one_acts_and_the_other_takes_over(queue: Queue) -> No
         return container
 
     first = wait_for_acting()
-    run_docker(queue.lab, "service", "scale", f"{queue_service.SERVICE_NAME}=2")
+    run_docker(queue.lab, "service", "scale", f"{SCHEDULER_SERVICE}=2")
     queue.submit("demo", nodes=2)
     queue.wait_for({"demo": 2})
     assert list_acting() == [first]

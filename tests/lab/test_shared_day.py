@@ -21,9 +21,10 @@ from swarmtrain.errors import EngineError, SwarmtrainError
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
-from swarmtrain.launchers.swarm.queue_entry import QueueEntry, find_queue_entry
-from swarmtrain.launchers.swarm.queueing import queue_service
+from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, find_queue_entry
+from swarmtrain.launchers.swarm.queue.submission import SCHEDULER_SERVICE
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_PROGRESS, Event
+from swarmtrain.queueing import queue_service
 from swarmtrain.run_identity import OWNER_VARIABLE
 
 pytestmark = pytest.mark.test_all_only("seven training runs; each part is in tests/lab/test_queue.py and tests/queueing")
@@ -172,6 +173,6 @@ def _find_scheduler_containers(lab: Lab) -> list[tuple[str, str]]:
     found = []
     for node in ("node0", "node1", "node2"):
         with contextlib.suppress(EngineError):
-            ids = run_docker(lab, "ps", "-q", "--filter", f"name={queue_service.SERVICE_NAME}", node=node).split()
+            ids = run_docker(lab, "ps", "-q", "--filter", f"name={SCHEDULER_SERVICE}", node=node).split()
             found += [(node, container) for container in ids]
     return found

@@ -24,8 +24,9 @@ from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.base import QUEUED_STATE
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.queueing import queue_service
+from swarmtrain.launchers.swarm.queue.submission import SCHEDULER_SERVICE
 from swarmtrain.plan import Plan
+from swarmtrain.queueing import queue_service
 
 pytestmark = pytest.mark.test_all_only("builds images and starts registries")
 
@@ -234,18 +235,18 @@ def test_a_queued_run_pulls_with_the_login_of_a_person_whose_home_is_gone(
     assert owner.run_command("push", queued_image).returncode == 0
     queue_service.start_scheduler(engine, image, print_line)
     try:
-        run_docker(lab, "service", "scale", "--detach", f"{queue_service.SERVICE_NAME}=0")
+        run_docker(lab, "service", "scale", "--detach", f"{SCHEDULER_SERVICE}=0")
         with monkeypatch.context() as patch:
             patch.setenv("DOCKER_CONFIG", str(owner.docker_config))
             SwarmLauncher(lab.get_docker_host("node0")).deploy_run(plan_run(nodes=3, image=queued_image), print_line)
         shutil.rmtree(owner.home)
         assert {task.state for task in launcher.list_tasks(RUN)} == {QUEUED_STATE}
-        run_docker(lab, "service", "scale", "--detach", f"{queue_service.SERVICE_NAME}=1")
+        run_docker(lab, "service", "scale", "--detach", f"{SCHEDULER_SERVICE}=1")
         deadline = time.monotonic() + 90
         while [task.state for task in launcher.list_tasks(RUN)] != ["running"] * 4:
             assert time.monotonic() < deadline, launcher.list_tasks(RUN)
             time.sleep(0.5)
-        service = engine.list_objects("/services", name=queue_service.SERVICE_NAME)[0]
+        service = engine.list_objects("/services", name=SCHEDULER_SERVICE)[0]
         assert not service["Spec"]["TaskTemplate"]["ContainerSpec"].get("Secrets"), "the scheduler has no secret"
         launcher.tear_down_run(RUN, print_line)
     finally:

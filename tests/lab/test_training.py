@@ -41,8 +41,8 @@ from swarmtrain import protocol
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.queueing import queue_service
 from swarmtrain.protocol import Event
+from swarmtrain.queueing import queue_service
 from swarmtrain.view.run_state import diagnose_live_run
 
 

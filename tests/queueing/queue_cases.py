@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.queue_model import (
     Allocation,
     ChangeKind,
     MachineSupply,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from queue_cases import GPU, apply_changes, build_machines, build_run, complete_leaving, map_changes
 
-from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
-from swarmtrain.launchers.swarm.queueing.decisions.estimates import estimate_starts
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, ExternalAllocation, OwnerLimit, QueueSnapshot
+from swarmtrain.queueing.decisions.admission import decide
+from swarmtrain.queueing.decisions.estimates import estimate_starts
+from swarmtrain.queueing.decisions.queue_model import Allocation, ExternalAllocation, OwnerLimit, QueueSnapshot
 
 MACHINES = build_machines(4)
 

@@ -14,14 +14,14 @@ from swarmtrain.errors import ConfigError, StackError
 from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.launchers.swarm import cluster_state, deployed_run
 from swarmtrain.launchers.swarm.cluster_channels import add_cluster_channels
-from swarmtrain.launchers.swarm.queueing.stored_policy import store_policy
+from swarmtrain.launchers.swarm.queue.policy_store import store_policy
 from swarmtrain.launchers.swarm.reconcile import reconcile
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
 from swarmtrain.launchers.swarm.step_executor import apply_steps
 from swarmtrain.notifications.channel import decode_channels
 from swarmtrain.plan import build_plan
 from swarmtrain.protocol import ENV_NOTIFY, LABEL_NOTIFY, RENDEZVOUS_SERVICE
-from swarmtrain.queue_stop import ENV_QUEUE_STOP
+from swarmtrain.queue_labels import ENV_QUEUE_STOP
 from swarmtrain.render.stack_document import render_stack
 
 POLICY = "notify: {ops: {swarm_secret: team, events: [outcome]}}\n"

@@ -15,10 +15,10 @@ from swarmtrain.launchers.base import RunOverview, TaskState
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
 from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
-from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import Event
+from swarmtrain.queueing.queue_service import SchedulerStatus
+from swarmtrain.queueing.queue_state import QueueReader
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import cluster_reader
 from swarmtrain.view.dashboard.cluster_machines import SwarmState

@@ -15,10 +15,11 @@ from test_scheduler import Cluster
 from swarmtrain import protocol
 from swarmtrain.errors import EngineError, SwarmtrainError
 from swarmtrain.launchers.common import engine_values
-from swarmtrain.launchers.swarm import cluster_state, deployed_run, overviews, queue_entry
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
+from swarmtrain.launchers.swarm import cluster_state, deployed_run, overviews
+from swarmtrain.launchers.swarm.queue import queue_entry
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK
-from swarmtrain.queue_stop import LABEL_QUEUE_LOST
+from swarmtrain.queue_labels import LABEL_QUEUE_LOST
+from swarmtrain.queueing.queue_state import QueueReader
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.queue_table import build_queue_table, estimate_queue_starts
 from swarmtrain.view.run_table import build_run_table

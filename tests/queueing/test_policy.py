@@ -15,8 +15,9 @@ from swarmtrain.config.loader import parse_section
 from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.errors import ConfigError
 from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.launchers.swarm.queueing import stored_policy, submission
+from swarmtrain.launchers.swarm.queue import policy_store
 from swarmtrain.plan import build_plan
+from swarmtrain.queueing import request_checks
 from swarmtrain.run_identity import OWNER_VARIABLE
 from swarmtrain.view.queue_table import format_policy
 
@@ -43,25 +44,25 @@ def test_an_invalid_policy_is_refused_with_its_line(text: str, line: int | None,
 
 
 def test_the_default_policy_is_printed_as_a_file_that_is_accepted() -> None:
-    assert parse_section(format_policy(stored_policy.DEFAULT_POLICY), QueuePolicy) == stored_policy.DEFAULT_POLICY
+    assert parse_section(format_policy(policy_store.DEFAULT_POLICY), QueuePolicy) == policy_store.DEFAULT_POLICY
 
 
 def test_a_policy_is_stored_with_its_comments_and_replaces_the_earlier_one() -> None:
     swarm: Any = FakeSwarm(1)
-    assert stored_policy.read_policy(swarm) == stored_policy.DEFAULT_POLICY
+    assert policy_store.read_policy(swarm) == policy_store.DEFAULT_POLICY
     for text in ("classes: {a: 1}\ndefault_class: a  # ours\n", "classes: {b: 1}\ndefault_class: b\n"):
         for _ in range(2):
-            stored_policy.store_policy(swarm, text, source="policy.yml")
-        assert stored_policy.read_policy_text(swarm) == text
+            policy_store.store_policy(swarm, text, source="policy.yml")
+        assert policy_store.read_policy_text(swarm) == text
         assert len(swarm.list_objects("/configs")) == 1
-    assert stored_policy.read_policy(swarm).classes == {"b": 1}
+    assert policy_store.read_policy(swarm).classes == {"b": 1}
 
 
 def check(cluster: Any, **runner: Any) -> list[str]:
     """Return the problems of a run in the queue, each with its hint."""
     config = Config.model_validate_json(json.dumps({"runner": runner}))
     plan = build_plan(config, cluster_state.read_inventory(cluster), Cargo(()), run="demo")
-    findings = submission.collect_findings(cluster, plan)
+    findings = request_checks.collect_findings(cluster, plan)
     return [f"{finding.place}: {finding.message} ({finding.hint})" for finding in findings]
 
 
@@ -93,7 +94,7 @@ def test_a_request_that_never_fits_is_refused_with_the_largest_that_would(runner
 def test_a_request_beyond_the_owners_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm: Any = FakeSwarm(4)
     monkeypatch.setenv(OWNER_VARIABLE, "anna")
-    stored_policy.store_policy(swarm, "limits: {anna: {gpus: 4}, '*': {nodes: 1}}\n", source="policy.yml")
+    policy_store.store_policy(swarm, "limits: {anna: {gpus: 4}, '*': {nodes: 1}}\n", source="policy.yml")
     assert check(swarm, nodes=2) == []
     assert check(swarm, nodes=4, min_nodes=2) == []
     assert check(swarm, nodes=3) == [
@@ -113,11 +114,11 @@ def test_a_scheduler_that_does_not_run_or_is_of_another_version_is_reported() ->
     template = {"ContainerSpec": {"Image": "queue:1"}, "Placement": {"Constraints": ["node.role==manager"]}}
     mode = {"Replicated": {"Replicas": 1}}
     swarm.post("/services/create", {"Name": "swarmtrain-queue", "Labels": labels, "TaskTemplate": template, "Mode": mode})
-    texts = [finding.message for finding in submission.find_scheduler_problems(swarm)]
+    texts = [finding.message for finding in request_checks.find_scheduler_problems(swarm)]
     assert texts == [
         "its scheduler is new; runs wait until it runs again",
         f"its scheduler is swarmtrain 0.0.1, and this is {__version__}",
     ]
     swarm.advance()
-    assert [finding.message for finding in submission.find_scheduler_problems(swarm)] == texts[1:]
-    assert not any(finding.fatal for finding in submission.find_scheduler_problems(swarm))
+    assert [finding.message for finding in request_checks.find_scheduler_problems(swarm)] == texts[1:]
+    assert not any(finding.fatal for finding in request_checks.find_scheduler_problems(swarm))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from test_scheduler import Cluster
 
-from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
+from swarmtrain.queueing.queue_service import SchedulerStatus
+from swarmtrain.queueing.queue_state import QueueReader
 from swarmtrain.view.queue_table import build_queue_table, estimate_queue_starts
 
 STATUS = SchedulerStatus("running", "gpu-0", "registry/queue:1", "0.1.0")

@@ -9,9 +9,9 @@ import pytest
 from queue_cases import GPU, apply_changes, build_machines, build_run
 from randomized import SEED, count_examples, print_seed
 
-from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, ChangeKind, QueuedRun, QueueSnapshot
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.admission import decide
+from swarmtrain.queueing.decisions.queue_model import Allocation, ChangeKind, QueuedRun, QueueSnapshot
 
 _SEQUENCES, _STEPS, _MAX_ROUNDS = 500, 40, 200
 

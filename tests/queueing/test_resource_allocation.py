@@ -9,9 +9,9 @@ import pytest
 
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.inventory import Machine
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, Ledger, MachineSupply, count_gpus
-from swarmtrain.launchers.swarm.queueing.decisions.resource_allocation import build_capacity, compute_allocation
 from swarmtrain.node_selection import PlannedNode
+from swarmtrain.queueing.decisions.queue_model import Allocation, Ledger, MachineSupply, count_gpus
+from swarmtrain.queueing.resource_allocation import build_capacity, compute_allocation
 
 DECLARED = Machine("a", id="a", resources={"NVIDIA-GPU": 8}, cores=32)
 PROBED = Machine("a", id="a", gpu_count=8, cores=32)

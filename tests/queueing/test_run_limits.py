@@ -8,10 +8,10 @@ import pytest
 from test_scheduler import Cluster
 
 from swarmtrain.config.schema.queue_policy import IdleAction, IdlePolicy
-from swarmtrain.launchers.swarm.queueing import run_limits
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueReader
-from swarmtrain.launchers.swarm.queueing.run_limits import IdleGpuMonitor
 from swarmtrain.protocol import EVENT_USAGE, Event
+from swarmtrain.queueing import run_limits
+from swarmtrain.queueing.queue_state import QueueMember, QueueReader
+from swarmtrain.queueing.run_limits import IdleGpuMonitor
 
 
 @pytest.fixture

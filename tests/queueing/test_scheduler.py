@@ -14,12 +14,9 @@ from swarmtrain.config import Config
 from swarmtrain.errors import PlanError, StackError
 from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.launchers.swarm import cluster_state, deployed_run
-from swarmtrain.launchers.swarm.queue_entry import QueueEntry, find_queue_entry
-from swarmtrain.launchers.swarm.queueing import submission
-from swarmtrain.launchers.swarm.queueing.queue_order import move_run
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueReader
-from swarmtrain.launchers.swarm.queueing.scheduler import LeadershipLost, Scheduler
-from swarmtrain.launchers.swarm.queueing.stored_policy import store_policy
+from swarmtrain.launchers.swarm.queue import submission
+from swarmtrain.launchers.swarm.queue.policy_store import store_policy
+from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, find_queue_entry
 from swarmtrain.launchers.swarm.reconcile import ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest
 from swarmtrain.launchers.swarm.service_specs import add_labels, build_stack_specs
@@ -27,7 +24,10 @@ from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, Event
-from swarmtrain.queue_stop import ENV_QUEUE_STOP, LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, QueueStop
+from swarmtrain.queue_labels import ENV_QUEUE_STOP, LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, QueueStop
+from swarmtrain.queueing.queue_order import move_run
+from swarmtrain.queueing.queue_state import QueueReader
+from swarmtrain.queueing.scheduler import LeadershipLost, Scheduler
 from swarmtrain.render.stack_document import render_stack
 from swarmtrain.run_identity import RunIdentity
 

@@ -17,7 +17,7 @@ from swarmtrain.notifications.channel import ChannelSettings
 from swarmtrain.notifications.delivery import DeliveryFunction, build_delivery
 from swarmtrain.notifications.notification import Notification, NotificationKind
 from swarmtrain.protocol import Event, format_run_summary
-from swarmtrain.queue_stop import QueueStop
+from swarmtrain.queue_labels import QueueStop
 
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = (0.5, 60.0)

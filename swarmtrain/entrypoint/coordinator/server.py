@@ -45,7 +45,7 @@ from swarmtrain.protocol import (
     RunOutcome,
     SupervisorResponse,
 )
-from swarmtrain.queue_stop import QueueStop
+from swarmtrain.queue_labels import QueueStop
 from swarmtrain.run_key import (
     MAX_FIRST_REQUEST_BYTES,
     NEXT_NONCE_FIELD,

@@ -31,9 +31,8 @@ from swarmtrain.launchers.swarm import cluster_state, code_placement, deployed_r
 from swarmtrain.launchers.swarm.cluster_channels import add_cluster_channels
 from swarmtrain.launchers.swarm.convergence import StartupTolerance
 from swarmtrain.launchers.swarm.following.update_stream import LogScope, format_manager_name, watch_run
-from swarmtrain.launchers.swarm.queue_entry import find_queue_entry
-from swarmtrain.launchers.swarm.queueing import submission
-from swarmtrain.launchers.swarm.queueing.queue_service import is_scheduler_installed
+from swarmtrain.launchers.swarm.queue import submission
+from swarmtrain.launchers.swarm.queue.queue_entry import find_queue_entry
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources import resource_accounting
 from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest
@@ -65,13 +64,20 @@ class SwarmLauncher:
     def location(self) -> str:
         return f"the swarm at {self._engine.endpoint}"
 
+    @property
+    def engine(self) -> DockerEngine:
+        """The engine of a manager to which the launcher is connected."""
+        return self._engine
+
+    def queues_run(self, plan: Plan) -> bool:
+        """Return whether `plan` waits in the queue of a scheduler. The doctor's probes never do: they are refused if they do not fit."""
+        return not plan.is_probe and submission.is_scheduler_installed(self._engine)
+
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
         return cluster_state.read_inventory(self._engine)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
         findings = plan_checks.collect_findings(self._engine, plan)
-        if self._uses_queue(plan):
-            findings += [*submission.find_scheduler_problems(self._engine), *submission.collect_findings(self._engine, plan)]
         if any(finding.fatal for finding in findings):
             return findings
         return [
@@ -81,12 +87,12 @@ class SwarmLauncher:
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
         """Return the steps that `deploy_run` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
-        return self._plan_reconcile_steps(plan, self._build_stack_specs(plan), create_run_identity(), is_queued=self._uses_queue(plan))
+        return self._plan_reconcile_steps(plan, self._build_stack_specs(plan), create_run_identity(), is_queued=self.queues_run(plan))
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         desired = self._pin_images(render_stack(self._place_code(plan, report_progress)))
         new_identity, self._deployed_at[plan.run] = create_run_identity(), time.time()
-        is_queued = self._uses_queue(plan)
+        is_queued = self.queues_run(plan)
 
         def plan_steps() -> list[ReconcileStep]:
             steps = self._plan_reconcile_steps(plan, desired, new_identity, is_queued=is_queued)
@@ -192,10 +198,6 @@ class SwarmLauncher:
         with lock.hold_lock(report_progress):
             teardown.tear_down_stack(self._engine, run, report_progress, lock.check_lock_held)
         report_progress(f"{run} removed")
-
-    def _uses_queue(self, plan: Plan) -> bool:
-        """Return whether `plan` waits in the queue. The doctor's probes never do: they are refused if they do not fit."""
-        return not plan.is_probe and is_scheduler_installed(self._engine)
 
     def _plan_reconcile_steps(self, plan: Plan, desired: StackSpecs, new_identity: RunIdentity, *, is_queued: bool) -> list[ReconcileStep]:
         """Return the steps to `desired`, the specs of `plan`. An existing run keeps its identity, or has none; others get `new_identity`.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.errors import StackError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.queueing.stored_policy import read_policy
+from swarmtrain.launchers.swarm.queue.policy_store import read_policy
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
 from swarmtrain.notifications.channel import (
     CLUSTER_CHANNEL_PREFIX,
@@ -17,7 +17,7 @@ from swarmtrain.notifications.channel import (
     name_channel_secret,
 )
 from swarmtrain.protocol import ENV_NOTIFY, LABEL_NOTIFY, RENDEZVOUS_SERVICE
-from swarmtrain.queue_stop import ENV_QUEUE_STOP, QUEUE_STOP_TEMPLATE
+from swarmtrain.queue_labels import ENV_QUEUE_STOP, QUEUE_STOP_TEMPLATE
 from swarmtrain.render.stack_document import SECRETS_FOLDER
 
 _NO_CHANNELS = "{}"

@@ -12,7 +12,7 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
-from swarmtrain.launchers.swarm.queue_entry import describe_malformed_run
+from swarmtrain.launchers.swarm.queue.queue_entry import describe_malformed_run
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 

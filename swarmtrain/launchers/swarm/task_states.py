@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from swarmtrain.launchers.base import QUEUED_STATE, TaskExit, TaskState
 from swarmtrain.launchers.swarm.cluster_state import Service, Task, find_newest_task
-from swarmtrain.launchers.swarm.queue_entry import EntryState, find_queue_entry
+from swarmtrain.launchers.swarm.queue.queue_entry import find_queue_entry
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_HOST
+from swarmtrain.queue_labels import EntryState
 
 
 def build_task_states(

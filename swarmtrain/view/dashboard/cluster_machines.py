@@ -7,7 +7,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmtrain.launchers.base import RunOverview
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
+from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.queueing.decisions.queue_model import (
     CORES,
     GPU_ID_PREFIX,
     UNKNOWN_GPUS,
@@ -16,8 +17,7 @@ from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     QueueSnapshot,
     count_gpus,
 )
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueState
-from swarmtrain.protocol import RENDEZVOUS_SERVICE
+from swarmtrain.queueing.queue_state import QueueState
 from swarmtrain.view.status import build_status
 
 _READY = "ready"

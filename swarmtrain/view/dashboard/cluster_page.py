@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarmtrain.launchers.base import RunOverview
-from swarmtrain.launchers.swarm.queueing.queue_service import SchedulerStatus
+from swarmtrain.queueing.queue_service import SchedulerStatus
 from swarmtrain.view.dashboard.cluster_machines import ClusterMachine, SwarmState, build_cluster_machines
 from swarmtrain.view.dashboard.page_data import PageData, replace_non_finite_numbers
 from swarmtrain.view.queue_table import NO_SCHEDULER_TEXT, QueueTable, build_queue_table

@@ -19,7 +19,7 @@ from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.convergence import find_exec_failures, read_min_nodes
 from swarmtrain.launchers.swarm.following.coordinator_repair import CoordinatorRepair
 from swarmtrain.launchers.swarm.following.state_poller import UNREACHABLE_AFTER_SECONDS, StatePoller, SwarmSnapshot
-from swarmtrain.launchers.swarm.queue_entry import find_queue_entry, is_waiting_in_queue
+from swarmtrain.launchers.swarm.queue.queue_entry import find_queue_entry, is_waiting_in_queue
 from swarmtrain.launchers.swarm.step_executor import run_in_parallel, scale_service_to_zero
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts

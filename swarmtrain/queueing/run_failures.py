@@ -9,8 +9,8 @@ from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.convergence import find_exec_failures, find_refusals
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, RENDEZVOUS_SERVICE, Event
+from swarmtrain.queueing.queue_state import QueueMember
 
 _TAIL_LINES = 100
 

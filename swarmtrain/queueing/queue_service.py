@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,16 +14,15 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.convergence import is_late_network
+from swarmtrain.launchers.swarm.queue.submission import LABEL_SCHEDULER_VERSION, SCHEDULER_SERVICE, find_scheduler_service
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.step_executor import update_service
 
-SERVICE_NAME = "swarmtrain-queue"
 SOCKET_PATH = "/var/run/docker.sock"
 _LABEL_SCHEDULER = "swarmtrain.scheduler.of"
-_LABEL_VERSION = "swarmtrain.scheduler.version"
 _LABEL_IMAGE = "swarmtrain.scheduler.image"
-_NETWORK_NAME = SERVICE_NAME
-_MODULE = "swarmtrain.launchers.swarm.queueing"
+_NETWORK_NAME = SCHEDULER_SERVICE
+_MODULE = "swarmtrain.queueing"
 _PLACE = "the queue's scheduler"
 _MEMORY_BYTES = 512 * 2**20
 _NANOSECONDS = 10**9
@@ -57,24 +55,19 @@ class SchedulerStatus:
 
 def find_scheduler_status(engine: DockerEngine) -> SchedulerStatus | None:
     """Return the status of the scheduler; None if the swarm has none. Raises EngineError."""
-    return read_scheduler_status(engine) if is_scheduler_installed(engine) else None
-
-
-def is_scheduler_installed(engine: DockerEngine) -> bool:
-    """Return whether the swarm has a scheduler, so that runs are queued. Raises EngineError."""
-    return _find_service(engine) is not None
+    return read_scheduler_status(engine) if find_scheduler_service(engine) else None
 
 
 def create_scheduler_lock(engine: DockerEngine) -> RunLock:
     """Return the lock that the one active scheduler of the swarm holds."""
-    return RunLock(engine, SERVICE_NAME, "schedules the queue", kind_label=_LABEL_SCHEDULER)
+    return RunLock(engine, SCHEDULER_SERVICE, "schedules the queue", kind_label=_LABEL_SCHEDULER)
 
 
 def start_scheduler(engine: DockerEngine, image: str, report_progress: ProgressReporter) -> SchedulerStatus:
     """Start the scheduler, or update it to `image` and this version, and wait until it runs. Raises ImageError, StackError, EngineError."""
     spec = _build_service_spec(image, pin_image(engine, image).reference)
     _create_network(engine)
-    existing = _find_service(engine)
+    existing = find_scheduler_service(engine)
     old_tasks = {task["ID"] for task in _list_tasks(engine)} if existing else set()
     if existing is None:
         report_progress(f"starting {image} on a manager")
@@ -88,7 +81,7 @@ def start_scheduler(engine: DockerEngine, image: str, report_progress: ProgressR
         _wait_until_running(engine, old_tasks, report_progress)
     except BaseException:
         if existing is None:
-            engine.delete(f"/services/{SERVICE_NAME}")
+            engine.delete(f"/services/{SCHEDULER_SERVICE}")
             with contextlib.suppress(EngineError):
                 _remove_network(engine)
         raise
@@ -97,11 +90,11 @@ def start_scheduler(engine: DockerEngine, image: str, report_progress: ProgressR
 
 def remove_scheduler(engine: DockerEngine, report_progress: ProgressReporter) -> None:
     """Remove the scheduler. Running runs continue; waiting ones wait until there is a scheduler again. Raises StackError, EngineError."""
-    if _find_service(engine) is None and _find_network(engine):  # an earlier command was interrupted
+    if find_scheduler_service(engine) is None and _find_network(engine):  # an earlier command was interrupted
         _remove_network(engine)
         return
     service = _get_service(engine)
-    engine.delete(f"/services/{SERVICE_NAME}")
+    engine.delete(f"/services/{SCHEDULER_SERVICE}")
     report_progress("waiting for its container to stop")
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while any(task.get("ServiceID") == service["ID"] for task in engine.list_objects("/tasks")) and time.monotonic() < deadline:
@@ -118,7 +111,7 @@ def read_scheduler_status(engine: DockerEngine) -> SchedulerStatus:
         state=str(task["Status"]["State"]) if task else "new",
         host=hosts.get(task.get("NodeID", ""), "") if task else "",
         image=str(labels.get(_LABEL_IMAGE, "")),
-        version=str(labels.get(_LABEL_VERSION, "")),
+        version=str(labels.get(LABEL_SCHEDULER_VERSION, "")),
         reason=str(task["Status"].get("Err", "")) if task else "",
     )
 
@@ -140,8 +133,8 @@ def _build_service_spec(image: str, pinned_image: str) -> ApiObject:
         "StopGracePeriod": 10 * _NANOSECONDS,
     }
     return {
-        "Name": SERVICE_NAME,
-        "Labels": {_LABEL_VERSION: __version__, _LABEL_IMAGE: image},
+        "Name": SCHEDULER_SERVICE,
+        "Labels": {LABEL_SCHEDULER_VERSION: __version__, _LABEL_IMAGE: image},
         "TaskTemplate": {
             "ContainerSpec": container,
             "Networks": [{"Target": _NETWORK_NAME}],
@@ -164,7 +157,13 @@ def _create_network(engine: DockerEngine) -> None:
     """
     existing = _find_network(engine)
     if existing is None:
-        network = {"Name": _NETWORK_NAME, "Driver": "overlay", "Scope": "swarm", "Internal": True, "Labels": {_LABEL_VERSION: __version__}}
+        network = {
+            "Name": _NETWORK_NAME,
+            "Driver": "overlay",
+            "Scope": "swarm",
+            "Internal": True,
+            "Labels": {LABEL_SCHEDULER_VERSION: __version__},
+        }
         try:
             engine.post("/networks/create", {**network, "CheckDuplicate": True})
         except EngineError as error:
@@ -199,7 +198,7 @@ def _find_network(engine: DockerEngine) -> ApiObject | None:
 
 
 def _is_own_network(network: ApiObject) -> bool:
-    return _LABEL_VERSION in (network.get("Labels") or {})
+    return LABEL_SCHEDULER_VERSION in (network.get("Labels") or {})
 
 
 def _wait_until_running(engine: DockerEngine, old_tasks: set[str], report_progress: ProgressReporter) -> None:
@@ -213,26 +212,19 @@ def _wait_until_running(engine: DockerEngine, old_tasks: set[str], report_progre
         for status in states:
             if status["State"] in ("rejected", "failed", "complete") and not is_late_network(str(status.get("Err", ""))):
                 raise StackError(
-                    f"does not start: {status.get('Err', '')}", place=_PLACE, hint=f"docker service logs {SERVICE_NAME} shows why"
+                    f"does not start: {status.get('Err', '')}", place=_PLACE, hint=f"docker service logs {SCHEDULER_SERVICE} shows why"
                 )
         if (line := f"{states[0]['State']} {states[0].get('Err', '')}".strip()) != last_line:
             report_progress(line)
             last_line = line
         time.sleep(_POLL_SECONDS)
-    raise StackError(f"is not running after {_TIMEOUT_SECONDS:.0f} s: {last_line}", place=_PLACE, hint=f"docker service ps {SERVICE_NAME}")
-
-
-def _find_service(engine: DockerEngine) -> ApiObject | None:
-    services = engine.list_objects("/services", name=SERVICE_NAME)
-    return next((service for service in services if service["Spec"]["Name"] == SERVICE_NAME and _is_ours(service)), None)
-
-
-def _is_ours(service: Mapping[str, Any]) -> bool:
-    return _LABEL_VERSION in (service["Spec"].get("Labels") or {})
+    raise StackError(
+        f"is not running after {_TIMEOUT_SECONDS:.0f} s: {last_line}", place=_PLACE, hint=f"docker service ps {SCHEDULER_SERVICE}"
+    )
 
 
 def _get_service(engine: DockerEngine) -> ApiObject:
-    service = _find_service(engine)
+    service = find_scheduler_service(engine)
     if service is None:
         raise StackError("there is none in this swarm, so runs start at once, or not at all", place=_PLACE, hint="swarmtrain queue up")
     return service
@@ -240,4 +232,4 @@ def _get_service(engine: DockerEngine) -> ApiObject:
 
 def _list_tasks(engine: DockerEngine) -> list[ApiObject]:
     """Return the tasks of the scheduler's service, newest first."""
-    return sorted(engine.list_objects("/tasks", service=SERVICE_NAME), key=lambda task: str(task["CreatedAt"]), reverse=True)
+    return sorted(engine.list_objects("/tasks", service=SCHEDULER_SERVICE), key=lambda task: str(task["CreatedAt"]), reverse=True)

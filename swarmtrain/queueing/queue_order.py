@@ -8,10 +8,11 @@ from swarmtrain.errors import StackError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, update_entry
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import QueuedRun
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueState
+from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, update_entry
 from swarmtrain.launchers.swarm.run_lock import RunLock
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.queue_model import QueuedRun
+from swarmtrain.queueing.queue_state import QueueState
 
 
 def move_run(engine: DockerEngine, state: QueueState, run: str, place: int, report_progress: ProgressReporter) -> None:

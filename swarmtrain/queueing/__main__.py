@@ -11,9 +11,9 @@ from types import FrameType
 from swarmtrain import __version__
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.queueing.queue_service import SOCKET_PATH, create_scheduler_lock
-from swarmtrain.launchers.swarm.queueing.scheduler import LeadershipLost, Scheduler
-from swarmtrain.launchers.swarm.queueing.swarm_events import watch_swarm
+from swarmtrain.queueing.queue_service import SOCKET_PATH, create_scheduler_lock
+from swarmtrain.queueing.scheduler import LeadershipLost, Scheduler
+from swarmtrain.queueing.swarm_events import watch_swarm
 
 
 def main() -> int:

@@ -24,14 +24,8 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
 from swarmtrain.launchers.swarm import deployed_run
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry
-from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import ChangeKind, QueueChange, QueuedRun
-from swarmtrain.launchers.swarm.queueing.ended_runs import EndedRunMonitor
-from swarmtrain.launchers.swarm.queueing.machine_settings import copy_machine_settings
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember, QueueReader, QueueState, find_machine
-from swarmtrain.launchers.swarm.queueing.run_failures import count_lost_steps, describe_start_failure, read_last_events
-from swarmtrain.launchers.swarm.queueing.run_limits import IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
+from swarmtrain.launchers.swarm.queue.machine_settings import copy_machine_settings
+from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry
 from swarmtrain.launchers.swarm.run_lock import RunLock, UnchangedLocks
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, build_stack_specs
 from swarmtrain.launchers.swarm.step_executor import run_in_parallel
@@ -39,6 +33,13 @@ from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import LABEL_NOTIFY, RENDEZVOUS_SERVICE, Event
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.admission import decide
+from swarmtrain.queueing.decisions.queue_model import ChangeKind, QueueChange, QueuedRun
+from swarmtrain.queueing.ended_runs import EndedRunMonitor
+from swarmtrain.queueing.queue_state import QueueMember, QueueReader, QueueState, find_machine
+from swarmtrain.queueing.run_failures import count_lost_steps, describe_start_failure, read_last_events
+from swarmtrain.queueing.run_limits import IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
 from swarmtrain.render.stack_document import render_stack
 
 # Seconds until the next round: while containers stop or start, while runs wait, and if nothing is expected.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.decisions.admission import decide
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import ChangeKind, QueuedRun, QueueSnapshot
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.admission import decide
+from swarmtrain.queueing.decisions.queue_model import ChangeKind, QueuedRun, QueueSnapshot
 
 _MAX_SIMULATED_ENDS = 100
 

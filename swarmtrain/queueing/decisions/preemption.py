@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import Allocation, Ledger, QueuedRun
+from swarmtrain.queueing.decisions.queue_model import Allocation, Ledger, QueuedRun
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swarmtrain.launchers.swarm.queue_entry import EntryState
+from swarmtrain.queue_labels import EntryState
 
 CORES = "cores"
 """Name of the cores of a machine as a resource; the other resources are GPUs, by the kind that the machine declares."""

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarmtrain.launchers.swarm.queue_entry import EntryState
-from swarmtrain.launchers.swarm.queueing.decisions.preemption import Victim, VictimSearch
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.preemption import Victim, VictimSearch
+from swarmtrain.queueing.decisions.queue_model import (
     Allocation,
     ChangeKind,
     Decision,

@@ -9,9 +9,10 @@ from dataclasses import replace
 from swarmtrain.config.schema.fields.duration import format_duration_text
 from swarmtrain.config.schema.queue_policy import IdleAction, IdlePolicy
 from swarmtrain.config.schema.runner import GpuMode, TimeLimitAction
-from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember
+from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry
 from swarmtrain.protocol import EVENT_USAGE, Event
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.queue_state import QueueMember
 
 IDLE_REPORT_TEXT = "all its GPUs have been idle for"
 # A GPU with a lower utilization, in percent, is idle. A rank that waits for others in a collective shows 100.

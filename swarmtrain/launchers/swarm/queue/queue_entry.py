@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error, is_outdated_version_error
@@ -22,7 +21,7 @@ from swarmtrain.launchers.common.engine_values import (
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.protocol import LABEL_SLOTS
-from swarmtrain.queue_stop import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, format_queue_stop
+from swarmtrain.queue_labels import LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, EntryState, format_queue_stop
 
 LABEL_STATE = "swarmtrain.queue.state"
 _LABEL_POSITION = "swarmtrain.queue.position"
@@ -33,17 +32,6 @@ _LABEL_SAVING = "swarmtrain.queue.saving"
 _MAX_REASON_LENGTH = 300
 _MAX_UPDATE_ATTEMPTS = 10
 _RETRY_SECONDS = 0.2
-
-
-class EntryState(StrEnum):
-    """State of a run's entry in the queue."""
-
-    incomplete = "incomplete"
-    """Not all of its services exist yet. If its submission was interrupted, another deploy completes it."""
-    waiting = "waiting"
-    admitted = "admitted"
-    stopped = "stopped"
-    """Stopped by a user or by the scheduler; another deploy queues it again."""
 
 
 @dataclass(frozen=True)

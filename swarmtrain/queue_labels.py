@@ -1,4 +1,4 @@
-"""The stop of a run by the scheduler of a queue, and how the run's coordinator learns of it.
+"""What the labels of a run's coordinator record of the queue: the state of its entry, and its stop by the scheduler.
 
 The scheduler writes the stop into labels of the coordinator's service, and restarts the coordinator once the run has saved. A container
 gets the values that its labels have when it is created, in one variable.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Self
 
 from swarmtrain.protocol import ENV_PREFIX
@@ -27,6 +28,17 @@ QUEUE_STOP_TEMPLATE = " ".join(
 """Swarm's template for the value of ENV_QUEUE_STOP."""
 
 _RESUMES, _ENDS = "resumes", "ends"
+
+
+class EntryState(StrEnum):
+    """State of a run's entry in the queue."""
+
+    incomplete = "incomplete"
+    """Not all of its services exist yet. If its submission was interrupted, another deploy completes it."""
+    waiting = "waiting"
+    admitted = "admitted"
+    stopped = "stopped"
+    """Stopped by a user or by the scheduler; another deploy queues it again."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,13 @@ from swarmtrain.launchers.common.engine_values import parse_count, parse_environ
 from swarmtrain.launchers.swarm import cluster_state, deployed_run
 from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
-from swarmtrain.launchers.swarm.queue_entry import EntryState, QueueEntry, describe_malformed_run, parse_entry
-from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
+from swarmtrain.launchers.swarm.queue.policy_store import find_policy_id, read_policy
+from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, describe_malformed_run, parse_entry
+from swarmtrain.node_selection import PlannedNode, select_nodes
+from swarmtrain.placement import FRESH_PLACEMENT
+from swarmtrain.protocol import LABEL_HOSTS, LABEL_QUEUE_SETTINGS, LABEL_RUN, LABEL_SLOTS, LABEL_STACK, RENDEZVOUS_SERVICE
+from swarmtrain.queue_labels import EntryState
+from swarmtrain.queueing.decisions.queue_model import (
     CORES,
     Allocation,
     ExternalAllocation,
@@ -26,11 +31,7 @@ from swarmtrain.launchers.swarm.queueing.decisions.queue_model import (
     QueuedRun,
     QueueSnapshot,
 )
-from swarmtrain.launchers.swarm.queueing.decisions.resource_allocation import build_capacity, compute_allocation, compute_running_allocation
-from swarmtrain.launchers.swarm.queueing.stored_policy import find_policy_id, read_policy
-from swarmtrain.node_selection import PlannedNode, select_nodes
-from swarmtrain.placement import FRESH_PLACEMENT
-from swarmtrain.protocol import LABEL_HOSTS, LABEL_QUEUE_SETTINGS, LABEL_RUN, LABEL_SLOTS, LABEL_STACK, RENDEZVOUS_SERVICE
+from swarmtrain.queueing.resource_allocation import build_capacity, compute_allocation, compute_running_allocation
 from swarmtrain.render.process_environment import HIDDEN_GPUS_ENV, VISIBLE_DEVICES_VARIABLE
 from swarmtrain.run_identity import RunIdentity
 

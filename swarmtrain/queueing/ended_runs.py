@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import Service
-from swarmtrain.launchers.swarm.queueing.queue_state import QueueMember
+from swarmtrain.queueing.queue_state import QueueMember
 
 _EXIT_SECONDS = 30.0
 """Seconds after the exit of the coordinator in which the nodes exit, too."""
