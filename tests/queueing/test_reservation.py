@@ -12,6 +12,7 @@ from queue_cases import GPU
 
 from swarmtrain.errors import ResourcesReserved, StackError
 from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest, reserve_resources
+from swarmtrain.run_identity import RunIdentity
 
 _CONSTRAINT = "node.hostname==gpu-0"
 
@@ -19,7 +20,7 @@ _CONSTRAINT = "node.hostname==gpu-0"
 def build_service(run: str, count: int) -> dict[str, Any]:
     reservations = {"GenericResources": [{"DiscreteResourceSpec": {"Kind": GPU, "Value": count}}]}
     template = {"Resources": {"Reservations": reservations}, "Placement": {"Constraints": [_CONSTRAINT]}}
-    labels = {"com.docker.stack.namespace": run}
+    labels = {"com.docker.stack.namespace": run, **RunIdentity(f"id-{run}", "anna").labels}
     return {"Name": f"{run}_node0", "Labels": labels, "TaskTemplate": template, "Mode": {"Replicated": {"Replicas": 1}}}
 
 
@@ -29,13 +30,13 @@ def reserve_and_create(swarm: Any, run: str, count: int) -> None:
         swarm.post("/services/create", build_service(run, count))
 
 
-def test_reserved_gpus_are_refused_with_the_name_of_their_run() -> None:
+def test_reserved_gpus_are_refused_with_their_run_and_owner() -> None:
     swarm: Any = FakeSwarm(1)
     reserve_and_create(swarm, "first", 1)
     with pytest.raises(ResourcesReserved) as caught:
         reserve_and_create(swarm, "second", 2)
     assert caught.value.plain_text == (
-        f"error: run second: not all of its {GPU} are free: gpu-0 has 2, 2 requested, 1 reserved by first\n"
+        f"error: run second: not all of its {GPU} are free: gpu-0 has 2, 2 requested, 1 reserved by first of anna\n"
         "hint: deploy with --wait to wait until they are free, or start a scheduler that queues runs: swarmtrain queue up\n"
     )
     reserve_and_create(swarm, "second", 1)

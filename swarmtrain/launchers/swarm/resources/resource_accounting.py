@@ -7,7 +7,7 @@ and a restarting service releases its GPU only briefly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -19,7 +19,7 @@ from swarmtrain.launchers.swarm.machines.generic_resources import (
     get_assigned_resources,
     get_reserved_resources,
 )
-from swarmtrain.protocol import LABEL_STACK
+from swarmtrain.protocol import LABEL_OWNER, LABEL_STACK
 
 _INSUFFICIENT_RESOURCES = "insufficient resources"
 
@@ -37,14 +37,19 @@ class ResourceSupply:
     host: str
     declared: int
     reserved: Mapping[str, int]
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """Owners of the stacks that are runs."""
 
     @property
     def free_count(self) -> int:
         return max(0, self.declared - sum(self.reserved.values()))
 
     def describe_reservations(self) -> list[str]:
-        """Return a phrase for each stack that has reserved resources: 2 reserved by first."""
-        return [f"{count} reserved by {stack or 'a service outside any stack'}" for stack, count in sorted(self.reserved.items())]
+        """Return a phrase for each stack that has reserved resources: 2 reserved by first of anna."""
+        return [
+            f"{count} reserved by {stack or 'a service outside any stack'}{f' of {owner}' if (owner := self.owners.get(stack)) else ''}"
+            for stack, count in sorted(self.reserved.items())
+        ]
 
 
 def compute_resource_supplies(
@@ -64,7 +69,9 @@ def compute_resource_supplies(
     for service, node, count in _list_pinned_services(nodes, services, tasks, kind):
         key = (node["ID"], _get_stack_label(service["Spec"]), service["ID"])
         reservations[key] = max(reservations.get(key, 0), count)
-    return {node["ID"]: _build_resource_supply(node, reservations, kind, excluded_stack) for node in nodes}
+    labels = [service["Spec"].get("Labels") or {} for service in services]
+    owners = {item.get(LABEL_STACK, ""): item[LABEL_OWNER] for item in labels if item.get(LABEL_OWNER)}
+    return {node["ID"]: _build_resource_supply(node, reservations, owners, kind, excluded_stack) for node in nodes}
 
 
 def find_pinned_node(constraint: str, nodes: Iterable[ApiObject]) -> ApiObject | None:
@@ -100,14 +107,15 @@ def add_reservations_to_pending_reason(state: TaskState, supplies_by_kind: Mappi
 
 
 def _build_resource_supply(
-    node: ApiObject, reservations: Mapping[tuple[str, str, str], int], kind: str, excluded_stack: str
+    node: ApiObject, reservations: Mapping[tuple[str, str, str], int], owners: Mapping[str, str], kind: str, excluded_stack: str
 ) -> ResourceSupply:
     reserved: dict[str, int] = {}
     for (node_id, stack, _), count in reservations.items():
         if node_id == node["ID"] and (stack != excluded_stack or not excluded_stack):
             reserved[stack] = reserved.get(stack, 0) + count
     declared = (node["Description"].get("Resources") or {}).get("GenericResources") or []
-    return ResourceSupply(node["Description"].get("Hostname", node["ID"]), count_resources(declared, kind), reserved)
+    own = {stack: owners[stack] for stack in reserved if stack in owners}
+    return ResourceSupply(node["Description"].get("Hostname", node["ID"]), count_resources(declared, kind), reserved, own)
 
 
 def _list_pinned_services(
