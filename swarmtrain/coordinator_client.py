@@ -26,10 +26,8 @@ from typing import Any
 from swarmtrain import __version__
 from swarmtrain.errors import CoordinatorError, CoordinatorNameError, ProtocolMismatch
 from swarmtrain.protocol import (
-    NOTIFICATIONS_FIELD,
     OUTCOME_FIELD,
     PROTOCOL_VERSION,
-    RUN_OVER_FIELD,
     UNRESOLVED_COORDINATOR_TEXT,
     ConnectingRank,
     ConnectingWorld,
@@ -69,17 +67,12 @@ class CoordinatorClient:
         self._key = key
         self._nonce, self._nonce_pid = "", 0
         self._nonce_lock = threading.Lock()
-        self._notification_records: list[dict[str, Any]] = []
         self._outcome: dict[str, Any] | None = None
-        self._run_is_over = False
 
     @property
-    def has_unfinished_state(self) -> bool:
-        """Whether a coordinator that is restarted would need what this client knows.
-
-        That is the outcome of a run that is not over, or notifications that were not delivered when the coordinator last responded.
-        """
-        return not self._run_is_over and (self._outcome is not None or any(record["pending"] for record in self._notification_records))
+    def knows_outcome(self) -> bool:
+        """Whether a response to this client contained the outcome of the run."""
+        return self._outcome is not None
 
     def post_event(self, event: Event) -> EventResponse:
         """Post `event` to the coordinator and return its response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -99,7 +92,7 @@ class CoordinatorClient:
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """
-        self._send_request_of_supervisor("join", node=node)
+        self._send_supervisor_request("join", node=node)
 
     def send_heartbeat(self, node: str) -> SupervisorResponse:
         """Send a heartbeat of `node` and return the response. Raises CoordinatorError if the coordinator cannot be reached."""
@@ -115,16 +108,10 @@ class CoordinatorClient:
     def report_node_exit(self, node: str, exit_code: int) -> SupervisorResponse:
         """Report that `node` exits: with 0 if all its ranks are done, with EXIT_PLANNED if a stop was requested.
 
-        Returns the coordinator's response. Raises CoordinatorError if the coordinator cannot be reached.
+        Returns the coordinator's response. If it has an outcome, the node repeats this until the run is over. Raises CoordinatorError if
+        the coordinator cannot be reached.
         """
         return self._send_supervisor_request("leave", node=node, exit_code=exit_code)
-
-    def report_node_remains(self, node: str) -> None:
-        """Report that `node`, which has left the run, still has the outcome and the copy of the notifications' ledger.
-
-        Both are part of the request. Raises CoordinatorError if the coordinator cannot be reached.
-        """
-        self._run_is_over = bool(self._send_request_of_supervisor("remain", node=node)[RUN_OVER_FIELD])
 
     def report_connecting_rank(self, rank: ConnectingRank) -> ConnectingWorld:
         """Report a rank that waits in init_process_group, or no longer does. Return the state of its world.
@@ -230,20 +217,10 @@ class CoordinatorClient:
         sys.stderr.flush()
 
     def _send_supervisor_request(self, op: str, **fields: Any) -> SupervisorResponse:
-        response = self._send_request_of_supervisor(op, **fields)
-        outcome = response[OUTCOME_FIELD]
-        return SupervisorResponse(response["round"], RunOutcome(**outcome) if outcome else None, response["run_id"], response["wait"])
-
-    def _send_request_of_supervisor(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a request of a supervisor with what a coordinator that has been restarted does not know, and return the response.
-
-        That is the outcome, and the copy of the notifications' ledger. Both are kept from the last response that had them.
-        """
-        known = {NOTIFICATIONS_FIELD: self._notification_records, OUTCOME_FIELD: self._outcome}
-        response = self._send_request(op, **fields, **{name: value for name, value in known.items() if value})
-        self._notification_records = response.get(NOTIFICATIONS_FIELD, [])
-        self._outcome = response.get(OUTCOME_FIELD) or self._outcome
-        return response
+        """Send a request of a supervisor, with the outcome if it is known: a coordinator that has been restarted does not know it."""
+        response = self._send_request(op, **fields, **({OUTCOME_FIELD: self._outcome} if self._outcome else {}))
+        self._outcome = response[OUTCOME_FIELD] or self._outcome
+        return SupervisorResponse(**{**response, OUTCOME_FIELD: RunOutcome(**self._outcome) if self._outcome else None})
 
     def _send_request(self, op: str, **fields: Any) -> dict[str, Any]:
         request = json.dumps({"op": op, "protocol": PROTOCOL_VERSION, **fields}, default=str)

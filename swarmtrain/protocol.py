@@ -17,7 +17,7 @@ from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
 misread a message.
 """
@@ -38,14 +38,9 @@ ENV_ATTACHED = f"{ENV_PREFIX}ATTACHED"
 # Exit codes of a rank and of a node's supervisor. 75 is EX_TEMPFAIL of sysexits.h: stop requested, state saved, run again.
 EXIT_PLANNED = 75
 
-NOTIFICATIONS_FIELD = "notifications"
-"""Field of the requests of supervisors and of the responses to them: a copy of the ledger of the run's notifications, which outlives the
-coordinator that way. Absent if there are none."""
 OUTCOME_FIELD = "outcome"
 """Field of the responses to supervisors: the outcome of the run, or null. A supervisor that knows it sends it in its requests, so that a
 coordinator that has been restarted adopts it."""
-RUN_OVER_FIELD = "run_is_over"
-"""Field of the responses to supervisors that remain: the node's name if the coordinator needs it no longer, else empty."""
 
 # Labels that identify the objects of a stack. The first two are Docker's own, so that `docker stack` recognizes our stacks.
 LABEL_STACK = "com.docker.stack.namespace"
@@ -297,7 +292,7 @@ EVENT_DISK_NEARLY_FULL = "disk"
 EVENT_NODE_QUARANTINED = "quarantined"
 # node, reason: the node may train again
 EVENT_NODE_RELEASED = "released"
-# status: done | failed, reason, exit_code, and optionally hint
+# status: done | failed, reason, exit_code, round, and optionally hint
 EVENT_OUTCOME = "outcome"
 # operation: up | stop | down, nodes, and code: the commit that is checked out in the user's project. Not sent to the coordinator: the
 # machine on which the operation was requested stores it next to the run's events
@@ -363,6 +358,8 @@ class RunOutcome:
     exit_code: int
     hint: str = ""
     """Hint for the user about the next step; empty if the failure has none."""
+    round: str = ""
+    """Rendezvous round that the outcome has ended. It distinguishes the outcomes of two deploys of one run."""
 
     @property
     def is_success(self) -> bool:
@@ -445,3 +442,6 @@ class SupervisorResponse:
     """Id of the run (swarmtrain.run_identity); empty if it is unknown."""
     wait: bool = False
     """Whether the supervisor must repeat the request, because other nodes are still arriving or this node is quarantined."""
+    is_over: bool = False
+    """Whether the run has an outcome, and its notifications are delivered or given up. A supervisor that exits repeats its request until
+    then, so that a coordinator that replaces a lost one learns the outcome."""

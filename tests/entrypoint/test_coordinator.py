@@ -36,11 +36,13 @@ PEER = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
 class CoordinatorHarness:
     """A coordinator with recorded events and a simulated clock."""
 
-    def __init__(self, max_restarts: int = 2, per_hour: int = 99, min_nodes: int = 9) -> None:
+    def __init__(self, max_restarts: int = 2, per_hour: int = 99, min_nodes: int = 9, boot_id: str = "b", **options: Any) -> None:
         self.time = 100.0
         self.events: list[Event] = []
         budget = {"max_restarts": max_restarts, "max_restarts_per_hour": per_hour, "min_nodes": min_nodes}
-        self.coordinator = Coordinator(run="r", **budget, boot_id="b", clock=lambda: self.time, publish_event=self.events.append)
+        self.coordinator = Coordinator(
+            run="r", **budget, boot_id=boot_id, clock=lambda: self.time, publish_event=self.events.append, **options
+        )
 
     def list_events(self, kind: str) -> list[dict[str, Any]]:
         return [event.data for event in self.events if event.kind == kind]
@@ -116,7 +118,7 @@ def test_all_ranks_of_a_world_cost_one_restart(harness: CoordinatorHarness) -> N
         for rank in range(4):
             harness.post_failure(f"b-1/x:{attempt}", rank=rank, error=f"boom {attempt}.{rank}")
     assert harness.outcome == RunOutcome(
-        "failed", "node0 rank 0: boom 2.0; failed 3 times in a row without a new step, max_restarts is 2", 1
+        "failed", "node0 rank 0: boom 2.0; failed 3 times in a row without a new step, max_restarts is 2", 1, round="b-1"
     )
     assert len(harness.list_events(EVENT_OUTCOME)) == 1
 
@@ -475,14 +477,14 @@ def test_an_agent_that_fails_belongs_to_the_world_of_its_round(harness: Coordina
 
 def test_a_permanent_failure_is_an_outcome_at_once(harness: CoordinatorHarness) -> None:
     harness.coordinator.handle_event(Event(EVENT_FAILURE, {"node": "node1", "error": "no torch", "exit_code": 1, "permanent": True}))
-    assert harness.outcome == RunOutcome("failed", "node1: no torch; retrying would not help", 1)
+    assert harness.outcome == RunOutcome("failed", "node1: no torch; retrying would not help", 1, round="b-1")
 
 
 def test_the_trainer_reports_when_it_is_done(harness: CoordinatorHarness) -> None:
     harness.post_world("w", "node0", "node1")
     harness.coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 40}))
     harness.post_failure("w", error="teardown")
-    assert harness.outcome == RunOutcome("done", "the last step, 40, is done", 0)
+    assert harness.outcome == RunOutcome("done", "the last step, 40, is done", 0, round="b-1")
 
 
 def test_a_script_that_reports_nothing_is_done_when_its_world_has_exited(harness: CoordinatorHarness) -> None:
@@ -491,7 +493,7 @@ def test_a_script_that_reports_nothing_is_done_when_its_world_has_exited(harness
     harness.coordinator.record_node_exit("node0", 0)
     assert harness.outcome is None
     harness.coordinator.record_node_exit("node1", 0)
-    assert harness.outcome == RunOutcome("done", "all 2 nodes have finished", 0)
+    assert harness.outcome == RunOutcome("done", "all 2 nodes have finished", 0, round="b-1")
 
 
 def test_while_others_finish_no_new_round_is_started_for_a_spare(harness: CoordinatorHarness) -> None:
@@ -515,7 +517,7 @@ def test_a_world_whose_ranks_have_all_returned_is_done_although_an_agent_restart
     assert [data["node"] for data in harness.list_events(EVENT_SCRIPT_RETURNED)] == ["node1", "node0"]
     harness.coordinator.record_node_exit("node0", 0)
     assert harness.outcome is None
-    assert harness.coordinator.close_round("node1", "b-1").outcome == RunOutcome("done", "all 2 nodes have finished", 0)
+    assert harness.coordinator.close_round("node1", "b-1").outcome == RunOutcome("done", "all 2 nodes have finished", 0, round="b-1")
 
 
 def test_a_rank_that_has_returned_does_not_finish_its_node(harness: CoordinatorHarness) -> None:
@@ -554,7 +556,7 @@ def test_after_one_node_finished_the_others_must(harness: CoordinatorHarness, ac
     harness.post_world("w", "node0", "node1")
     harness.coordinator.record_node_exit("node0", 0)
     action(harness)
-    assert harness.outcome == RunOutcome("failed", why, 1)
+    assert harness.outcome == RunOutcome("failed", why, 1, round="b-1")
 
 
 def test_a_rank_may_fail_next_to_a_finished_rank_of_its_own_node(harness: CoordinatorHarness) -> None:
@@ -564,12 +566,34 @@ def test_a_rank_may_fail_next_to_a_finished_rank_of_its_own_node(harness: Coordi
     assert harness.outcome is None
 
 
-def test_the_coordinator_stays_until_every_node_has_received_the_outcome(harness: CoordinatorHarness) -> None:
+def test_the_coordinator_ends_once_every_node_knows_that_the_run_is_over() -> None:
+    """A node repeats its exit until notifications are delivered too: a coordinator that is lost before that needs the outcome."""
+    pending = ["notification"]
+    harness = CoordinatorHarness(has_notified=lambda: not pending)
+    coordinator = harness.coordinator
+    for node in ("node0", "node1", "node2"):
+        coordinator.register_node(node)
+    coordinator.record_node_exit("node2", 0)
+    coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
+    assert not coordinator.record_node_exit("node0", 0).is_over
+    harness.advance_time(LINGER_SECONDS)
+    assert not coordinator.record_node_exit("node0", 0).is_over
+    pending.clear()
+    assert coordinator.record_node_exit("node0", 0).is_over
+    assert not coordinator.is_finished
+    assert coordinator.record_node_exit("node1", 0).is_over
+    assert coordinator.is_finished
+    assert [data["node"] for data in harness.list_events(EVENT_NODE_LEFT)] == ["node2", "node0", "node1"]
+
+
+def test_a_node_that_is_lost_while_it_waits_ends_the_wait_of_the_coordinator(harness: CoordinatorHarness) -> None:
     harness.coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
-    harness.coordinator.record_node_exit("node0", 0)
-    harness.advance_time(LINGER_SECONDS + 1)
-    assert not harness.coordinator.is_finished
-    harness.coordinator.record_node_exit("node1", 0)
+    for node in ("node0", "node1"):
+        assert not harness.coordinator.record_node_exit(node, 0).is_over
+    harness.advance_time(NODE_LOST_SECONDS)
+    assert harness.coordinator.record_node_exit("node0", 0).is_over
+    assert not harness.coordinator.is_finished, "node1 may still repeat its exit"
+    harness.advance_time(1)
     assert harness.coordinator.is_finished
 
 
@@ -578,7 +602,7 @@ def test_an_outcome_is_final_although_its_coordinator_is_lost(harness: Coordinat
     harness.post_failure("b-1/x:0", permanent=True)
     outcome = harness.outcome
     assert outcome is not None
-    successor = CoordinatorHarness()
+    successor = CoordinatorHarness(boot_id="c")
     successor.coordinator.adopt_outcome(outcome)
     assert successor.coordinator.close_round("node0", "b-1").outcome == outcome
     successor.coordinator.adopt_outcome(RunOutcome("done", "another", 0))

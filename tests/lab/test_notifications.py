@@ -92,10 +92,10 @@ def collect_docker_output(lab: Lab, launcher: SwarmLauncher, run: str) -> str:
     return "\n".join(outputs)
 
 
-def test_an_outcome_is_notified_once_although_the_coordinator_is_killed(
+def test_an_outcome_is_notified_again_with_the_same_id_although_the_coordinator_is_killed(
     lab: Lab, launcher: SwarmLauncher, image: str, start_receiver: Callable[[float], ReceiverProcess]
 ) -> None:
-    """The receiver is at work when the container is killed, so its answer is lost. Swarm starts another one, which gets the node's copy."""
+    """The receiver is at work when the container is killed, so its answer is lost. Swarm starts another one, which adopts the outcome."""
     receiver = start_receiver(2.5)
     plan = plan_notified_run(launcher, image, receiver, _FAILS)
     launcher.deploy_run(plan, print_line)
@@ -108,6 +108,7 @@ def test_an_outcome_is_notified_once_although_the_coordinator_is_killed(
     assert secret.stdout.splitlines()[0] == receiver.url
 
     [first] = receiver.wait_for_requests(1)
+    wait_for_event(launcher, "left")  # the node knows the outcome
     subprocess.run([*docker, "kill", "--signal", "KILL", container], check=True)
     requests = receiver.wait_for_requests(2)
     time.sleep(5)
@@ -182,6 +183,13 @@ def test_a_run_that_reaches_its_time_limit_is_notified(cluster_channel: Receiver
     [request] = cluster_channel.wait_for_requests(1)
     assert request["body"]["type"] == "run.stop"
     assert request["body"]["data"]["message"] == "run notified: reached its time limit of 20s; no step is lost"
+
+
+def wait_for_event(launcher: SwarmLauncher, kind: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not any(event.kind == kind for event in launcher.read_events("notified")):
+        assert time.monotonic() < deadline, f"no event {kind}"
+        time.sleep(0.1)
 
 
 def wait_for_nodes(launcher: SwarmLauncher, run: str, count: int) -> None:

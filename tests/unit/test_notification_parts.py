@@ -1,4 +1,4 @@
-"""The parts of notifications, without processes: signatures, secrets of channels, events, and the ledger that nodes keep copies of."""
+"""The parts of notifications, without processes: signatures, secrets of channels, events, and the order of deliveries."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from swarmtrain.config.loader import load_config
 from swarmtrain.doctor.probe import run_probe
 from swarmtrain.entrypoint.coordinator.node_quarantine import NodeQuarantine
 from swarmtrain.entrypoint.coordinator.notification_events import MAX_MESSAGE_LENGTH, find_notable_event, is_end_of_straggler
-from swarmtrain.entrypoint.coordinator.notification_ledger import (
-    OUTCOME_DELIVERY_SECONDS,
-    REPLICATION_TIMEOUT_SECONDS,
-    NotificationLedger,
-)
-from swarmtrain.entrypoint.coordinator.notifier import Notifier
+from swarmtrain.entrypoint.coordinator.notifier import MAX_QUEUED_NOTIFICATIONS, Notifier
 from swarmtrain.entrypoint.disk_space import DiskMonitor, list_written_folders
 from swarmtrain.errors import ChannelGone, ConfigError, DeliveryError, StackError, SwarmtrainError
 from swarmtrain.inventory import build_offline_inventory
@@ -46,7 +41,7 @@ from swarmtrain.process import run_command
 from swarmtrain.protocol import ENV_NOTIFY, Event
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml
-from tests.webhook_receiver import KEY, URL_TOKEN, receive_webhooks
+from tests.webhook_receiver import KEY, URL_TOKEN, Receiver, receive_webhooks
 
 URL = f"https://hooks.example/{URL_TOKEN}"
 
@@ -212,145 +207,57 @@ def test_a_condition_that_lasts_has_a_key_until_it_ends() -> None:
     assert not is_end_of_straggler(Event("straggler", data))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.time = 50.0
-
-    def __call__(self) -> float:
-        return self.time
+def build_notifier(receiver: Receiver, folder: Path, *kinds: str) -> Notifier:
+    channel = ChannelSettings("ci", "webhook", kinds, str(receiver.write_secret(folder / "secret")))
+    return Notifier("r", "id", "boot", [channel], lambda _note: None)
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+OUTCOME = Event("outcome", {"status": "failed", "reason": "boom", "exit_code": 1, "round": "b-7"})
 
 
-def build_ledger(clock: Clock) -> NotificationLedger:
-    return NotificationLedger({"straggler": ["chat", "ci"], "outcome": ["ci"], "disk": []}, clock)
+def test_of_many_notifications_the_oldest_are_given_up_and_an_outcome_goes_first(tmp_path: Path) -> None:
+    with receive_webhooks() as receiver:
+        notifier = build_notifier(receiver, tmp_path, "outcome", "quarantine")
+        for number in range(150):
+            notifier.observe_event(Event("quarantined", {"node": f"node{number}", "reason": "faulty"}))
+        notifier.observe_event(OUTCOME)
+        assert not notifier.is_finished
+        notifier.start()
+        outcome, *others = receiver.wait_for_accepted(MAX_QUEUED_NOTIFICATIONS)
+        assert outcome["id"] == "id-outcome-b-7"
+        assert [request["body"]["data"]["node"] for request in others] == [f"node{number}" for number in range(51, 150)]
+        assert len(set(receiver.accepted_ids)) == MAX_QUEUED_NOTIFICATIONS
 
 
-def test_a_notification_is_due_once_a_node_has_a_copy(clock: Clock) -> None:
-    ledger = build_ledger(clock)
-    notification = build_notification("1")
-    ledger.add_notification(notification, clock.time, "key")
-    assert ledger.find_due_notification("chat") is None
-    ledger.merge_records(ledger.export_records())
-    assert ledger.find_due_notification("chat") == notification
-    ledger.mark_delivered("1", "chat")
-    assert ledger.find_due_notification("chat") is None
-    assert ledger.find_due_notification("ci") == notification
+def test_a_refused_notification_is_retried_after_the_others(tmp_path: Path) -> None:
+    with receive_webhooks() as receiver:
+        receiver.statuses = [500]
+        notifier = build_notifier(receiver, tmp_path, "quarantine")
+        for node in ("node0", "node1"):
+            notifier.observe_event(Event("quarantined", {"node": node, "reason": "faulty"}))
+        notifier.start()
+        receiver.wait_for_accepted(2)
+        assert [request["body"]["data"]["node"] for request in receiver.requests] == ["node0", "node1", "node0"]
 
 
-def test_a_notification_is_due_after_a_while_if_no_node_is_left(clock: Clock) -> None:
-    ledger = build_ledger(clock)
-    ledger.add_notification(build_notification("1"), clock.time)
-    clock.time += REPLICATION_TIMEOUT_SECONDS
-    assert ledger.find_due_notification("ci") is not None
+def test_a_condition_that_lasts_is_notified_once_until_it_has_ended(tmp_path: Path) -> None:
+    slow = Event("straggler", {"rank": 3, "node": "node1", "phase": "data", "message": "slow"})
+    with receive_webhooks() as receiver:
+        notifier = build_notifier(receiver, tmp_path, "outcome", "straggler")
+        for event in (slow, slow, Event("straggler", {"rank": None}), slow, OUTCOME):
+            notifier.observe_event(event)
+        notifier.start()
+        assert [request["body"]["type"] for request in receiver.wait_for_accepted(3)] == ["run.outcome", "run.straggler", "run.straggler"]
+        assert len(set(receiver.accepted_ids)) == 3
 
 
-def test_a_new_ledger_continues_with_the_copy_of_a_node(clock: Clock) -> None:
-    ledger = build_ledger(clock)
-    for number in ("1", "2"):
-        ledger.add_notification(build_notification(number), clock.time, f"key {number}")
-    ledger.mark_delivered("1", "chat")
-    ledger.mark_delivered("1", "ci")
-    ledger.mark_delivered("2", "ci")
-    copy: list[dict[str, Any]] = json.loads(json.dumps(ledger.export_records()))
-    assert ["notification" in record for record in sorted(copy, key=lambda record: str(record["id"]))] == [False, True]
-
-    successor = build_ledger(clock)
-    successor.merge_records(copy)
-    assert successor.has_key("key 1")
-    assert successor.find_due_notification("ci") is None
-    due = successor.find_due_notification("chat")
-    assert due == build_notification("2")
-    successor.mark_delivered("2", "chat")
-    records = sorted(successor.export_records(), key=lambda record: str(record["id"]))
-    assert records == [{"id": number, "key": f"key {number}", "pending": []} for number in ("1", "2")]
-
-
-def test_an_old_copy_does_not_make_a_delivered_notification_pending_again(clock: Clock) -> None:
-    ledger = build_ledger(clock)
-    ledger.add_notification(build_notification("1"), clock.time)
-    old_copy = ledger.export_records()
-    for channel in ("chat", "ci"):
-        ledger.mark_delivered("1", channel)
-    ledger.merge_records(old_copy)
-    assert ledger.find_due_notification("ci") is None
-
-
-def test_a_copy_names_what_another_node_has_not_heard_of_yet(clock: Clock) -> None:
-    """Two nodes have copies of different ages: what was delivered according to one of them is delivered."""
-    ledger = build_ledger(clock)
-    ledger.add_notification(build_notification("1"), clock.time)
-    old_copy = ledger.export_records()
-    ledger.mark_delivered("1", "ci")
-    new_copy = ledger.export_records()
-    for copies in ((old_copy, new_copy), (new_copy, old_copy)):
-        successor = build_ledger(clock)
-        for copy in copies:
-            successor.merge_records(copy)
-        assert successor.find_due_notification("ci") is None
-        assert successor.find_due_notification("chat") is not None
-
-
-def test_deliveries_are_given_up_some_seconds_after_the_outcome(clock: Clock) -> None:
-    ledger = build_ledger(clock)
-    ledger.add_notification(build_notification("1"), clock.time)
-    clock.time += 3600
-    assert ledger.give_up_deliveries() == []
-    ledger.add_notification(build_notification("2", "outcome"), clock.time)
-    assert ledger.is_outcome_known
-    assert ledger.has_pending_notifications
-    clock.time += OUTCOME_DELIVERY_SECONDS
-    assert ledger.give_up_deliveries() == [("chat", "1"), ("ci", "1"), ("ci", "2")]
-    assert not ledger.has_pending_notifications
-    assert ledger.give_up_deliveries() == []
-
-
-def test_a_dropped_channel_holds_up_nothing(clock: Clock) -> None:
-    ledger = build_ledger(clock)
-    ledger.add_notification(build_notification("1"), clock.time)
-    ledger.drop_channel("chat")
-    ledger.add_notification(build_notification("2"), clock.time)
-    assert [record["pending"] for record in ledger.export_records()] == [["ci"], ["ci"]]
-
-
-@pytest.mark.parametrize("kind", ["disk", "straggler"])
-def test_a_ledger_stays_small(clock: Clock, kind: str) -> None:
-    """Nobody receives the kind disk here, and the receivers of the kind straggler are down. The last notifications are kept."""
-    ledger = build_ledger(clock)
-    for number in range(1000):
-        ledger.add_notification(build_notification(str(number), kind), clock.time)
-    records = ledger.export_records()
-    assert len(records) <= 301
-    assert {"900", "999"} <= {record["id"] for record in records}
-    assert len(json.dumps(records)) < 200_000, "a heartbeat may have 1 MiB"
-
-
-def test_an_outcome_goes_before_what_the_receiver_refuses(clock: Clock) -> None:
-    ledger = build_ledger(clock)
-    for number, kind in (("1", "straggler"), ("2", "straggler"), ("3", "outcome")):
-        ledger.add_notification(build_notification(number, kind), clock.time)
-        ledger.merge_records(ledger.export_records())
-        if number == "2":
-            ledger.postpone("1")
-            assert ledger.find_due_notification("ci") == build_notification("2")
-    assert ledger.find_due_notification("ci") == build_notification("3", "outcome")
-
-
-def test_the_outcome_of_a_lost_coordinator_is_delivered_and_not_created_again(clock: Clock) -> None:
-    """Whether it was delivered before or not."""
-    for is_delivered in (False, True):
-        ledger = build_ledger(clock)
-        ledger.add_notification(build_notification("1", "outcome"), clock.time, key="outcome")
-        if is_delivered:
-            ledger.mark_delivered("1", "ci")
-        successor = build_ledger(clock)
-        successor.merge_records(ledger.export_records())
-        assert successor.has_key("outcome")
-        clock.time += OUTCOME_DELIVERY_SECONDS
-        assert successor.give_up_deliveries() == ([] if is_delivered else [("ci", "1")])
+def test_a_channel_without_its_secret_delays_nothing(tmp_path: Path) -> None:
+    notes: list[str] = []
+    notifier = Notifier("r", "id", "boot", [ChannelSettings("ci", "webhook", ("outcome",), str(tmp_path / "nowhere"))], notes.append)
+    notifier.start()
+    notifier.observe_event(OUTCOME)
+    assert notifier.is_finished
+    assert notes == ["channel ci: gets no notifications: No such file or directory"]
 
 
 def read_channel_error(folder: Path, content: str) -> SwarmtrainError:
@@ -416,14 +323,6 @@ def test_a_channel_that_is_added_restarts_no_node() -> None:
 def test_a_plan_names_the_channels() -> None:
     assert "notify.ci: webhook, outcome" in plan_notified_run().notes
     assert not any("notify" in note for note in plan_notified_run(is_notified=False).notes)
-
-
-def test_a_malformed_copy_of_a_node_is_ignored() -> None:
-    """Its heartbeat counts nevertheless."""
-    notifier = Notifier("r", "id", "boot", [ChannelSettings("ci", "webhook", ("outcome",), "nowhere")], lambda _note: None)
-    for records in ([{"id": "1"}], [{"id": "1", "key": "", "pending": ["ci"], "notification": {"other": 1}}], ["1"], 5):
-        notifier.merge_records(records)  # type: ignore[arg-type]  # that is what the test is about
-        assert notifier.export_records() == []
 
 
 def test_the_channels_are_restored_from_what_only_labels_store() -> None:

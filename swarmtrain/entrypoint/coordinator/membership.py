@@ -19,6 +19,8 @@ class _MemberState:
     last_heartbeat: float
     exit_code: int | None = None
     has_left: bool = False
+    is_waiting: bool = False
+    """Whether it has left, and repeats its report until the run is over."""
 
 
 class Membership:
@@ -47,7 +49,7 @@ class Membership:
     @property
     def has_no_active_nodes(self) -> bool:
         """Whether every node has exited or is lost, so that none uses the coordinator any more."""
-        return all(node.has_left or self._is_lost(node) for node in self._nodes.values())
+        return all((node.has_left and not node.is_waiting) or self._is_lost(node) for node in self._nodes.values())
 
     def register_node(self, name: str) -> bool:
         """Register the start or restart of the supervisor of the node `name`.
@@ -63,10 +65,16 @@ class Membership:
         node = self._nodes.setdefault(node_name, _MemberState(self._clock()))
         node.last_heartbeat, node.has_left = self._clock(), False
 
-    def record_node_exit(self, name: str, exit_code: int) -> None:
-        """Record that a node reported its exit with `exit_code`."""
+    def record_node_exit(self, name: str, exit_code: int) -> bool:
+        """Record that a node reported its exit with `exit_code`. Return whether it has not reported it before."""
+        is_new = name in self.members or name not in self._nodes or self._nodes[name].exit_code != exit_code
         self.record_heartbeat(name)
         self._nodes[name].exit_code, self._nodes[name].has_left = exit_code, True
+        return is_new
+
+    def set_waiting(self, name: str, *, is_waiting: bool) -> None:
+        """Record whether a node that has left repeats its report until the run is over."""
+        self._nodes[name].is_waiting = is_waiting
 
     def has_node_finished(self, name: str) -> bool:
         """Return whether the node `name` has exited with exit code 0."""

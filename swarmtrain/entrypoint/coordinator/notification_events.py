@@ -27,8 +27,7 @@ _KIND_BY_EVENT = {
     EVENT_DISK_NEARLY_FULL: NotificationKind.disk,
 }
 MAX_MESSAGE_LENGTH = 1000
-"""Maximum length of a notification's text, and of each value in its data. The reason of an outcome may contain an error message of any
-length, and each heartbeat contains the ledger."""
+"""Maximum length of a notification's text, and of each value in its data: an error message may have any length, and chats limit it."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ def find_notable_event(run: str, event: Event) -> NotableEvent | None:
     if kind is None or (kind is NotificationKind.straggler and event.data.get("rank") is None):
         return None
     text, key = str(event.data.get("message")), ""
-    if kind is NotificationKind.outcome:  # a coordinator that adopts it does not notify again
-        text, key = describe_outcome(event.data), "outcome"
+    if kind is NotificationKind.outcome:
+        text = describe_outcome(event.data)
     elif kind is NotificationKind.quarantine:
         text = f"{event.data['node']} is quarantined: {event.data['reason']}"
     elif kind is NotificationKind.straggler:

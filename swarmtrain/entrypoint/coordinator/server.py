@@ -33,12 +33,9 @@ from swarmtrain.process import raise_open_file_limit
 from swarmtrain.protocol import (
     ENV_NOTIFY,
     EVENT_NOTE,
-    EXIT_PLANNED,
-    NOTIFICATIONS_FIELD,
     OUTCOME_FIELD,
     PROTOCOL_VERSION,
     RENDEZVOUS_SERVICE,
-    RUN_OVER_FIELD,
     ConnectingRank,
     CoordinatorEnv,
     Event,
@@ -63,8 +60,6 @@ _CONNECTION_SECONDS = 15.0
 """Seconds from the start of a connection to its end. A request may wait 5 s for a key of the store."""
 _BACKLOG = 256
 _TICK_SECONDS = 0.2
-_RELEASE_SECONDS = 10.0
-"""Maximum seconds for which the coordinator waits until nodes that remain have learned that the run is over."""
 _PORT_HINT = "stop the process that listens there, or set runner.master_port to a free port"
 _EXIT_STOP_REQUESTED = 128 + signal.SIGTERM
 
@@ -89,9 +84,10 @@ def main() -> int:
         run_id=env.run_id,
         clock=time.monotonic,
         publish_event=lambda event: _publish_event(event, notifier),
+        has_notified=lambda: notifier.is_finished,
     )
     try:
-        return asyncio.run(_serve(env, CoordinatorServer(coordinator, load_run_key(), notifier), notifier))
+        return asyncio.run(_serve(env, CoordinatorServer(coordinator, load_run_key()), notifier))
     except CoordinatorError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_ERROR
@@ -113,14 +109,13 @@ async def _serve(env: CoordinatorEnv, server: CoordinatorServer, notifier: Notif
     notifier.start()
     if stop_by_queue := QueueStop.from_env(os.environ):
         notifier.notify_queue_stop(stop_by_queue)
+    waits = [asyncio.create_task(event.wait()) for event in (stop, server.finished)]
     while not stop.is_set():
-        if server.process_timeouts() or server.has_released_all_nodes.is_set():
+        notifier.process_timeouts()
+        if server.process_timeouts() or server.finished.is_set():
             sys.stdout.flush()
             os._exit(EXIT_OK)  # no node knows the outcome any more: if this process were killed now, a successor would wait without end
-        waits = [asyncio.create_task(event.wait()) for event in (stop, server.has_released_all_nodes)]
         await asyncio.wait(waits, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
     server.close()
     return _EXIT_STOP_REQUESTED
 
@@ -140,20 +135,15 @@ class CoordinatorServer:
     request has used. All methods run in one event loop.
     """
 
-    def __init__(self, coordinator: Coordinator, key: bytes = b"", notifier: Notifier | None = None) -> None:
+    def __init__(self, coordinator: Coordinator, key: bytes = b"") -> None:
         self.key, self.nonces = key, IssuedNonces()
-        self._notifier = notifier
         self._coordinator = coordinator
         self._rescue_arbiter = RescueArbiter(time.monotonic)
         self._round_stores = RoundStores()
         self._unverified_connections = UnverifiedConnections()
         self._refused_requests = RefusedRequests(time.monotonic)
-        self._over_since: float | None = None
-        """When the run was over: it has an outcome, and nothing is left to do."""
-        self._remaining_nodes: set[str] = set()
-        """Nodes that have left, and remain until they learn that the run is over."""
-        self.has_released_all_nodes = asyncio.Event()
-        """Set when the last of them has learned it."""
+        self.finished = asyncio.Event()
+        """Set when the response that the run is over was sent to the last node."""
         self._listener: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
@@ -177,8 +167,8 @@ class CoordinatorServer:
                 event = Event(request["kind"], request["data"])
                 self._rescue_arbiter.record_dead_rank(event)
                 return asdict(self._coordinator.handle_event(event))
-            case "join" | "beat" | "close" | "leave" | "remain" as op:
-                return self._handle_supervisor_request(op, request)
+            case "join" | "beat" | "close" | "leave" as op:
+                return asdict(self._handle_supervisor_request(op, request))
             case "store":
                 return await self._round_stores.handle_request(request)
             case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
@@ -186,60 +176,22 @@ class CoordinatorServer:
             case op:
                 raise ValueError(f"unknown operation: {op}")
 
-    def _handle_supervisor_request(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
-        self._learn_from_supervisor(request)
-        response = self._answer_remaining_node(request["node"]) if op == "remain" else asdict(self._change_node_state(op, request))
-        records = self._notifier.export_records() if self._notifier else []
-        return response | ({NOTIFICATIONS_FIELD: records} if records else {})
-
-    def _change_node_state(self, op: str, request: dict[str, Any]) -> SupervisorResponse:
+    def _handle_supervisor_request(self, op: str, request: dict[str, Any]) -> SupervisorResponse:
         node = request["node"]
+        if outcome := request.get(OUTCOME_FIELD):  # that an earlier coordinator, which was lost, sent to this supervisor
+            self._coordinator.adopt_outcome(RunOutcome(**outcome))
         if op == "close":
             return self._coordinator.close_round(node, request["round"])
         if op == "leave":
-            response = self._coordinator.record_node_exit(node, int(request["exit_code"]))
-            if response.outcome and request["exit_code"] != EXIT_PLANNED:
-                self._remaining_nodes.add(node)
-            return response
+            return self._coordinator.record_node_exit(node, int(request["exit_code"]))
         return self._coordinator.register_node(node) if op == "join" else self._coordinator.record_heartbeat(node)
 
-    def _answer_remaining_node(self, node: str) -> dict[str, Any]:
-        """Answer a node that remains for a coordinator that might replace this one. Once the run is over, the answer releases it."""
-        self._remaining_nodes.add(node)
-        return {RUN_OVER_FIELD: node if self._over_since is not None else ""}
-
-    def _record_response(self, response: dict[str, Any]) -> None:
-        """Record a response that was sent. After the last node that remained has received that the run is over, the process ends."""
-        if released_node := response.get(RUN_OVER_FIELD):
-            self._remaining_nodes.discard(released_node)
-            if not self._remaining_nodes:
-                self.has_released_all_nodes.set()
-
-    def _learn_from_supervisor(self, request: dict[str, Any]) -> None:
-        """Learn what an earlier coordinator, which was lost, sent to this supervisor: its notifications, and then the outcome.
-
-        In this order: the outcome is not notified a second time.
-        """
-        if self._notifier:
-            self._notifier.merge_records(request.get(NOTIFICATIONS_FIELD, ()))
-        if outcome := request.get(OUTCOME_FIELD):
-            self._coordinator.adopt_outcome(RunOutcome(**outcome))
-
     def process_timeouts(self) -> bool:
-        """Process the timeouts of the coordinator, of notifications and of refused requests. Return whether the coordinator can exit.
-
-        It exits after the nodes that remain for a coordinator that might replace it: only they know the outcome then.
-        """
-        if self._notifier:
-            self._notifier.process_timeouts()
+        """Process the timeouts of the coordinator and of refused requests. Return whether the coordinator can exit."""
         if report := self._refused_requests.take_report():
             self._coordinator.handle_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": report}))
         self._coordinator.process_timeouts()
-        if not (self._coordinator.is_finished and (self._notifier is None or self._notifier.is_finished)):
-            self._over_since = None
-            return False
-        self._over_since = self._over_since or time.monotonic()
-        return not self._remaining_nodes or time.monotonic() - self._over_since >= _RELEASE_SECONDS
+        return self._coordinator.is_finished
 
     async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection. What a stranger sends, or does not send, has no traceback."""
@@ -266,7 +218,8 @@ class CoordinatorServer:
                 mark_verified()
                 response = await self._answer_request(message.body)
                 await _send_line(writer, self._sign_response(response, message.nonce))
-                self._record_response(response)
+                if self._coordinator.is_finished:
+                    self.finished.set()
                 return
             if self.nonces.has_issued_nonce(message.nonce) or max_bytes == _MAX_REQUEST_BYTES:
                 break  # replayed

@@ -69,7 +69,8 @@ _RESERVED_KINDS = {EVENT_OPERATION, EVENT_COORDINATOR_STARTED, EVENT_NODE_LEFT, 
 class Coordinator:
     """State machine of the coordinator of one run. `boot_id` distinguishes its rounds from those of an earlier coordinator process.
 
-    `run_id`: id of the run (swarmtrain.run_identity), for the ranks; empty if it is unknown.
+    `run_id`: id of the run (swarmtrain.run_identity), for the ranks; empty if it is unknown. `has_notified`: returns whether all
+    notifications are delivered or given up.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class Coordinator:
         run_id: str = "",
         clock: Callable[[], float],
         publish_event: Callable[[Event], None],
+        has_notified: Callable[[], bool] = lambda: True,
     ) -> None:
         self._budget = RestartBudget(max_restarts, max_restarts_per_hour, clock)
         self._quarantine = NodeQuarantine(min_nodes, clock)
         self._boot_id, self._run_id = boot_id, run_id
-        self._clock = clock
+        self._clock, self._has_notified = clock, has_notified
         self._event_log = EventLogWriter(publish_event, clock)
         self._membership = Membership(clock)
         self._barrier = RendezvousBarrier(clock)
@@ -114,9 +116,14 @@ class Coordinator:
         return SupervisorResponse(self.round, self._outcome, self._run_id)
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run has had an outcome for some seconds, and its notifications are delivered or given up."""
+        return self._outcome is not None and self._clock() - self._outcome_at >= LINGER_SECONDS and self._has_notified()
+
+    @property
     def is_finished(self) -> bool:
-        """Whether the run has an outcome, and every remaining node has received it."""
-        return self._outcome is not None and self._clock() - self._outcome_at >= LINGER_SECONDS and self._membership.has_no_active_nodes
+        """Whether the run is over, and every node that is not lost knows it."""
+        return self.is_over and self._membership.has_no_active_nodes
 
     def register_node(self, node: str) -> SupervisorResponse:
         """Register a start of a node's supervisor, the first start or a restart, and return the response."""
@@ -154,11 +161,17 @@ class Coordinator:
         return replace(self.supervisor_response, wait=wait)
 
     def record_node_exit(self, node: str, exit_code: int) -> SupervisorResponse:
-        """Record a node's exit and return the response.
+        """Record a node's exit and return the response. A node that has exited with an outcome repeats the call until the run is over.
 
         `exit_code`: 0 for success, EXIT_PLANNED if a stop was requested; any other value is a failure.
         """
-        self._membership.record_node_exit(node, exit_code)
+        if self._membership.record_node_exit(node, exit_code):
+            self._handle_node_exit(node, exit_code)
+        is_waiting = self._outcome is not None and exit_code != EXIT_PLANNED and not self.is_over
+        self._membership.set_waiting(node, is_waiting=is_waiting)
+        return replace(self.supervisor_response, is_over=self.is_over)
+
+    def _handle_node_exit(self, node: str, exit_code: int) -> None:
         self._barrier.forget_node(node)
         self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": node, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
@@ -174,7 +187,6 @@ class Coordinator:
                 self._set_done_outcome(len(finished_nodes))
         elif node in self._worlds.unfinished_nodes:
             self._fail_run_with_incomplete_world(f"{node} exited with exit code {exit_code}")
-        return self.supervisor_response
 
     def record_connecting_rank(self, rank: ConnectingRank) -> ConnectingWorld:
         """Record whether a rank waits in init_process_group, and return the state of its world."""
@@ -367,5 +379,6 @@ class Coordinator:
         self._give_up_at = None
         if self._outcome:
             return
-        self._outcome, self._outcome_at = outcome, self._clock()
-        self._event_log.write_event(Event(EVENT_OUTCOME, {key: value for key, value in asdict(outcome).items() if key != "hint" or value}))
+        self._outcome, self._outcome_at = replace(outcome, round=outcome.round or self.round), self._clock()
+        data = {key: value for key, value in asdict(self._outcome).items() if key != "hint" or value}
+        self._event_log.write_event(Event(EVENT_OUTCOME, data))

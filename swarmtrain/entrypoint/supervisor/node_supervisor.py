@@ -11,7 +11,6 @@ the node after every exit code except 0:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -135,7 +134,7 @@ class Supervisor:
         self.coordinator.post_event(
             Event(EVENT_FAILURE, {"node": self.env.node, "error": error, "exit_code": EXIT_ERROR, "permanent": permanent})
         )
-        self.is_stopping = True  # a signal only ends the wait for notifications
+        self.is_stopping = True  # a signal only ends the wait until the run is over
         self._report_exit(EXIT_ERROR)
         return EXIT_OK
 
@@ -240,25 +239,30 @@ class Supervisor:
             time.sleep(_RETRY_SECONDS)  # others are still arriving or finishing, or this node is quarantined
 
     def _report_exit(self, exit_code: int) -> None:
-        """Report to the coordinator that this node exits. If the coordinator is unreachable, this is only logged."""
-        try:
-            self.coordinator.wait_until_reachable(_EXIT_REPORT_SECONDS if exit_code == EXIT_OK else _HEARTBEAT_SECONDS)
-            self.coordinator.report_node_exit(self.env.node, exit_code)
-        except CoordinatorError as error:
-            _log_message(f"could not report its exit: {error}")
-        if exit_code != EXIT_PLANNED:
-            self._remain_until_run_is_over()
+        """Report to the coordinator that this node exits, and if the run has an outcome, wait until it is over.
 
-    def _remain_until_run_is_over(self) -> None:
-        """Wait until the coordinator is about to end: all nodes have left, and the notifications are delivered or given up.
-
-        Meanwhile this node keeps the outcome and a copy of the notifications, for a new coordinator if this one is lost.
+        That takes at most 5 s. If the coordinator is lost meanwhile, the one that replaces it learns the outcome from this node. If the
+        coordinator stays unreachable, this is only logged.
         """
-        end = time.monotonic() + _COORDINATOR_RESTART_SECONDS
-        while self.coordinator.has_unfinished_state and time.monotonic() < end and not self.has_stop_signal:
+        self.last_response_at = time.monotonic()
+        while True:
+            try:
+                response = self.coordinator.report_node_exit(self.env.node, exit_code)
+            except CoordinatorError as error:
+                if time.monotonic() - self.last_response_at >= self._choose_report_seconds(exit_code):
+                    _log_message(f"could not report its exit: {error}")
+                    return
+            else:
+                self.last_response_at = time.monotonic()
+                if exit_code == EXIT_PLANNED or response.outcome is None or response.is_over or self.has_stop_signal:
+                    return
             time.sleep(_RETRY_SECONDS)
-            with contextlib.suppress(CoordinatorError):
-                self.coordinator.report_node_remains(self.env.node)
+
+    def _choose_report_seconds(self, exit_code: int) -> float:
+        """Return for how many seconds to try to report an exit while the coordinator is unreachable."""
+        if self.coordinator.knows_outcome:
+            return 0.0 if self.has_stop_signal else _COORDINATOR_RESTART_SECONDS
+        return _HEARTBEAT_SECONDS if exit_code == EXIT_PLANNED else _EXIT_REPORT_SECONDS
 
     def _handle_stop_signal(self, signal_number: int, frame: FrameType | None) -> None:
         self.has_stop_signal = True
