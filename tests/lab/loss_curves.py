@@ -1,4 +1,4 @@
-"""The loss curve as each consumer reads it: the CSV file, TensorBoard, `wandb sync`, the page of a run.
+"""The loss curve as each consumer reads it: the CSV file, TensorBoard, the page of a run.
 
 A step that occurs twice is an error.
 """
@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
-from wandb.sdk.internal.datastore import DataStore
 
 
 def read_csv(folder: Path) -> dict[int, float]:
@@ -27,20 +25,6 @@ def read_tensorboard(folder: Path) -> dict[int, float]:
     read = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     read.Reload()
     return _build_curve((point.step, point.value) for point in read.Scalars("loss"))
-
-
-def read_wandb(folder: Path) -> dict[int, float]:
-    """Return the curve that `wandb sync` would send, file by file."""
-    points = []
-    for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = Record.FromString(data)
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            points += [(row["_step"], row["loss"])] if "loss" in row else []
-        store.close()
-    return _build_curve(points)
 
 
 def read_page(file: Path) -> tuple[dict[int, float], list[str]]:

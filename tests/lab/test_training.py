@@ -172,7 +172,7 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_continuous(
     lab: Lab, launcher: SwarmLauncher, image: str, full_reference: dict[int, float], tmp_path: Path
 ) -> None:
     engine = DockerEngine(lab.get_docker_host("node0"))
-    sinks = ("logger.use_csv=true", "logger.use_tensorboard=true", "logger.use_wandb=true", "logger.wandb_offline=true")
+    sinks = ("logger.use_csv=true", "logger.use_tensorboard=true")
     more = build_options(image, "scale", "runner.nodes=2", f"trainer.train_iterations={STEPS}", *sinks)
     deploy = start_swarmtrain("deploy", "examples/quickstart.yml", "--name", "scale", *more)
     wait_for_run(launcher, "scale")
@@ -190,7 +190,7 @@ def test_a_death_and_a_scale_change_nothing_and_every_curve_is_continuous(
     ours = read_losses(lab, "scale")
     assert_same_losses(ours, full_reference, STEPS)
     folder = lab.shared_disk / "scale"
-    for read in (loss_curves.read_csv, loss_curves.read_tensorboard, loss_curves.read_wandb):
+    for read in (loss_curves.read_csv, loss_curves.read_tensorboard):
         assert read(folder) == pytest.approx(ours, rel=1e-6), read.__name__
     page = tmp_path / "page.html"
     assert start_swarmtrain("report", "scale", "--output", str(page)).wait(60) == 0

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from swarmtrain.config import Config
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks import wandb_offline
 from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample, extract_samples
 from swarmtrain.trainer.runtime import Runtime
@@ -32,7 +31,7 @@ class WandbRun:
     """Logs metrics to one W&B run, which continues across restarts.
 
     The W&B service cannot delete history, and accepts steps only in ascending order. So steps after the resumed step that an earlier world
-    has logged remain in an online run. The files of an offline run are truncated.
+    has logged remain in an online run. An offline run cannot be resumed: each world writes a file, and recomputed steps are in two of them.
     """
 
     def __init__(self, runtime: Runtime, folder: Path, history: ResumeHistory) -> None:
@@ -66,12 +65,9 @@ class WandbRun:
             )
             offline = True
         try:
-            last_offline_step = wandb_offline.truncate_offline_files(folder / "wandb", run_id, history.step) if offline else None
             self._run = wandb.init(id=run_id, **_build_init_options(wandb, runtime, folder, "offline" if offline else "online", key))
-            if last_offline_step is not None:
-                self._min_step = last_offline_step + 1
-            else:  # if the run was online before, the W&B service already has the earlier steps
-                self._min_step = history.step + 1 if offline and history.step else self._run.step
+            # The W&B service, or the files of earlier worlds, already have the earlier steps.
+            self._min_step = history.step + 1 if offline and history.step else self._run.step
         except Exception as error:  # noqa: BLE001  # the client may raise any error; training continues
             LOG.warning("wandb: disabled, since it could not be started: %s", str(error).replace(key, "***") if key else error)
             _kill_wandb_service()
