@@ -1,14 +1,12 @@
 """Who may use the registry in the swarm, and for what: its login, and whether it accepts requests that delete images.
 
-The registry reads its user from an htpasswd file, a Swarm secret, in which it accepts only bcrypt hashes. Python cannot compute these, but
-libcrypt can, in which Linux distributions have the hashes of their own passwords.
+The registry reads its user from an htpasswd file, a Swarm secret, in which it accepts only bcrypt hashes. The package bcrypt computes them;
+it belongs to the extra `registry`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,11 +18,10 @@ SALT_LABEL = "swarmtrain.registry.salt"
 DELETES_LABEL = "swarmtrain.registry.deletes"
 HTPASSWD_LABEL = "swarmtrain.registry.htpasswd"
 _HTPASSWD_FILE = "htpasswd"
-_LIBCRYPT_NAMES = ("libcrypt.so.1", "libcrypt.so.2")
 _BCRYPT_COST = 10
-_SALT_BYTES = 16
-_MAX_PASSWORD_BYTES = 72  # bcrypt ignores further bytes
+_MAX_PASSWORD_BYTES = 72  # bcrypt accepts no more
 _USER_PATTERN = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_SALT_PATTERN = re.compile(r"\$2b\$(0[4-9]|[12]\d|3[01])\$[./A-Za-z0-9]{21}[.Oeu]")
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class RegistryAccess:
     allow_deletes: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ImageError if user or password cannot be written to an htpasswd file, or bcrypt would ignore a part of the password."""
+        """Raises ImageError if user or password cannot be written to an htpasswd file, or the password is too long for bcrypt."""
         if self.user and not _USER_PATTERN.fullmatch(self.user):
             raise ImageError(f"{self.user!r} is not a valid user: use letters, digits, and . _ @ -", place="registry login")
         if len(self.password.encode()) > _MAX_PASSWORD_BYTES or not self.password.isprintable():
@@ -55,11 +52,20 @@ class RegistryAccess:
     def build_htpasswd(self, labels: Mapping[str, str]) -> HtpasswdFile:
         """Return the htpasswd file, with the salt in the `labels` of the running registry if that has the same user.
 
-        Raises ImageError if this machine has no libcrypt.
+        Raises ImageError if the package bcrypt is missing.
         """
+        try:
+            import bcrypt
+        except ImportError:
+            raise ImageError(
+                "needs the package bcrypt, which hashes the password",
+                place="registry login",
+                hint="pip install 'swarmtrain[registry]'; or --no-login, with which anyone who reaches the port can replace images",
+            ) from None
         salt = labels.get(SALT_LABEL, "") if labels.get(USER_LABEL) == self.user else ""
-        salt = salt or _create_salt()
-        return HtpasswdFile(salt, f"{self.user}:{_hash_password(self.password, salt)}\n".encode())
+        if not _SALT_PATTERN.fullmatch(salt):
+            salt = bcrypt.gensalt(_BCRYPT_COST).decode()
+        return HtpasswdFile(salt, f"{self.user}:{bcrypt.hashpw(self.password.encode(), salt.encode()).decode()}\n".encode())
 
     def describe_changes(self, labels: Mapping[str, str], secret_name: str) -> list[str]:
         """Return how this access differs from that of the running registry with these service `labels` and htpasswd secret."""
@@ -100,32 +106,3 @@ def _describe_login(user: str) -> str:
 
 def _describe_deletes(are_allowed: bool) -> str:
     return "allowed" if are_allowed else "refused"
-
-
-def _load_libcrypt() -> ctypes.CDLL:
-    for name in _LIBCRYPT_NAMES:
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        library.crypt.restype = library.crypt_gensalt.restype = ctypes.c_char_p
-        return library
-    raise ImageError(
-        "this machine has no libcrypt, which hashes the registry's password",
-        place="registry login",
-        hint="run this command on Linux, for instance on a manager; Debian's package is libcrypt1, Fedora's libxcrypt",
-    )
-
-
-def _create_salt() -> str:
-    salt: bytes | None = _load_libcrypt().crypt_gensalt(b"$2b$", ctypes.c_ulong(_BCRYPT_COST), os.urandom(_SALT_BYTES), _SALT_BYTES)
-    if salt is None:
-        raise ImageError("this machine's libcrypt does not support bcrypt", place="registry login", hint="run this command on a manager")
-    return salt.decode()
-
-
-def _hash_password(password: str, salt: str) -> str:
-    password_hash: bytes | None = _load_libcrypt().crypt(password.encode(), salt.encode())
-    if password_hash is None or not password_hash.startswith(salt.encode()):
-        raise ImageError("this machine's libcrypt does not support bcrypt", place="registry login", hint="run this command on a manager")
-    return password_hash.decode()

@@ -6,12 +6,13 @@ import base64
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
 from swarmtrain.errors import EngineError, ImageError
-from swarmtrain.images.registry_access import SALT_LABEL, USER_LABEL, RegistryAccess, _hash_password
+from swarmtrain.images.registry_access import SALT_LABEL, USER_LABEL, RegistryAccess
 from swarmtrain.launchers.common.docker_login import store_docker_login
 
 REGISTRY = "10.0.0.1:5000"
@@ -19,8 +20,7 @@ HELPER = '#!/bin/sh\necho "$1" >> $LOG\ncat >>$LOG\n'
 
 
 def test_passwords_are_hashed_with_bcrypt() -> None:
-    """The hashes are test vectors of OpenBSD's and Openwall's bcrypt."""
-    assert _hash_password("U*U", "$2b$05$CCCCCCCCCCCCCCCCCCCCC.") == "$2b$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW"
+    """The hash is a test vector of OpenBSD's and Openwall's bcrypt."""
     htpasswd = RegistryAccess("me", "U*U").build_htpasswd({USER_LABEL: "me", SALT_LABEL: "$2b$05$CCCCCCCCCCCCCCCCCCCCC."})
     assert htpasswd.content == b"me:$2b$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW\n"
 
@@ -32,6 +32,16 @@ def test_each_new_login_has_its_own_salt() -> None:
     assert first.digest != second.digest
     assert access.build_htpasswd({USER_LABEL: "me", SALT_LABEL: first.salt}) == first
     assert access.build_htpasswd({USER_LABEL: "other", SALT_LABEL: first.salt}).salt != first.salt
+    assert access.build_htpasswd({USER_LABEL: "me", SALT_LABEL: "malformed"}).salt.startswith("$2b$10$")
+
+
+def test_a_login_without_the_package_bcrypt_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bcrypt", None)
+    with pytest.raises(ImageError) as raised:
+        RegistryAccess("me", "word").build_htpasswd({})
+    assert str(raised.value).startswith("registry login: needs the package bcrypt, which hashes the password")
+    assert "pip install 'swarmtrain[registry]'" in str(raised.value.hint)
+    assert RegistryAccess().describe_changes({}, "") == ["requests that delete images: allowed → refused"]
 
 
 @pytest.mark.parametrize(("user", "password"), [("a:b", "word"), ("a b", "word"), ("me", "x" * 73), ("me", "two\nlines")])
