@@ -20,6 +20,7 @@ from functools import lru_cache
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import LogLine, ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine, LogStream, is_not_found_error
+from swarmtrain.launchers.common.history_store import parse_log_line
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 
 MAX_EXEC_FAILURES = 5
@@ -29,7 +30,6 @@ _EXEC_FAILURE_PATTERN = re.compile(
     r"exec /\S+: (argument list too long|exec format error|no such file or directory|permission denied)|"
     r"standard_init_linux\.go:\d+: exec user process caused: .+"
 )
-_RANK_PATTERN = re.compile(r"\[rank (\d+)\] ?")
 _TASK_ID_PREFIX = "com.docker.swarm.task.id="
 _RETRY_SECONDS = 0.5
 # Lines that arrive within this time are sorted by their timestamps.
@@ -63,9 +63,7 @@ class ContainerLogLine:
 
     def to_log_line(self) -> LogLine:
         """Return the line as a LogLine, whose rank is None if no rank wrote it."""
-        match = _RANK_PATTERN.match(self.text)
-        text = self.text[match.end() :] if match else self.text
-        return LogLine(self.node, text, int(match[1]) if match else None, self.timestamp)
+        return parse_log_line(self.node, self.text, self.timestamp)
 
 
 def read_log_lines(
