@@ -7,11 +7,11 @@ from pathlib import Path
 
 import yaml
 
-from swarmtrain.atomic_file import PUBLIC_MODE
+from swarmtrain.atomic_file import PUBLIC_MODE, write_files_atomically
 from swarmtrain.config.json_schema import EDITOR_LINE, SCHEMA_FILE_NAME, render_json_schema
 from swarmtrain.config.presets import load_preset
 from swarmtrain.config.template import render_template
-from swarmtrain.config.user_files import describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import SwarmtrainError
 
 # In a checkout these are symlinks to the files at its root; in a wheel they are the files themselves.

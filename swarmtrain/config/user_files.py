@@ -5,11 +5,9 @@ Only regular files up to a size limit are read. Groups of files are written atom
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -64,46 +62,10 @@ def read_file_with_limit(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def write_files_atomically(files: Mapping[Path, tuple[bytes, int]]) -> None:
-    """Write all `files` or none: a mapping of path to content and mode, written in this order.
-
-    The contents are first written to staging files, so that a full disk is detected before any file changes. When all are complete, they
-    are renamed to their final paths.
-    Each file is created with its final mode. Raises OSError if one cannot be written; then no file has changed.
-    """
-    for path in files:
-        if path.exists() and not path.is_file():
-            raise FileExistsError(errno.EEXIST, "it is a folder or a device")
-    staging_paths = {path: path.with_name(f".{path.name}.new") for path in files}
-    created_folders = {folder for path in files for folder in _iterate_missing_parents(path.parent)}
-    try:
-        for path, (content, mode) in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            staging_paths[path].unlink(missing_ok=True)
-            with os.fdopen(os.open(staging_paths[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(content)
-    except BaseException:
-        for cleanup in (
-            *(staging_path.unlink for staging_path in staging_paths.values()),
-            *(folder.rmdir for folder in sorted(created_folders, reverse=True)),
-        ):
-            with contextlib.suppress(OSError):
-                cleanup()
-        raise
-    for path, staging_path in staging_paths.items():
-        staging_path.replace(path)
-
-
 def describe_os_error(error: OSError) -> str:
     """Return the reason of `error`, worded so that it fits after a file's name."""
     messages = {errno.ENOENT: "no such file", errno.EACCES: "permission denied", errno.ENOTDIR: "part of the path is a file, not a folder"}
     return messages.get(error.errno or 0) or (error.strerror or str(error)).lower()
-
-
-def _iterate_missing_parents(folder: Path) -> Iterator[Path]:
-    while not folder.exists():
-        yield folder
-        folder = folder.parent
 
 
 def get_shipped_name(path: Path) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from swarmtrain.atomic_file import PUBLIC_MODE
+from swarmtrain.atomic_file import PUBLIC_MODE, write_files_atomically
 from swarmtrain.config.loader import sort_and_limit_problems
 from swarmtrain.config.schema.runner_types import list_runner_types
-from swarmtrain.config.user_files import UnreadableFileError, describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import UnreadableFileError, describe_os_error
 from swarmtrain.config.user_files import read_file_with_limit as read_bytes
 from swarmtrain.config.yaml_document import YamlDocument, YamlSyntaxError, describe_value, read_yaml
 from swarmtrain.errors import ConfigError, Problem, SwarmtrainError

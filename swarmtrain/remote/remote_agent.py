@@ -22,10 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from swarmtrain.atomic_file import create_private_folder, open_private_file, write_bytes_atomically
+from swarmtrain.atomic_file import create_private_folder, open_private_file, write_files_atomically
 from swarmtrain.remote.managed_venv import ManagedVenv, get_build_folder
 from swarmtrain.remote.process_spec import ProcessSpec
-from swarmtrain.remote.run_folder import EVENTS_FILE, LOCK_FILE, MARKER_FILE, HostRunFolder
+from swarmtrain.remote.run_folder import EVENTS_FILE, LOCK_FILE, HostRunFolder
 
 READY_LINE = "swarmtrain remote agent"
 """Line that the agent prints before the first response. Output before it comes from shell start-up files."""
@@ -41,11 +41,19 @@ print(json.dumps({"swarmtrain": swarmtrain.__version__, "torch": importlib.util.
 
 
 class RemoteAgent:
-    """Remote agent, which operates on the run folders in `runs_folder`. Long operations are aborted once `is_caller_gone` returns True."""
+    """Remote agent, which operates on the run folders in `runs_folder`. Long operations are aborted once `is_caller_gone` returns True.
 
-    def __init__(self, runs_folder: Path, is_caller_gone: Callable[[], bool] = lambda: False) -> None:
+    `open_folder`: returns the run folder at a path.
+    """
+
+    def __init__(
+        self,
+        runs_folder: Path,
+        is_caller_gone: Callable[[], bool] = lambda: False,
+        open_folder: Callable[[Path], HostRunFolder] = HostRunFolder,
+    ) -> None:
         self.base = runs_folder
-        self._is_caller_gone = is_caller_gone
+        self._is_caller_gone, self._open_folder = is_caller_gone, open_folder
         self._locks: dict[str, IO[str]] = {}
         self._venvs: dict[str, ManagedVenv] = {}
 
@@ -120,21 +128,19 @@ class RemoteAgent:
         alive = [name for name in names if folder.is_process_alive(name)]
         return {
             "path": str(folder.path),
-            "marker": json.loads((folder.path / MARKER_FILE).read_text(encoding="utf-8")) if folder.exists else None,
+            "marker": folder.load_marker(),
             "specs": {name: asdict(spec) for name in names if (spec := folder.load_process_spec(name))},
             "states": {name: asdict(state) if (state := folder.load_process_state(name)) else None for name in names},
             "alive": alive,
         }
 
     def write_files(self, run: str, files: dict[str, tuple[str, int]]) -> None:
-        """Write `files` (name → content in base64, file mode) into the run's folder, in this order; remove all other code files."""
+        """Write all `files` (name → content in base64, file mode) into the run's folder, or none; remove all other code files."""
         run_folder = self._get_run_folder(run)
         folder = run_folder.path
         for name, mode in ((".", 0o700), ("code", 0o755), ("logs", 0o755), ("secrets", 0o700)):
             (folder / name).mkdir(mode=mode, parents=True, exist_ok=True)
-        for name, (content, mode) in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomically(folder / name, base64.b64decode(content), mode=mode)
+        write_files_atomically({folder / name: (base64.b64decode(content), mode) for name, (content, mode) in files.items()})
         run_folder.remove_other_code_files({name[len("code/") :] for name in files if name.startswith("code/")})
 
     def read_files(self, run: str, names: list[str]) -> dict[str, str]:
@@ -170,10 +176,8 @@ class RemoteAgent:
         self._get_run_folder(run).rotate_events()
 
     def remove_run(self, run: str) -> None:
-        """Remove the run and all its files on this machine, including events and logs."""
-        folder = self._get_run_folder(run)
-        folder.remove_run()
-        folder.delete_folder()
+        """Remove the run and its files on this machine, including the events and logs in its folder."""
+        self._get_run_folder(run).remove_run()
         with contextlib.suppress(OSError):
             self.base.rmdir()
 
@@ -281,7 +285,7 @@ class RemoteAgent:
         return contents, new_offsets, has_more
 
     def _get_run_folder(self, run: str) -> HostRunFolder:
-        return HostRunFolder(self.base / run)
+        return self._open_folder(self.base / run)
 
 
 def serve_requests(runs_folder: Path) -> None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from swarmtrain.atomic_file import SECRET_MODE, open_private_file, write_text_atomically
 from swarmtrain.process import defer_signals, start_process
@@ -40,6 +41,8 @@ _KEEPER_ARGV = [archive] if (archive := getattr(globals()["__loader__"], "archiv
 class HostRunFolder:
     """Folder of one run on the machine that runs its processes."""
 
+    marker_file = MARKER_FILE
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -54,7 +57,14 @@ class HostRunFolder:
 
     @property
     def exists(self) -> bool:
-        return (self.path / MARKER_FILE).exists()
+        return (self.path / self.marker_file).exists()
+
+    def load_marker(self) -> dict[str, Any] | None:
+        """Return the content of the run's marker file; None if the run does not exist."""
+        try:
+            return dict(json.loads((self.path / self.marker_file).read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def get_log_path(self, process_name: str) -> Path:
         """Return the path of the log file of the process `process_name`."""
@@ -168,7 +178,7 @@ class HostRunFolder:
                 path.unlink(missing_ok=True)
 
     def remove_run(self) -> None:
-        """Remove the run; its events and logs are kept.
+        """Remove the run, and its events and logs if they are in its folder.
 
         The marker file is removed last: until then the run can be found, and the removal repeated.
         """
@@ -179,13 +189,11 @@ class HostRunFolder:
             path.unlink(missing_ok=True)
         for name in self.list_process_names():
             self.delete_process_files(name)
-        (self.path / MARKER_FILE).unlink(missing_ok=True)
+        (self.path / self.marker_file).unlink(missing_ok=True)
+        self._delete_records()
 
-    def delete_folder(self) -> None:
-        """Delete the folder of the run, including events and logs.
-
-        The lock is deleted, too: its holder is the last user of the folder.
-        """
+    def _delete_records(self) -> None:
+        """Delete the folder with the events and logs. The lock is deleted, too: its holder is the last user of the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _wait_for_keepers_to_exit(self, keepers: dict[str, int], timeout: float) -> None:

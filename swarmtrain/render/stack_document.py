@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from swarmtrain import __version__
-from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE
+from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE, write_files_atomically
 from swarmtrain.cargo import RunFile
 from swarmtrain.config.schema.fields.overlay_subnet import draw_large_subnet
 from swarmtrain.config.schema.runner import DockerConfig, GpuMode
-from swarmtrain.config.user_files import describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import StackError
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan

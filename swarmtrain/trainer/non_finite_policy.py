@@ -10,9 +10,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from swarmtrain.atomic_file import PUBLIC_MODE
+from swarmtrain.atomic_file import PUBLIC_MODE, write_files_atomically
 from swarmtrain.config.schema.trainer import NonFiniteAction
-from swarmtrain.config.user_files import describe_os_error, write_files_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import CheckpointError, TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import Progress

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import find_run_pids, read_command_line
@@ -16,15 +17,13 @@ from processes import find_run_pids, read_command_line
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.errors import RunNotFound, StackError
-from swarmtrain.launchers import local
 from swarmtrain.launchers.base import LogLine, TaskState
-from swarmtrain.launchers.common.history_store import RecordedRun
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
+from swarmtrain.launchers.common.history_store import RecordedRun, resolve_run_folder
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
-from swarmtrain.remote.process_spec import ProcessSpec
+from swarmtrain.remote.remote_agent import RemoteAgent
 from swarmtrain.view.status import build_status
 
 pytestmark = pytest.mark.test_all_only("one life of a local run is in the contract")
@@ -147,17 +146,17 @@ def test_a_run_is_brought_up_watched_to_its_end_and_removed(launcher: LocalLaunc
 
 def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_run(launcher, 10_000)
-    look = local._compare_processes_with_plan
+    inspect_run = RemoteAgent.inspect_run
 
-    def meanwhile(folder: LocalRunFolder, plan: Plan) -> tuple[LocalRunRecord, dict[str, ProcessSpec], set[str]]:
-        seen = look(folder, plan)
-        with monkeypatch.context() as before:
-            before.setattr(local, "_compare_processes_with_plan", look)
+    def inspect_before_another_deploy(agent: RemoteAgent, run: str) -> dict[str, Any]:
+        inspection = inspect_run(agent, run)
+        with monkeypatch.context() as unpatched:
+            unpatched.setattr(RemoteAgent, "inspect_run", inspect_run)
             LocalLauncher().deploy_run(plan, print)
-        return seen
+        return inspection
 
     with monkeypatch.context() as patched:
-        patched.setattr(local, "_compare_processes_with_plan", meanwhile)
+        patched.setattr(RemoteAgent, "inspect_run", inspect_before_another_deploy)
         changes = launcher.plan_changes(plan)
     assert [str(change) for change in changes if change.interrupts_run] == []
 
@@ -165,7 +164,7 @@ def test_what_another_command_starts_meanwhile_would_not_be_restarted(launcher: 
 def test_a_run_of_another_version_is_listed_stopped_and_removed_but_not_changed(launcher: LocalLauncher, tmp_path: Path) -> None:
     plan = plan_run(launcher, 10_000)
     launcher.deploy_run(plan, print)
-    path = LocalRunFolder("demo").path / "local.json"
+    path = resolve_run_folder("demo") / "local.json"
     record = path.read_text()
     pids = list_run_pids(tmp_path)
     path.write_text(record.replace('"coordinator_port"', '"board_port"').replace(f'"protocol": {PROTOCOL_VERSION}', '"protocol": 1'))
@@ -246,8 +245,8 @@ def test_a_new_script_restarts_the_nodes_and_a_failure_is_the_outcome(launcher: 
 
 def find_supervisor(folder: Path, role: str) -> int:
     """Return the pid of the oldest process with `role` (node, rendezvous) of a run below `folder`, by start time: pids wrap around."""
-    arguments = ["-m", "swarmtrain.entrypoint", role]
-    return min((pid for pid in list_run_pids(folder) if read_command_line(pid)[1:4] == arguments), key=read_start_ticks)
+    arguments = ["-u", "-m", "swarmtrain.entrypoint", role]
+    return min((pid for pid in list_run_pids(folder) if read_command_line(pid)[1:5] == arguments), key=read_start_ticks)
 
 
 def read_start_ticks(pid: int) -> int:

@@ -28,7 +28,7 @@ from swarmtrain.inventory import Inventory, Machine, build_offline_inventory
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.planner import derive_run_name
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
-from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.launchers.ssh.run_index import RunRecord
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render import compose_file
@@ -119,10 +119,10 @@ class ConfigFuzzer:
             self.scripts.append(written)
 
 
-def build_hosts(plan: Plan) -> tuple[SshRunRecord, dict[str, HostContext]]:
+def build_hosts(plan: Plan) -> tuple[RunRecord, dict[str, HostContext]]:
     """Return what a launcher over SSH knows of the hosts of `plan`."""
     names = list(dict.fromkeys(node.host for node in plan.nodes))
-    record = SshRunRecord(
+    record = RunRecord(
         interpreters=dict.fromkeys(names, "/usr/bin/python3"),
         nodes={node.name: node.host for node in plan.nodes},
         address=names[0],
@@ -130,7 +130,8 @@ def build_hosts(plan: Plan) -> tuple[SshRunRecord, dict[str, HostContext]]:
         cwd="/home/me",
         stop_grace=plan.config.runner.stop_grace,
     )
-    return record, {name: HostContext(PurePosixPath("/home/me/run"), "/home/me", 2, "1000:1000") for name in names}
+    folder = PurePosixPath("/home/me/run")
+    return record, {name: HostContext(folder, folder, "/home/me", 2, "1000:1000") for name in names}
 
 
 def check_specs(plan: Plan, processes: list[ProcessSpec]) -> None:

@@ -16,13 +16,13 @@ from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
-from swarmtrain.launchers.common.history_store import RecordedRun, build_operation_event
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, LocalRunRecord
+from swarmtrain.launchers.common.history_store import RecordedRun, build_operation_event, resolve_run_folder
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.planner import read_inventory
 from swarmtrain.launchers.slurm import SlurmLauncher
 from swarmtrain.launchers.ssh import _build_run_files
-from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.launchers.ssh.host_connections import StateDirectoryHost
+from swarmtrain.launchers.ssh.run_index import RunRecord
 from swarmtrain.plan import Plan, build_plan
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.remote_agent import RemoteAgent
@@ -43,10 +43,16 @@ def list_modes_of_files_with_value(folder: Path) -> dict[str, int]:
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in files}
 
 
+def write_local_run() -> None:
+    """Write the files of a local run, without its processes."""
+    host = StateDirectoryHost()
+    host.call_agent("lock_run", run="demo", owner="test")
+    host.call_agent("write_files", run="demo", files=_build_run_files(build_demo_plan(runner_type="local"), RunRecord(), b"key"))
+
+
 def test_the_configs_of_a_local_run_are_private() -> None:
-    folder = LocalRunFolder("demo")
-    folder.save_deployment(build_demo_plan(runner_type="local"), LocalRunRecord())
-    assert list_modes_of_files_with_value(folder.path) == {"deployed.json": 0o600, "config.json": 0o600}
+    write_local_run()
+    assert list_modes_of_files_with_value(resolve_run_folder("demo")) == {"deployed.json": 0o600, "config.json": 0o600}
 
 
 def list_readable_by_others(folder: Path) -> list[str]:
@@ -71,9 +77,7 @@ def test_the_records_of_a_run_are_private(isolated_state: Path) -> None:
 
 
 def test_the_folder_of_a_local_run_is_private(isolated_state: Path) -> None:
-    folder = LocalRunFolder("demo")
-    with folder.hold_lock(print):
-        folder.save_deployment(build_demo_plan(runner_type="local"), LocalRunRecord())
+    write_local_run()
     # The folder of the run is private, so that others cannot reach the code and the ranks' own files in it.
     assert list_readable_by_others(isolated_state) == [f"swarmtrain/demo/{name}" for name in ("code", "code/training_code.py", "logs")]
 
@@ -111,7 +115,7 @@ def test_the_configs_and_scripts_of_a_slurm_run_are_private(tmp_path: Path, monk
 @pytest.mark.parametrize("runner_type", ["ssh", "ssh_docker"])
 def test_the_files_of_a_run_over_ssh_are_private(runner_type: str, tmp_path: Path) -> None:
     plan = build_demo_plan(runner_type=runner_type, hosts=["a"], docker_config={"docker_container": "registry/train:1"})
-    record = SshRunRecord({"a": "python3"}, {"node0": "a"}, "10.0.0.1", 20000, 20001, "/", 90.0)
+    record = RunRecord(interpreters={"a": "python3"}, nodes={"node0": "a"}, address="10.0.0.1", coordinator_port=20000, cwd="/")
     agent = RemoteAgent(tmp_path / "runs")
     agent.lock_run("demo", "test")
     agent.write_files("demo", _build_run_files(plan, record, b"key"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,13 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common import history_store
 from swarmtrain.launchers.common.file_tail import NodeLogTail
-from swarmtrain.launchers.common.history_store import RecordedRun, build_operation_event, find_recorded_run, list_continued_runs
+from swarmtrain.launchers.common.history_store import (
+    RecordedRun,
+    build_operation_event,
+    find_recorded_run,
+    list_continued_runs,
+    resolve_run_folder,
+)
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
 from swarmtrain.launchers.common.log_recorder import HistoryWriter
 from swarmtrain.protocol import EXIT_PLANNED, Event
@@ -157,9 +165,9 @@ def test_lines_are_filtered() -> None:
 
 
 def test_what_an_earlier_local_run_of_the_same_name_printed_is_not_shown() -> None:
-    folder = LocalRunFolder("demo")
-    folder.identity = IDENTITY
-    folder.records_path.mkdir(parents=True)
+    folder = LocalRunFolder(resolve_run_folder("demo"))
+    DEMO.create_folder()
+    (folder.path / "local.json").write_text(json.dumps({"identity": asdict(IDENTITY)}))
     for life in ("first", "second", "third"):
         folder.rotate_events()
         folder.events_path.write_text(Event(protocol.EVENT_COORDINATOR_STARTED, {"run": life}, 1.0).to_line() + "\n")

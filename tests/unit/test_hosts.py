@@ -14,7 +14,7 @@ from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import ConfigError
 from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
-from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.launchers.ssh.run_index import RunRecord
 from swarmtrain.plan import build_plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
@@ -115,8 +115,15 @@ def test_a_container_gets_what_it_needs_and_no_value_is_in_its_command_line() ->
     given = build_ssh_config(runner_type="ssh_docker", hosts=["a slots=0,2", "b slots=1"], env={"TOLD": "quietly"}, docker_config=docker)
     cargo = Cargo((RunFile.from_content("training_code.py", b""),), (RunFile.from_content("TOKEN", b"hush"),))
     plan = build_plan(given, build_offline_inventory(given.runner.host_entries), cargo, run="demo")
-    record = SshRunRecord({"a": "python3", "b": "python3"}, {"node0": "a", "node1": "b"}, "10.0.0.1", 20000, 20001, "/", 90.0)
-    there = {name: HostContext(PurePosixPath("/state/demo"), "/", gpus, "1000:1000") for name, gpus in (("a", 4), ("b", 0))}
+    record = RunRecord(
+        interpreters={"a": "python3", "b": "python3"},
+        nodes={"node0": "a", "node1": "b"},
+        address="10.0.0.1",
+        coordinator_port=20000,
+        cwd="/",
+    )
+    folder = PurePosixPath("/state/demo")
+    there = {name: HostContext(folder, folder, "/", gpus, "1000:1000") for name, gpus in (("a", 4), ("b", 0))}
     found = {spec.name: spec for some in build_process_specs(plan, record, there).values() for spec in some}
     node = found["node0"]
     variables = sorted(node.env)

@@ -29,7 +29,7 @@ from swarmtrain.launchers.common.container_logs import EXEC_HINT, MAX_EXEC_FAILU
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
 from swarmtrain.launchers.common.engine_values import translate_malformed_deployment
 from swarmtrain.launchers.common.history_store import RecordedRun
-from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
+from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
@@ -130,7 +130,7 @@ class DockerLauncher:
         self._deployed_at[plan.run] = time.time()
         image = pull_image_if_missing(self._engine.client, plan.config.runner.docker_config.docker_container, report_progress)["Id"]
         desired = render_compose(plan)
-        with LocalRunFolder(plan.run).hold_lock(report_progress):
+        with hold_run_lock(plan.run, report_progress):
             existing = container_state.list_containers(self._engine, plan.run)
             is_first_deploy = not existing
             identity = container_state.find_identity(existing) if existing else create_run_identity()
@@ -296,7 +296,7 @@ class DockerLauncher:
         Raises RunNotFound if the run does not exist.
         """
         self._list_existing_containers(run)
-        with LocalRunFolder(run).hold_lock(report_progress):
+        with hold_run_lock(run, report_progress):
             self._stop_containers(
                 run, [container for name, container in self._list_existing_containers(run).items() if name != RENDEZVOUS_SERVICE]
             )
@@ -306,7 +306,7 @@ class DockerLauncher:
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Stop all containers and remove the run; named volumes are kept. Raises RunNotFound if the run does not exist."""
         self._list_existing_containers(run)
-        with LocalRunFolder(run).hold_lock(report_progress):
+        with hold_run_lock(run, report_progress):
             self._remove_run(run, report_progress)
         report_progress(f"{run} removed")
 

@@ -23,7 +23,8 @@ from swarmtrain.errors import EngineError, StackError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import file_tail
-from swarmtrain.launchers.common.local_run_folder import translate_os_errors
+from swarmtrain.launchers.common.history_store import resolve_run_folder
+from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors
 from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.launchers.slurm.slurm_run_folder import (
@@ -67,7 +68,7 @@ class SlurmLauncher:
         The script is the one that `deploy_run` would submit. Return text for the user: the paths, and the command that submits the script.
         Raises StateDirectoryError if a file cannot be written.
         """
-        folder, output = SlurmRunFolder(plan.run), output.with_suffix(".sbatch")
+        folder, output = SlurmRunFolder(resolve_run_folder(plan.run)), output.with_suffix(".sbatch")
         record = _build_run_record(plan, folder, None)
         script_text = render_sbatch_script(plan, _build_job_layout(folder, record))
         folder.write_job_files(plan, record, script_text)
@@ -95,7 +96,7 @@ class SlurmLauncher:
                 "request fewer nodes with -o runner.nodes=N",
             )
             return [shortage] if allocated_nodes < len(plan.nodes) else []
-        folder = SlurmRunFolder(plan.run)
+        folder = SlurmRunFolder(resolve_run_folder(plan.run))
         try:
             slurm_cli.check_sbatch_script(render_sbatch_script(plan, _build_job_layout(folder, _build_run_record(plan, folder, None))))
         except EngineError as error:
@@ -105,7 +106,7 @@ class SlurmLauncher:
     @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
         """Return the changes that `deploy_run` would make to the job."""
-        folder = SlurmRunFolder(plan.run)
+        folder = SlurmRunFolder(resolve_run_folder(plan.run))
         previous = folder.find_record()
         if previous is None or not is_job_active(previous, plan.run):
             return [Action("submit", "a job", "the run is new" if previous is None else f"job {previous.job} has ended")]
@@ -123,8 +124,8 @@ class SlurmLauncher:
 
         Raises SwarmtrainError if that fails.
         """
-        folder = SlurmRunFolder(plan.run)
-        with folder.hold_lock(report_progress):
+        folder = SlurmRunFolder(resolve_run_folder(plan.run))
+        with hold_run_lock(folder.run, report_progress):
             previous = folder.find_record()
             is_active = previous is not None and is_job_active(previous, plan.run)
             if is_active and previous and _is_job_unchanged(folder, plan, previous):
@@ -164,12 +165,12 @@ class SlurmLauncher:
     @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
         """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
-        return SlurmRunFolder(run).load_deployment()
+        return SlurmRunFolder(resolve_run_folder(run)).load_deployment()
 
     @translate_os_errors()
     def read_identity(self, run: str) -> RunIdentity:
         """Return the identity in the run's record. Raises RunNotFound."""
-        return SlurmRunFolder(run).read_identity()
+        return SlurmRunFolder(resolve_run_folder(run)).read_job_record().identity
 
     def read_placement(self, run: str) -> Placement:
         """Return an empty placement: Slurm places the nodes of each job."""
@@ -191,7 +192,7 @@ class SlurmLauncher:
     @translate_os_errors()
     def list_tasks(self, run: str) -> list[TaskState]:
         """Return the state of each node, and of the coordinator. Raises RunNotFound, EngineError."""
-        folder = SlurmRunFolder(run)
+        folder = SlurmRunFolder(resolve_run_folder(run))
         record = folder.read_job_record()
         job_state = slurm_cli.read_job_state(record.job) if record.job else slurm_cli.JobState()
         is_active = is_job_active(record, run) if record.allocation else job_state.is_active
@@ -263,7 +264,7 @@ class SlurmLauncher:
 
         Raises RunNotFound if the run does not exist, and StackError if the node has not started.
         """
-        folder = SlurmRunFolder(run)
+        folder = SlurmRunFolder(resolve_run_folder(run))
         record = folder.read_job_record()
         node_state = read_node_state(folder.path, node)
         if node_state is None:
@@ -280,7 +281,7 @@ class SlurmLauncher:
         Raises RunNotFound if the run does not exist.
         """
         folder = _open_existing_run_folder(run)
-        with folder.hold_lock(report_progress):
+        with hold_run_lock(folder.run, report_progress):
             _stop_job(folder.read_job_record(), run)
         report_progress(f"{run} stopped")
 
@@ -288,7 +289,7 @@ class SlurmLauncher:
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """End the job and remove the run; events and logs stay in its folder. Raises RunNotFound."""
         folder = _open_existing_run_folder(run)
-        with folder.hold_lock(report_progress):
+        with hold_run_lock(folder.run, report_progress):
             _stop_job(folder.read_job_record(), run)
             records_path = folder.records_path
             folder.remove_run()
@@ -318,7 +319,7 @@ def _is_job_unchanged(run_folder: SlurmRunFolder, plan: Plan, previous_record: S
 
 
 def _open_existing_run_folder(run: str) -> SlurmRunFolder:
-    folder = SlurmRunFolder(run)
+    folder = SlurmRunFolder(resolve_run_folder(run))
     folder.read_job_record()
     return folder
 

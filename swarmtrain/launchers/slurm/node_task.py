@@ -69,7 +69,7 @@ def main(run_path: Path) -> int:
         "SWARMTRAIN_COORDINATOR_PORT": str(port),
         "SWARMTRAIN_BIND": _choose_bind_address(head_address),
     }
-    run_folder = SlurmRunFolder(run_path.name, run_path)
+    run_folder = SlurmRunFolder(run_path)
     if node_index == 0:
         record_job_id(run_folder, environ["SWARMTRAIN_FILES"], attempt.job)
     else:

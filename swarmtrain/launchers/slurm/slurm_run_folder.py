@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass
 from dataclasses import replace as changed
 from pathlib import Path
 
-from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE, create_private_folder, write_text_atomically
+from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE, create_private_folder, write_files_atomically, write_text_atomically
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
-from swarmtrain.config.user_files import write_files_atomically
 from swarmtrain.errors import EngineError, RunNotFound
-from swarmtrain.launchers.common.history_store import resolve_state_directory
+from swarmtrain.launchers.common.history_store import RecordedRun, resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, LocalRunFolder, select_dataclass_fields
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.plan import Plan
@@ -84,7 +83,7 @@ class SlurmRunRecord:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return cls(**{**select_dataclass_fields(cls, data), "code": tuple(data["code"]), "secrets": tuple(data["secrets"])})
+        return cls(**select_dataclass_fields(cls, data))
 
 
 def is_job_active(record: SlurmRunRecord, run: str) -> bool:
@@ -97,14 +96,12 @@ def is_job_active(record: SlurmRunRecord, run: str) -> bool:
 class SlurmRunFolder(LocalRunFolder):
     """Read and write the files in the folder of one Slurm run."""
 
-    def __init__(self, run: str, path: Path | None = None) -> None:
-        super().__init__(run)
-        self.path = path or self.path
-        self._polled_at, self._job_active = float("-inf"), True
+    marker_file = _RECORD_FILE
 
-    @property
-    def exists(self) -> bool:
-        return (self.path / _RECORD_FILE).exists()
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.run = path.name
+        self._polled_at, self._job_active = float("-inf"), True
 
     @property
     def key_path(self) -> Path:
@@ -125,9 +122,6 @@ class SlurmRunFolder(LocalRunFolder):
     def find_record(self) -> SlurmRunRecord | None:
         """Return the run's record; None if it does not exist."""
         return SlurmRunRecord.load(self.path / _RECORD_FILE)
-
-    def read_identity(self) -> RunIdentity:
-        return self.read_job_record().identity
 
     def read_job_record(self) -> SlurmRunRecord:
         """Return the run's record. Raises RunNotFound if it does not exist."""
@@ -155,8 +149,7 @@ class SlurmRunFolder(LocalRunFolder):
 
     def write_record(self, record: SlurmRunRecord) -> None:
         """Write the record, by which later processes find the run. Raises OSError if it cannot be written."""
-        self.identity = record.identity
-        self.recorded_run.create_folder()
+        RecordedRun(self.run, record.identity).create_folder()
         write_text_atomically(self.path / _RECORD_FILE, record.to_json(), mode=SECRET_MODE)
 
     def load_deployment(self) -> tuple[Config, Cargo]:
@@ -187,7 +180,7 @@ class SlurmRunFolder(LocalRunFolder):
 def list_slurm_runs() -> list[str]:
     """Return the names of all runs under Slurm, sorted. Raises OSError."""
     try:
-        return sorted(path.name for path in resolve_state_directory().iterdir() if SlurmRunFolder(path.name).exists)
+        return sorted(path.name for path in resolve_state_directory().iterdir() if SlurmRunFolder(path).exists)
     except FileNotFoundError:
         return []
 

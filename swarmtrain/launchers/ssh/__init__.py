@@ -1,8 +1,8 @@
 """The launchers `ssh` and `ssh_docker`: the nodes of a run are processes (`ssh`) or containers (`ssh_docker`) on hosts reached over SSH.
 
-Each host has a folder of the run, and a process keeper for each process, like this machine for a local run; a remote agent gives the
-launcher access to them. A run outlives the launcher process. A later launcher process finds the run's hosts in an index on this machine,
-and reads the state of the run from these hosts.
+Each host has a folder of the run, and a process keeper for each process; a remote agent gives the launcher access to them. A run outlives
+the launcher process. A later launcher process finds the run's hosts in an index on this machine, and reads the state of the run from these
+hosts. The launcher `local` is derived from this one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
-from swarmtrain.errors import HostError, RunNotFound, StackError
+from swarmtrain.errors import HostError, RunNotFound, StackError, SwarmtrainError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun
-from swarmtrain.launchers.common.local_run_folder import build_version_error, translate_os_errors
+from swarmtrain.launchers.common.local_run_folder import translate_os_errors
 from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, update_stream
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, Host, HostGroup, list_hosts
 from swarmtrain.launchers.ssh.image_pull import pull_image
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_container_exec_argv, build_host_exec_argv, build_process_specs
-from swarmtrain.launchers.ssh.run_index import RunIndex, SshRunRecord
+from swarmtrain.launchers.ssh.run_index import RunIndex, RunRecord
+from swarmtrain.node_selection import PlannedNode
 from swarmtrain.placement import Placement
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
+from swarmtrain.protocol import EVENT_OPERATION, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.run_folder import EVENTS_FILE, MARKER_FILE
 from swarmtrain.remote.timestamped_log import format_timestamp_prefix
@@ -61,7 +62,7 @@ _KEY_FILE = f"secrets/{RUN_KEY_NAME}"
 class DesiredState:
     """Processes that a plan requires on its hosts, and the processes that already exist there."""
 
-    record: SshRunRecord
+    record: RunRecord
     specs: dict[str, list[ProcessSpec]]
     host_states: dict[str, dict[str, Any]]
     unchanged: frozenset[tuple[str, str]]
@@ -135,9 +136,9 @@ class SshLauncher:
     def plan_changes(self, plan: Plan) -> list[Action]:
         """Return the changes that `deploy_run` would make to the processes on the hosts."""
         with self._connect_all_hosts(plan) as host_group:
-            desired = _compute_desired_state(plan, host_group, self._find_run_record(plan.run))
+            desired = self._compute_desired_state(plan, host_group)
         removals = [
-            Action("end", f"{name} on {host}", "is not in the plan")
+            Action("end", _format_process(name, host), "is not in the plan")
             for host, names in desired.processes_to_stop.items()
             for name in names
             if not desired.is_process_planned(host, name)
@@ -146,14 +147,14 @@ class SshLauncher:
         for host, spec in desired.processes_to_start:
             exists = spec.name in desired.host_states[host]["specs"]
             cause = "has changed, or has exited" if exists else "is new"
-            starts.append(Action("start", f"{spec.name} on {host}", cause, spec.name in desired.host_states[host]["alive"]))
+            starts.append(Action("start", _format_process(spec.name, host), cause, spec.name in desired.host_states[host]["alive"]))
         return [*removals, *starts]
 
     @translate_os_errors()
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
         """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         with self._connect_all_hosts(plan) as host_group, _hold_run_lock(host_group, plan.run, report_progress):
-            desired = _compute_desired_state(plan, host_group, self._find_run_record(plan.run))
+            desired = self._compute_desired_state(plan, host_group)
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
             try:
                 if self.capabilities.runs_in_containers:
@@ -176,7 +177,7 @@ class SshLauncher:
             raise next(iter(errors.values()))
         for error in errors.values():
             report_progress(f"{error}; the run starts without this host. To fix it: {error.hint}")
-        return reduced, _compute_desired_state(reduced, host_group, self._find_run_record(plan.run))
+        return reduced, self._compute_desired_state(reduced, host_group)
 
     def _reconcile_processes(self, plan: Plan, host_group: HostGroup, desired: DesiredState, report_progress: ProgressReporter) -> None:
         run, record = plan.run, desired.record
@@ -186,6 +187,7 @@ class SshLauncher:
         for host in record.interpreters.keys() - desired.host_states.keys() - set(record.nodes.values()):
             report_progress(f"{host} is unreachable; a later command that reaches it will stop its processes")
         pythons = {**record.interpreters, **{host: host_group.get_interpreter(host) for host in removed_hosts}}
+        RecordedRun(run, record.identity).create_folder()
         self._index.write_record(run, replace(record, interpreters=pythons))
         files = _build_run_files(plan, record, _find_run_key(host_group, desired, run))
         host_group.run_on_hosts(lambda host: host.call_agent("write_files", run=run, files=files), list(desired.specs))
@@ -196,11 +198,11 @@ class SshLauncher:
             ),
             to_stop,
         )
-        _download_history(host_group, RecordedRun(run, record.identity), removed_hosts)
+        self._download_history(host_group, RecordedRun(run, record.identity), removed_hosts)
         for host, names in to_stop.items():
             if removed_names := [name for name in names if not desired.is_process_planned(host, name)]:
                 host_group.hosts[host].call_agent("delete_process_files", run=run, names=removed_names)
-                report_progress(f"{', '.join(removed_names)} removed from {host}")
+                report_progress(f"{_format_process(', '.join(removed_names), host)} removed")
         host_group.run_on_hosts(lambda host: host.call_agent("remove_run", run=run), removed_hosts)
         self._index.write_record(run, record)
         to_start = desired.processes_to_start
@@ -218,7 +220,7 @@ class SshLauncher:
             now = {host: specs for host, specs in now.items() if specs}
             host_group.run_on_hosts(lambda host, now=now: host.call_agent("start_processes", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
             for host, specs in now.items():
-                report_progress(f"{', '.join(spec['name'] for spec in specs)} started on {host}")
+                report_progress(f"{_format_process(', '.join(spec['name'] for spec in specs), host)} started")
         if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
             _wait_for_coordinator(host_group.hosts[record.coordinator_host], run)
 
@@ -233,8 +235,12 @@ class SshLauncher:
 
     @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo with which the run was deployed, from the first reachable host. Raises RunNotFound, HostError."""
+        """Return the config and cargo with which the run was deployed, from the first reachable host.
+
+        Raises RunNotFound; HostError; StackError if another version of swarmtrain has deployed the run.
+        """
         record, host_group = self._index.read_record_and_hosts(run)
+        record.check_protocol(run)
         names = ["deployed.json", *(f"code/{name}" for name in record.code), *(f"secrets/{name}" for name in record.secrets)]
         with host_group:
             last_error: HostError | None = None
@@ -279,20 +285,15 @@ class SshLauncher:
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
             host_states, failed = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
-        states = []
-        for name, host in {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}.items():
-            if host in failed:
-                states.append(update_stream.build_unreachable_task_state(name, host, failed[host]))
-            else:
-                states.append(update_stream.build_task_state(name, host, host_states[host]["states"].get(name)))
-        return states
+        responses = {**host_states, **failed}
+        states = {state.node: state for host in responses for state in update_stream.build_task_states(record, host, responses[host])}
+        return [states.get(name) or TaskState(name, record.get_displayed_host(name), "starting") for name in record.hosts_by_process]
 
     def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound, HostError."""
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
-            events = update_stream.read_events(host_group.hosts[record.coordinator_host], run, tail)
-        return [event for event in events if event.time >= (since or 0.0)]
+            return update_stream.read_events(host_group.hosts[record.coordinator_host], run, since, tail)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
@@ -309,9 +310,7 @@ class SshLauncher:
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
         """Yield the output of all nodes. Raises RunNotFound. `report_progress` reports hosts that do not answer."""
-        from swarmtrain.launchers.ssh.update_stream import stream_logs
-
-        return stream_logs(
+        return update_stream.stream_logs(
             *self._index.read_record_and_hosts(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
         )
 
@@ -366,7 +365,7 @@ class SshLauncher:
                 ),
                 reached,
             )
-            _download_history(host_group, recorded_run, reached)
+            self._download_history(host_group, recorded_run, reached)
             host_group.run_on_hosts(lambda host: host.call_agent("remove_run", run=run), reached)
             if failed:
                 self._index.write_record(run, record.restrict_to_hosts(list(failed)))
@@ -374,7 +373,7 @@ class SshLauncher:
             self._index.remove_record(run)
         report_progress(f"{run} removed; its events and logs are in {recorded_run.folder}")
 
-    def _find_run_record(self, run: str) -> SshRunRecord | None:
+    def _find_run_record(self, run: str) -> RunRecord | None:
         with contextlib.suppress(RunNotFound):
             return self._index.read_record(run)
         return None
@@ -385,10 +384,96 @@ class SshLauncher:
         return self._connect_planned_hosts(plan, previous.interpreters if previous else {})
 
     def _connect_planned_hosts(self, plan: Plan, previous_interpreters: dict[str, str] | None = None) -> HostGroup:
-        pythons = {**(previous_interpreters or {}), **{node.host: _resolve_interpreter(plan.config.runner) for node in plan.nodes}}
+        planned = [self._resolve_host(node) for node in plan.nodes]
+        pythons = {**(previous_interpreters or {}), **dict.fromkeys(planned, _resolve_interpreter(plan.config.runner))}
         missing = {node.host for node in plan.missing_nodes}
-        names = dict.fromkeys([*(node.host for node in plan.nodes), *(name for name in pythons if name not in missing)])
+        names = dict.fromkeys([*planned, *(name for name in pythons if name not in missing)])
         return self._connections.build_host_group([*names], pythons)
+
+    def _resolve_host(self, node: PlannedNode) -> str:
+        """Return the name of the host on which `node` runs."""
+        return node.host
+
+    def _choose_coordinator_address(self, plan: Plan, deployed: RunRecord | None, host_info: dict[str, dict[str, Any]]) -> tuple[str, int]:
+        """Return address and port of the coordinator. `deployed`: the record of the run if its coordinator keeps running."""
+        address = deployed.address if deployed else resolve_host_address(plan.config.runner, plan.nodes[0].host, host_info)
+        return address, plan.master_port
+
+    def _build_host_context(self, plan: Plan, record: RunRecord, host_state: dict[str, Any], host_info: dict[str, Any]) -> HostContext:
+        folder = PurePosixPath(host_state["path"])
+        return HostContext(
+            folder, folder, record.cwd if host_info["cwd"] else host_info["home"], gpus=host_info["gpus"], user=host_info["user"]
+        )
+
+    def _compute_desired_state(self, plan: Plan, host_group: HostGroup) -> DesiredState:
+        """Return the processes that the plan requires, and the existing ones on its hosts and on hosts that the plan no longer uses."""
+        run, previous_record = plan.run, self._find_run_record(plan.run)
+        cwd = previous_record.cwd if previous_record else str(Path.cwd())
+        nodes = {node.name: self._resolve_host(node) for node in plan.nodes}
+        planned = list(dict.fromkeys(nodes.values()))
+        host_states, unreachable = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
+        for host in unreachable.keys() & planned:
+            raise unreachable[host]
+        host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
+        coordinator_host = planned[0]
+        marker = host_states[coordinator_host]["marker"]
+        deployed = (
+            RunRecord.from_dict(marker) if marker is not None and RENDEZVOUS_SERVICE in host_states[coordinator_host]["alive"] else None
+        )
+        if deployed is not None:
+            deployed.check_protocol(run)
+        coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
+        address, port = self._choose_coordinator_address(plan, deployed if coordinator_stays else None, host_info)
+        # The nodes that the run has on hosts which are missing now: their processes may still run there.
+        absent_nodes = {
+            node.name: node.host
+            for node in plan.missing_nodes
+            if previous_record and previous_record.nodes.get(node.name) == node.host and node.host not in host_group.hosts
+        }
+        record = RunRecord(
+            # If a host that the plan removes from the run cannot be reached, the next command that changes the run retries.
+            interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable, *absent_nodes.values())},
+            protocol=PROTOCOL_VERSION,
+            nodes=nodes | absent_nodes,
+            hosts={node.name: node.host for node in plan.nodes if node.host != nodes[node.name]},
+            address=address,
+            coordinator_port=port,
+            cwd=cwd,
+            stop_grace=plan.config.runner.stop_grace,
+            code=tuple(item.name for item in plan.cargo.code),
+            secrets=tuple(item.name for item in plan.cargo.secrets),
+            identity=_find_identity(previous_record, host_states),
+        )
+        host_contexts = {name: self._build_host_context(plan, record, host_states[name], host_info[name]) for name in planned}
+        desired_specs = build_process_specs(plan, record, host_contexts)
+        unchanged = frozenset(
+            (host, spec.name)
+            for host, specs in desired_specs.items()
+            for spec in specs
+            if coordinator_stays
+            and host_states[host]["specs"].get(spec.name) == asdict(spec)
+            and host_states[host]["states"].get(spec.name)
+        )
+        return DesiredState(record, desired_specs, host_states, unchanged)
+
+    def _download_history(self, host_group: HostGroup, recorded_run: RecordedRun, hosts: Sequence[str]) -> None:
+        """Append the events and logs on the hosts to the history on this machine, before these files are removed from the hosts."""
+        run = recorded_run.name
+        histories = host_group.run_on_hosts(
+            lambda host: (update_stream.read_log_lines(host, run), update_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
+        )
+        recorded_run.create_folder()
+        for lines, events in histories.values():
+            for node in {line.node for line in lines}:
+                with open_private_file(recorded_run.folder / f"{node}.log", "a") as file:
+                    file.writelines(
+                        f"{format_timestamp_prefix(line.time)}{f'[rank {line.rank}] ' if line.rank is not None else ''}{line.text}\n"
+                        for line in lines
+                        if line.node == node
+                    )
+            if events:
+                with open_private_file(recorded_run.folder / EVENTS_FILE, "a") as file:
+                    file.writelines(f"{line}\n" for line in events)
 
 
 class SshDockerLauncher(SshLauncher):
@@ -396,6 +481,11 @@ class SshDockerLauncher(SshLauncher):
 
     runner_type = "ssh_docker"
     capabilities = find_capabilities("ssh_docker")
+
+
+def _format_process(name: str, host: str) -> str:
+    """Return the name of a process for messages, with its host unless that is this machine."""
+    return name if host == LOCALHOST else f"{name} on {host}"
 
 
 def _resolve_interpreter(runner: RunnerConfig) -> str:
@@ -431,70 +521,13 @@ def _lock_first_reachable_host(host_group: HostGroup, run: str, owner: str) -> t
     raise first_error or RunNotFound("has no hosts", place=f"run {run}")
 
 
-def _compute_desired_state(plan: Plan, host_group: HostGroup, previous_record: SshRunRecord | None) -> DesiredState:
-    """Return the processes that the plan requires, and the existing ones on its hosts and on hosts that the plan no longer uses."""
-    run, runner = plan.run, plan.config.runner
-    cwd = previous_record.cwd if previous_record else str(Path.cwd())
-    planned = list(dict.fromkeys(node.host for node in plan.nodes))
-    host_states, unreachable = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
-    for host in unreachable.keys() & planned:
-        raise unreachable[host]
-    host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
-    coordinator_host = planned[0]
-    marker = host_states[coordinator_host]["marker"]
-    try:
-        deployed = (
-            SshRunRecord.from_dict(marker) if marker is not None and RENDEZVOUS_SERVICE in host_states[coordinator_host]["alive"] else None
-        )
-    except (TypeError, KeyError):
-        raise build_version_error(run, "deploy again") from None
-    coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
-    address = deployed.address if deployed is not None and coordinator_stays else resolve_host_address(runner, planned[0], host_info)
-    # The nodes that the run has on hosts which are missing now: their processes may still run there.
-    absent_nodes = {
-        node.name: node.host
-        for node in plan.missing_nodes
-        if previous_record and previous_record.nodes.get(node.name) == node.host and node.host not in host_group.hosts
-    }
-    record = SshRunRecord(
-        # If a host that the plan removes from the run cannot be reached, the next command that changes the run retries.
-        interpreters={name: host_group.get_interpreter(name) for name in (*planned, *unreachable, *absent_nodes.values())},
-        nodes={node.name: node.host for node in plan.nodes} | absent_nodes,
-        address=address,
-        coordinator_port=plan.master_port,
-        cwd=cwd,
-        stop_grace=runner.stop_grace,
-        code=tuple(item.name for item in plan.cargo.code),
-        secrets=tuple(item.name for item in plan.cargo.secrets),
-        identity=_find_identity(previous_record, host_states),
-    )
-    host_contexts = {
-        name: HostContext(
-            PurePosixPath(host_states[name]["path"]),
-            cwd if host_info[name]["cwd"] else host_info[name]["home"],
-            host_info[name]["gpus"],
-            host_info[name]["user"],
-        )
-        for name in planned
-    }
-    desired_specs = build_process_specs(plan, record, host_contexts)
-    unchanged = frozenset(
-        (host, spec.name)
-        for host, specs in desired_specs.items()
-        for spec in specs
-        if coordinator_stays and host_states[host]["specs"].get(spec.name) == asdict(spec) and host_states[host]["states"].get(spec.name)
-    )
-    return DesiredState(record, desired_specs, host_states, unchanged)
-
-
-def _find_identity(previous_record: SshRunRecord | None, host_states: dict[str, dict[str, Any]]) -> RunIdentity:
+def _find_identity(previous_record: RunRecord | None, host_states: dict[str, dict[str, Any]]) -> RunIdentity:
     """Return the identity of the existing run, which another machine may have deployed, or a new one."""
     if previous_record:
         return previous_record.identity
     for host_state in host_states.values():
-        with contextlib.suppress(TypeError, KeyError):  # another version of swarmtrain has deployed the run
-            if host_state["marker"] is not None:
-                return SshRunRecord.from_dict(host_state["marker"]).identity
+        if host_state["marker"] is not None:
+            return RunRecord.from_dict(host_state["marker"]).identity
     return create_run_identity()
 
 
@@ -515,13 +548,13 @@ def _find_run_key(host_group: HostGroup, desired: DesiredState, run: str) -> byt
     """Return the key of the existing run from the first host that has it, or a new key."""
     for name, host_state in desired.host_states.items():
         if host_state["marker"] is not None:
-            with contextlib.suppress(HostError):  # another version of swarmtrain has deployed the run, without a key
+            with contextlib.suppress(SwarmtrainError):  # another version of swarmtrain has deployed the run, without a key
                 files = host_group.hosts[name].call_agent("read_files", run=run, names=[_KEY_FILE])
                 return base64.b64decode(files[_KEY_FILE])
     return create_run_key()
 
 
-def _build_run_files(plan: Plan, record: SshRunRecord, key: bytes) -> dict[str, tuple[str, int]]:
+def _build_run_files(plan: Plan, record: RunRecord, key: bytes) -> dict[str, tuple[str, int]]:
     """Return the files that are sent to each host, by path. The last one is the run's marker file, which contains the record."""
     cargo = plan.cargo
     files = {f"secrets/{item.name}": (item.content, SECRET_MODE) for item in cargo.secrets} | {_KEY_FILE: (key, SECRET_MODE)}
@@ -537,11 +570,11 @@ def _build_run_files(plan: Plan, record: SshRunRecord, key: bytes) -> dict[str, 
     return {name: (base64.b64encode(content).decode(), mode) for name, (content, mode) in files.items()}
 
 
-def _compute_stop_timeout(record: SshRunRecord) -> float:
+def _compute_stop_timeout(record: RunRecord) -> float:
     return record.stop_grace + _STOP_MARGIN_SECONDS
 
 
-def _stop_nodes(host_group: HostGroup, run: str, record: SshRunRecord) -> dict[str, HostError]:
+def _stop_nodes(host_group: HostGroup, run: str, record: RunRecord) -> dict[str, HostError]:
     """Stop the nodes but not the coordinator, which ranks need while they save. Return the errors of unreachable hosts."""
 
     def stop_host_nodes(host: Host) -> None:
@@ -572,7 +605,7 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
     Raises StackError if the coordinator keeps failing: without a coordinator, no restart budget ends the run.
     """
     deadline = time.monotonic() + _COORDINATOR_START_TIMEOUT_SECONDS
-    while time.monotonic() < deadline and not update_stream.read_events(host, run):
+    while time.monotonic() < deadline and all(event.kind == EVENT_OPERATION for event in update_stream.read_events(host, run)):
         state = host.call_agent("inspect_run", run=run)["states"].get(RENDEZVOUS_SERVICE)
         if state and state["state"] == "failed" and state["restarts"] >= _COORDINATOR_MAX_RESTARTS:
             printed_lines = [
@@ -583,23 +616,3 @@ def _wait_for_coordinator(host: Host, run: str) -> None:
             )
             raise StackError(reason, place=f"rendezvous on {host.name}", hint="fix this first: the nodes would fail to start as well")
         time.sleep(_POLL_SECONDS)
-
-
-def _download_history(host_group: HostGroup, recorded_run: RecordedRun, hosts: Sequence[str]) -> None:
-    """Append the events and logs on the hosts to the history on this machine, before these files are removed from the hosts."""
-    run = recorded_run.name
-    histories = host_group.run_on_hosts(
-        lambda host: (update_stream.read_log_lines(host, run), update_stream.read_file_lines(host, run, EVENTS_FILE)), list(hosts)
-    )
-    recorded_run.create_folder()
-    for lines, events in histories.values():
-        for node in {line.node for line in lines}:
-            with open_private_file(recorded_run.folder / f"{node}.log", "a") as file:
-                file.writelines(
-                    f"{format_timestamp_prefix(line.time)}{f'[rank {line.rank}] ' if line.rank is not None else ''}{line.text}\n"
-                    for line in lines
-                    if line.node == node
-                )
-        if events:
-            with open_private_file(recorded_run.folder / EVENTS_FILE, "a") as file:
-                file.writelines(f"{line}\n" for line in events)

@@ -28,7 +28,10 @@ from swarmtrain import process
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import HostError, SwarmtrainError
+from swarmtrain.launchers.common.history_store import resolve_state_directory
+from swarmtrain.launchers.common.local_run_folder import LocalRunFolder, translate_os_errors
 from swarmtrain.remote.remote_agent import READY_LINE, RemoteAgent, get_runs_folder
+from swarmtrain.remote.run_folder import HostRunFolder
 
 LOCALHOST = "localhost"
 """Host name of this machine, which is called without SSH."""
@@ -98,6 +101,24 @@ class LocalHost:
     def close(self) -> None:
         """Abort the request in progress."""
         self._closed.set()
+
+
+class StateDirectoryHost:
+    """This machine as a host whose runs are in the state directory itself, where other launchers of this machine find them, too."""
+
+    name = LOCALHOST
+
+    def __init__(self, open_folder: Callable[[Path], HostRunFolder] = LocalRunFolder) -> None:
+        """`open_folder`: returns the run folder at a path."""
+        self._agent = RemoteAgent(resolve_state_directory(), open_folder=open_folder)
+
+    def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
+        """Call `method` of the agent in this process and return the result. Raises StateDirectoryError, or the method's error."""
+        with translate_os_errors():
+            return self._agent.handle_request(method, fields)
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
 
 
 class RemoteHost:
@@ -232,8 +253,9 @@ class ConnectionPool:
     Idle connections stay open until the pool is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connect_local_host: Callable[[], Host] = LocalHost) -> None:
         self._idle: dict[tuple[str, str], RemoteHost] = {}
+        self._connect_local_host = connect_local_host
 
     def build_host_group(self, names: Sequence[str], interpreters: Mapping[str, str]) -> HostGroup:
         """Return the group of the hosts `names`, each with its Python interpreter. Connections are opened on the first request."""
@@ -241,7 +263,7 @@ class ConnectionPool:
 
     def _take_host(self, name: str, interpreters: Mapping[str, str]) -> Host:
         if name == LOCALHOST:
-            return LocalHost()
+            return self._connect_local_host()
         host = self._idle.pop((name, interpreters[name]), None)
         return host if host and host.is_idle else RemoteHost(name, interpreters[name])
 

@@ -13,11 +13,12 @@ from typing import Any
 from swarmtrain.cargo import Cargo
 from swarmtrain.config.schema.runner import DockerConfig
 from swarmtrain.launchers.common.docker_engine import build_exec_argv
-from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.launchers.ssh.run_index import RunRecord
 from swarmtrain.node_selection import PlannedNode
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE, RUN_KEY_NAME
 from swarmtrain.remote.process_spec import ProcessSpec
+from swarmtrain.remote.run_folder import EVENTS_FILE
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE, HIDDEN_GPUS_ENV, NodeLayout, build_coordinator_env, build_node_env
 
 _WORKSPACE_FOLDER = PurePosixPath("/workspace")
@@ -45,10 +46,14 @@ class HostContext:
 
     folder: PurePosixPath
     """The run's folder."""
+    records_folder: PurePosixPath
+    """The folder of the run's events and logs."""
     cwd: str
     gpus: int
     user: str
     """User id and group id of the SSH user on the host."""
+    default_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Environment variables by node name, which the config's variables override."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +66,28 @@ class ProcessCommands:
     cleanup_command: list[str] = field(default_factory=list)
 
 
-def build_process_specs(plan: Plan, record: SshRunRecord, host_contexts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
+def build_process_specs(plan: Plan, record: RunRecord, host_contexts: Mapping[str, HostContext]) -> dict[str, list[ProcessSpec]]:
     """Return the specs of the processes of each host, by host, the coordinator first."""
     uses_docker = plan.config.runner.capabilities.runs_in_containers
     content_digest = f"{plan.config.to_node_config().digest}-{plan.cargo.digest}"
-    specs_by_host: dict[str, list[ProcessSpec]] = {node.host: [] for node in plan.nodes}
+    specs_by_host: dict[str, list[ProcessSpec]] = {record.nodes[node.name]: [] for node in plan.nodes}
     for name, node in [(RENDEZVOUS_SERVICE, None), *((node.name, node) for node in plan.nodes)]:
-        host = node.host if node else record.coordinator_host
+        host = record.hosts_by_process[name]
         host_context = host_contexts[host]
         layout = _build_node_layout(plan, record, host_context, uses_docker=uses_docker)
         env = (
-            build_node_env(plan, node, layout) | _build_gpu_env(node, uses_docker=uses_docker)
+            {
+                **host_context.default_env.get(name, {}),
+                **build_node_env(plan, node, layout),
+                **_build_gpu_env(node, uses_docker=uses_docker),
+            }
             if node
             else build_coordinator_env(plan, layout, record.identity.id) | (HIDDEN_GPUS_ENV if uses_docker else {})
         )
         argv = ["python3" if uses_docker else record.interpreters[host], "-u", "-m", ENTRYPOINT_MODULE, "node" if node else "rendezvous"]
         commands = wrap_command_in_container(plan, node, host_context, argv, env) if uses_docker else ProcessCommands(argv)
-        log = str(host_context.folder / f"{name}.log")
-        stdout = log if node else str(host_context.folder / "events.jsonl")
+        log = str(host_context.records_folder / f"{name}.log")
+        stdout = log if node else str(host_context.records_folder / EVENTS_FILE)
         specs_by_host[host].append(
             ProcessSpec(
                 name,
@@ -101,7 +110,7 @@ def _build_gpu_env(node: PlannedNode, *, uses_docker: bool) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(node.gpus)} if node.gpus and not uses_docker else {}
 
 
-def _build_node_layout(plan: Plan, record: SshRunRecord, host_context: HostContext, *, uses_docker: bool) -> NodeLayout:
+def _build_node_layout(plan: Plan, record: RunRecord, host_context: HostContext, *, uses_docker: bool) -> NodeLayout:
     return NodeLayout(
         coordinator_host=record.address,
         # The coordinator falls back to all addresses if the host does not have this one, for example behind NAT.

@@ -12,9 +12,9 @@ from typing import Any
 from swarmtrain.errors import HostError
 from swarmtrain.launchers.base import LogLine, ProgressReporter, RunUpdate, TaskState
 from swarmtrain.launchers.common.end_of_run import StopDetector
-from swarmtrain.launchers.common.history_store import parse_timestamped_log_line
+from swarmtrain.launchers.common.history_store import parse_events, parse_timestamped_log_line
 from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
-from swarmtrain.launchers.ssh.run_index import SshRunRecord
+from swarmtrain.launchers.ssh.run_index import RunRecord
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.run_folder import EVENTS_FILE
 
@@ -26,22 +26,24 @@ _MAX_SILENCE_SECONDS = 60.0
 """Seconds after which the nodes of a host that does not answer count as stopped, if another host answers."""
 
 
-def build_task_state(node: str, host: str, process_state: dict[str, Any] | None) -> TaskState:
-    """Return the TaskState of a process from the state that its process keeper recorded."""
+def build_task_states(record: RunRecord, host: str, update: dict[str, Any] | HostError) -> list[TaskState]:
+    """Return the TaskState of each process of the run on `host`, by the response of its agent, or the error if it did not respond."""
+    if isinstance(update, HostError):
+        names = [name for name, process_host in record.hosts_by_process.items() if process_host == host]
+        return [TaskState(name, record.get_displayed_host(name), "unreachable", update.message) for name in names]
+    return [_build_task_state(name, record.get_displayed_host(name), state) for name, state in update["states"].items()]
+
+
+def _build_task_state(name: str, host: str, process_state: dict[str, Any] | None) -> TaskState:
     if process_state is None:
-        return TaskState(node, host, "starting")
+        return TaskState(name, host, "starting")
     code = process_state["exit_code"]
-    return TaskState(node, host, process_state["state"], f"exit code {code}" if code else "", code)
+    return TaskState(name, host, process_state["state"], f"exit code {code}" if code else "", code)
 
 
-def build_unreachable_task_state(node: str, host: str, error: HostError) -> TaskState:
-    """Return the TaskState of a process on a host that cannot be reached."""
-    return TaskState(node, host, "unreachable", error.message)
-
-
-def read_events(host: Host, run: str, tail: int | None = None) -> list[Event]:
-    """Return the coordinator's events so far; with `tail`, only the last ones. Raises HostError."""
-    return [event for line in read_file_lines(host, run, EVENTS_FILE, tail) if (event := Event.from_line(line))]
+def read_events(host: Host, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
+    """Return the coordinator's events from `since` on (seconds since the epoch), of the last `tail` lines. Raises HostError."""
+    return list(parse_events(read_file_lines(host, run, EVENTS_FILE, tail), since or 0.0))
 
 
 def read_log_lines(host: Host, run: str, tail: int | None = None) -> list[LogLine]:
@@ -79,7 +81,7 @@ def _parse_log_lines(file_lines: list[tuple[str, str]], last_timestamp_by_node: 
 class HostPoller(threading.Thread):
     """Thread that polls one host for updates until it is stopped, and puts them into `output_queue`."""
 
-    def __init__(self, host: Host, run: str, output_queue: queue.Queue[tuple[str, dict[str, Any] | HostError]], tail: int | None) -> None:
+    def __init__(self, host: Host, run: str, output_queue: queue.Queue[tuple[str, dict[str, Any] | Exception]], tail: int | None) -> None:
         super().__init__(daemon=True)
         self.host, self.run_name, self.output_queue, self.tail = host, run, output_queue, tail
         self.running = threading.Event()
@@ -98,16 +100,22 @@ class HostPoller(threading.Thread):
                 self.output_queue.put((self.host.name, error))
                 time.sleep(_RETRY_SECONDS)
                 continue
+            except Exception as error:  # noqa: BLE001  # the thread that reads the queue raises it
+                self.output_queue.put((self.host.name, error))
+                return
             offsets |= update["offsets"]
             self.output_queue.put((self.host.name, update))
             wait = 0.0 if update["has_more"] else _LONG_POLL_SECONDS
 
 
 class HostUpdateStream:
-    """Poll all hosts of a run, and merge their updates. Iterating yields (host, update or error), or None after 0.2 s without an update."""
+    """Poll all hosts of a run, and merge their updates.
+
+    Iterating yields (host, update or HostError), or None after 0.2 s without an update. Raises other errors of a host.
+    """
 
     def __init__(self, host_group: HostGroup, run: str, tail: int | None) -> None:
-        self._output_queue: queue.Queue[tuple[str, dict[str, Any] | HostError]] = queue.Queue()
+        self._output_queue: queue.Queue[tuple[str, dict[str, Any] | Exception]] = queue.Queue()
         self._pollers = [HostPoller(host, run, self._output_queue, tail) for host in host_group.hosts.values()]
         self._host_group = host_group
 
@@ -123,19 +131,22 @@ class HostUpdateStream:
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any] | HostError] | None]:
         while True:
             try:
-                yield self._output_queue.get(timeout=0.2)
+                host, update = self._output_queue.get(timeout=0.2)
             except queue.Empty:
                 yield None
+                continue
+            if isinstance(update, Exception) and not isinstance(update, HostError):
+                raise update
+            yield host, update
 
 
-def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator[RunUpdate]:
+def watch_run(record: RunRecord, host_group: HostGroup, run: str) -> Iterator[RunUpdate]:
     """Yield all events of the run, and its new output and task states.
 
     Ends after the outcome and the last lines of output, at the run's removal, or when no node has been running on any host for 10 s.
     """
     states: dict[str, TaskState] = {}
     times: dict[str, float] = {}
-    nodes = {**record.nodes, RENDEZVOUS_SERVICE: record.coordinator_host}
     outcome_at: float | None = None
     live_nodes = _LiveNodes(host_group.hosts)
     with host_group, HostUpdateStream(host_group, run, 0) as stream:
@@ -144,7 +155,7 @@ def watch_run(record: SshRunRecord, host_group: HostGroup, run: str) -> Iterator
                 return
             if message is not None:
                 host, update = message
-                for state in _build_task_states(host, update, nodes):
+                for state in build_task_states(record, host, update):
                     if states.get(state.node) != state:
                         states[state.node] = state
                         yield state
@@ -175,6 +186,11 @@ class _LiveNodes:
         self._is_running = dict.fromkeys(hosts, True)
         self._answered_at = dict.fromkeys(self._is_running, clock())
 
+    @property
+    def may_run(self) -> bool:
+        """Whether a node may be running on any host."""
+        return any(self._is_running.values())
+
     def update(self, message: tuple[str, dict[str, Any] | HostError] | None) -> bool:
         """Return whether no node has been running for 10 s, with the update of a host in `message`."""
         host, update = message or ("", None)
@@ -188,14 +204,8 @@ class _LiveNodes:
         )
 
 
-def _build_task_states(host: str, update: dict[str, Any] | HostError, host_by_node: dict[str, str]) -> list[TaskState]:
-    if isinstance(update, HostError):
-        return [build_unreachable_task_state(node, host, update) for node, node_host in host_by_node.items() if node_host == host]
-    return [build_task_state(node, host, state) for node, state in update["states"].items()]
-
-
 def stream_logs(
-    record: SshRunRecord,
+    record: RunRecord,
     host_group: HostGroup,
     run: str,
     *,
@@ -252,6 +262,8 @@ def _follow_logs(
                 caught_up = len(initial_lines) == len(host_group.hosts) and not has_more
                 if caught_up:
                     yield from heapq.merge(*initial_lines.values(), key=lambda line: line.time)
+                    if not live_nodes.may_run:
+                        return
 
 
 def _is_line_selected(line: LogLine, node: str | None, since: float | None) -> bool:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from swarmtrain.atomic_file import PUBLIC_MODE
-from swarmtrain.config.user_files import describe_os_error, write_files_atomically
+from swarmtrain.atomic_file import PUBLIC_MODE, write_files_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import DataError, TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.data import shuffle

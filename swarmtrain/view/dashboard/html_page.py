@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from swarmtrain.atomic_file import PUBLIC_MODE
-from swarmtrain.config.user_files import describe_os_error, write_files_atomically
+from swarmtrain.atomic_file import PUBLIC_MODE, write_files_atomically
+from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData
