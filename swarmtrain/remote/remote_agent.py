@@ -130,7 +130,7 @@ class RemoteAgent:
             "path": str(folder.path),
             "marker": folder.load_marker(),
             "specs": {name: asdict(spec) for name in names if (spec := folder.load_process_spec(name))},
-            "states": {name: asdict(state) if (state := folder.load_process_state(name)) else None for name in names},
+            "states": {name: folder.describe_process_state(name) for name in names},
             "alive": alive,
         }
 
@@ -238,28 +238,27 @@ class RemoteAgent:
         finally:
             venv.lock.close()
 
-    def poll_changes(
-        self, run: str, offsets: dict[str, int], wait_seconds: float = 0.0, tail: int | None = None, file_names: list[str] | None = None
-    ) -> dict[str, Any]:
-        """Return the run's status and the new content of its files, as soon as one of them changes, or after `wait_seconds`.
-
-        `offsets`: number of bytes of each file that were read before. A file without an offset is read from its start, or its last `tail`
-        lines. `file_names`: files to read (default: all). If the response has `has_more`, the caller polls again immediately.
-        """
+    def poll_changes(self, run: str, offsets: dict[str, int], wait_seconds: float = 0.0, tail: int | None = None) -> dict[str, Any]:
+        """Return the run's status and the response of `read_new_lines`, as soon as one of them changes, or after `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         previous_status: Any = None
         while True:
             inspection = self.inspect_run(run)
             status = {**{key: inspection[key] for key in ("states", "alive")}, "exists": inspection["marker"] is not None}
-            files, new_offsets, has_more = self._read_new_lines(run, offsets, tail, file_names)
-            if files or time.monotonic() >= deadline or previous_status not in (None, status):
-                return {**status, "files": files, "offsets": new_offsets, "has_more": has_more}
+            lines = self.read_new_lines(run, offsets, tail)
+            if lines["files"] or time.monotonic() >= deadline or previous_status not in (None, status):
+                return {**status, **lines}
             previous_status = status
             time.sleep(_POLL_SECONDS)
 
-    def _read_new_lines(
-        self, run: str, offsets: dict[str, int], tail: int | None, file_names: list[str] | None
-    ) -> tuple[dict[str, str], dict[str, int], bool]:
+    def read_new_lines(
+        self, run: str, offsets: dict[str, int], tail: int | None = None, file_names: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Return the new complete lines of the run's files.
+
+        `offsets`: number of bytes of each file that were read before. A file without an offset is read from its start, or its last `tail`
+        lines. `file_names`: files to read (default: all). If the response has `has_more`, the caller repeats the request immediately.
+        """
         contents: dict[str, str] = {}
         new_offsets: dict[str, int] = {}
         has_more = False
@@ -282,7 +281,7 @@ class RemoteAgent:
                     contents[path.name] = complete_lines.decode(errors="replace")
                     new_offsets[path.name] = offset + len(complete_lines) + 1
                     has_more = has_more or offset + _MAX_READ_BYTES < size
-        return contents, new_offsets, has_more
+        return {"files": contents, "offsets": new_offsets, "has_more": has_more}
 
     def _get_run_folder(self, run: str) -> HostRunFolder:
         return self._open_folder(self.base / run)

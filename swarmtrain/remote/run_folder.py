@@ -108,15 +108,15 @@ class HostRunFolder:
             return ProcessState(state.keeper_pid, "failed", state.exit_code, state.restarts)
         return state
 
+    def describe_process_state(self, name: str) -> dict[str, Any] | None:
+        """Return the state of the process `name` for a launcher: `state`, `exit_code`, and further fields; None if it does not exist."""
+        state = self.load_process_state(name)
+        return asdict(state) if state else None
+
     def is_process_alive(self, name: str) -> bool:
         """Return whether the process keeper of `name` is running."""
         state = self.load_process_state(name)
         return state is not None and self._is_keeper_process(state.keeper_pid, name)
-
-    @property
-    def has_live_nodes(self) -> bool:
-        """Whether the process keeper of a node is running."""
-        return any(self.is_process_alive(name) for name in self.list_process_names() if name.startswith("node"))
 
     def start_process_keeper(self, spec: ProcessSpec) -> None:
         """Start a process keeper for `spec`. Raises ProcessError if it cannot be started."""

@@ -13,7 +13,6 @@ import pytest
 from swarmtrain import protocol
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common import history_store
-from swarmtrain.launchers.common.file_tail import NodeLogTail
 from swarmtrain.launchers.common.history_store import (
     RecordedRun,
     build_operation_event,
@@ -188,7 +187,6 @@ def test_what_is_printed_is_stored_with_its_time() -> None:
     assert [(line.rank, line.text) for line in found] == [(1, "one"), (None, "in two parts"), (None, "err"), (None, "end")]
     assert begun < found[0].time < found[1].time - 0.2
     assert found[-1].time < time.time()
-    assert NodeLogTail("node0", path).read_new_log_lines() == found
 
 
 def test_the_output_of_a_processs_orphans_is_read_and_not_waited_for() -> None:

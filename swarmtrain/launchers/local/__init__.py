@@ -79,6 +79,10 @@ class LocalLauncher(SshLauncher):
     def _choose_coordinator_address(self, plan: Plan, deployed: RunRecord | None, host_info: dict[str, dict[str, Any]]) -> tuple[str, int]:
         return LOOPBACK, deployed.coordinator_port if deployed else _find_free_port()
 
+    def _choose_working_folder(self, previous_record: RunRecord | None, *, is_running: bool) -> str:
+        """Return the working folder of the ranks: a run keeps its own until it ends, since another project may have the same run name."""
+        return super()._choose_working_folder(previous_record if is_running else None, is_running=is_running)
+
     def _build_host_context(self, plan: Plan, record: RunRecord, host_state: dict[str, Any], host_info: dict[str, Any]) -> HostContext:
         return replace(
             super()._build_host_context(plan, record, host_state, host_info),

@@ -22,22 +22,25 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
-from swarmtrain.launchers.common import file_tail
 from swarmtrain.launchers.common.history_store import resolve_run_folder
 from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors
 from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.launchers.slurm.slurm_run_folder import (
     SCRIPT_FILE,
+    SlurmHost,
     SlurmRunFolder,
     SlurmRunRecord,
     is_job_active,
     list_slurm_runs,
     read_node_state,
 )
+from swarmtrain.launchers.ssh import update_stream
+from swarmtrain.launchers.ssh.host_connections import LOCALHOST, HostGroup
+from swarmtrain.launchers.ssh.run_index import RunRecord
 from swarmtrain.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.plan import Plan
-from swarmtrain.protocol import EVENT_OUTCOME, Event
+from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 from swarmtrain.render.sbatch_script import (
     GRACEFUL_EXIT_SIGNAL,
     JobLayout,
@@ -49,8 +52,6 @@ from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 _MAX_NODES = 10_000
 _POLL_SECONDS = 0.1
-_TASK_POLL_SECONDS = 2.0
-_TRAILING_LINES_SECONDS = 5.0  # seconds after the outcome in which nodes may still print their last lines
 _CLEANUP_SECONDS = 30.0  # time for Slurm to clean up after a job
 _FINAL_LINES = 10
 
@@ -147,7 +148,7 @@ class SlurmLauncher:
     ) -> None:
         script_path = run_folder.write_job_files(plan, record, render_sbatch_script(plan, _build_job_layout(run_folder, record)))
         run_folder.write_record(record)  # the nodes of the job read it
-        if not resumes or any(event.kind == EVENT_OUTCOME for event in file_tail.read_events(run_folder)):
+        if not resumes or any(event.kind == EVENT_OUTCOME for event in self.read_events(plan.run)):
             run_folder.rotate_events()
         for state_file in run_folder.path.glob("*.state"):
             state_file.unlink(missing_ok=True)
@@ -192,58 +193,20 @@ class SlurmLauncher:
     @translate_os_errors()
     def list_tasks(self, run: str) -> list[TaskState]:
         """Return the state of each node, and of the coordinator. Raises RunNotFound, EngineError."""
-        folder = SlurmRunFolder(resolve_run_folder(run))
-        record = folder.read_job_record()
-        job_state = slurm_cli.read_job_state(record.job) if record.job else slurm_cli.JobState()
-        is_active = is_job_active(record, run) if record.allocation else job_state.is_active
-        return [_build_task_state(folder, record, name, job_state, is_active) for name in folder.list_process_names()]
+        folder = _open_existing_run_folder(run)
+        return [TaskState(name, **state) for name in folder.list_process_names() if (state := folder.describe_process_state(name))]
 
-    @translate_os_errors()
     def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
         """Return the coordinator's events so far. Raises RunNotFound."""
-        return file_tail.read_events(_open_existing_run_folder(run), since, tail)
+        _open_existing_run_folder(run)
+        return update_stream.read_events(SlurmHost(), run, since, tail)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
         """Yield updates of the run, across requeues, until the outcome, the end of the job, or the run's removal.
 
         Raises RunNotFound if the run does not exist.
         """
-        folder = _open_existing_run_folder(run)
-        return self._stream_run_updates(folder)
-
-    def _stream_run_updates(self, run_folder: SlurmRunFolder) -> Iterator[RunUpdate]:
-        events_tail = file_tail.FileTail(run_folder.events_path)
-        readers = {
-            name: file_tail.NodeLogTail(name, run_folder.get_log_path(name), from_end=True) for name in run_folder.list_process_names()
-        }
-        states: dict[str, TaskState] = {}
-        outcome_at, polled_at = None, float("-inf")
-        while True:
-            exists, ended = run_folder.exists, not run_folder.is_process_alive("")
-            if exists and time.monotonic() > polled_at + _TASK_POLL_SECONDS:
-                polled_at = time.monotonic()
-                for state in self._list_tasks_if_available(run_folder.run):
-                    if states.get(state.node) != state:
-                        states[state.node] = state
-                        yield state
-            for name in run_folder.list_process_names():
-                yield from readers.setdefault(name, file_tail.NodeLogTail(name, run_folder.get_log_path(name))).read_new_log_lines()
-            for line in events_tail.read_new_lines():
-                if event := Event.from_line(line):
-                    outcome_at = outcome_at or (time.monotonic() if event.kind == EVENT_OUTCOME else None)
-                    yield event
-            if outcome_at is not None and (ended or time.monotonic() - outcome_at > _TRAILING_LINES_SECONDS):
-                return
-            if not exists or (ended and outcome_at is None):
-                yield from _read_last_output_lines(run_folder)
-                return
-            time.sleep(_POLL_SECONDS)
-
-    def _list_tasks_if_available(self, run: str) -> list[TaskState]:
-        try:
-            return self.list_tasks(run)
-        except (StackError, EngineError):
-            return []
+        return _stream_run_updates(_open_existing_run_folder(run))
 
     def stream_logs(
         self,
@@ -255,8 +218,9 @@ class SlurmLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. `report_progress` is never called, because log files need no connection."""
-        return file_tail.stream_logs(_open_existing_run_folder(run), follow=follow, tail=tail, since=since, node=node)
+        """Yield the output of all nodes. Raises RunNotFound. `report_progress` reports when Slurm does not answer."""
+        hosts = _connect_run_folder(_open_existing_run_folder(run))
+        return update_stream.stream_logs(*hosts, run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress)
 
     @translate_os_errors()
     def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
@@ -324,20 +288,19 @@ def _open_existing_run_folder(run: str) -> SlurmRunFolder:
     return folder
 
 
-def _build_task_state(
-    run_folder: SlurmRunFolder, record: SlurmRunRecord, process_name: str, job_state: slurm_cli.JobState, is_active: bool
-) -> TaskState:
-    node_state = read_node_state(run_folder.path, process_name)
-    if is_active and not record.allocation and not job_state.is_running:
-        return TaskState(process_name, "", "pending", f"job {record.job}: {job_state.reason}" if job_state.reason else f"job {record.job}")
-    if node_state is None or node_state.attempt.job != record.job:
-        return TaskState(process_name, "", "starting" if is_active else "shutdown", "" if is_active else job_state.state.lower())
-    if not is_active and node_state.state in ("running", "failed"):
-        return TaskState(
-            process_name, node_state.host, "shutdown", f"job {record.job}: {job_state.state.lower() or 'has ended'}", node_state.exit_code
-        )
-    reason = f"exit code {node_state.exit_code}" if node_state.exit_code else ""
-    return TaskState(process_name, node_state.host, node_state.state, reason, node_state.exit_code)
+def _connect_run_folder(run_folder: SlurmRunFolder) -> tuple[RunRecord, HostGroup]:
+    """Return the run as one of processes on this machine, and the group of this machine."""
+    nodes = {name: LOCALHOST for name in run_folder.list_process_names() if name != RENDEZVOUS_SERVICE}
+    return RunRecord(nodes=nodes), HostGroup([SlurmHost()], {})
+
+
+def _stream_run_updates(run_folder: SlurmRunFolder) -> Iterator[RunUpdate]:
+    has_outcome = False
+    for update in update_stream.watch_run(*_connect_run_folder(run_folder), run_folder.run):
+        has_outcome = has_outcome or (isinstance(update, Event) and update.kind == EVENT_OUTCOME)
+        yield update
+    if not has_outcome:
+        yield from _read_last_output_lines(run_folder)
 
 
 def _stop_job(record: SlurmRunRecord, run: str) -> None:

@@ -10,21 +10,23 @@ Events and logs are in the folder of the run's records (launchers.common.history
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import time
 from dataclasses import asdict, dataclass
 from dataclasses import replace as changed
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from swarmtrain.atomic_file import PUBLIC_MODE, SECRET_MODE, create_private_folder, write_files_atomically, write_text_atomically
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
-from swarmtrain.errors import EngineError, RunNotFound
+from swarmtrain.errors import EngineError, HostError, RunNotFound
 from swarmtrain.launchers.common.history_store import RecordedRun, resolve_state_directory
 from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, LocalRunFolder, select_dataclass_fields
 from swarmtrain.launchers.slurm import slurm_cli
+from swarmtrain.launchers.ssh.host_connections import StateDirectoryHost
 from swarmtrain.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.run_identity import RunIdentity, create_run_identity
@@ -32,7 +34,7 @@ from swarmtrain.run_key import create_run_key
 
 _RECORD_FILE = "slurm.json"
 _SUBMITTED_RECORD_FILE = "run.json"
-_POLL_SECONDS = 2.0
+_QUERY_SECONDS = 2.0
 SCRIPT_FILE = "job.sh"
 
 
@@ -93,6 +95,20 @@ def is_job_active(record: SlurmRunRecord, run: str) -> bool:
     return bool(slurm_cli.list_job_steps(record.job, run)) if record.allocation else slurm_cli.read_job_state(record.job).is_active
 
 
+class SlurmHost(StateDirectoryHost):
+    """This machine as a host with the folders of the Slurm runs, which the machines of the cluster share."""
+
+    def __init__(self) -> None:
+        super().__init__(cache(SlurmRunFolder))
+
+    def call_agent(self, method: str, **fields: Any) -> Any:
+        """Call `method` of the agent in this process and return the result. Raises HostError if Slurm does not answer."""
+        try:
+            return super().call_agent(method, **fields)
+        except EngineError as error:
+            raise HostError(error.message, place=error.place, hint=error.hint) from None
+
+
 class SlurmRunFolder(LocalRunFolder):
     """Read and write the files in the folder of one Slurm run."""
 
@@ -101,7 +117,9 @@ class SlurmRunFolder(LocalRunFolder):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.run = path.name
-        self._polled_at, self._job_active = float("-inf"), True
+        self._record: SlurmRunRecord | None = None
+        self._processes: tuple[bool, dict[str, dict[str, Any]]] = (False, {})
+        self._queried_at = float("-inf")
 
     @property
     def key_path(self) -> Path:
@@ -109,15 +127,45 @@ class SlurmRunFolder(LocalRunFolder):
 
     def list_process_names(self) -> list[str]:
         record = self.find_record()
+        if record != self._record:
+            self._record, self._queried_at = record, float("-inf")
         return [*(f"node{index}" for index in range(record.nodes)), RENDEZVOUS_SERVICE] if record else []
 
     def is_process_alive(self, name: str) -> bool:
-        """Return whether the run's job is pending or running, for any process `name`. Slurm is queried at most every 2 s."""
-        if time.monotonic() > self._polled_at + _POLL_SECONDS:
-            record, self._polled_at = self.find_record(), time.monotonic()
-            with contextlib.suppress(EngineError):  # Slurm may answer at the next query
-                self._job_active = record is not None and is_job_active(record, self.run)
-        return self._job_active
+        """Return whether the run's job is pending or running, for any process `name`. Raises EngineError."""
+        return self._query_processes()[0]
+
+    def describe_process_state(self, name: str) -> dict[str, Any] | None:
+        """Return `host`, `state` (in Swarm's terms), `reason` and `exit_code` of the process `name`. Raises EngineError."""
+        return self._query_processes()[1].get(name)
+
+    def _query_processes(self) -> tuple[bool, dict[str, dict[str, Any]]]:
+        """Return whether the job is pending or running, and the state of each process, by the last record that was read.
+
+        Slurm and the nodes' files are read at most every 2 s. Raises EngineError.
+        """
+        record = self._record
+        if record is not None and time.monotonic() > self._queried_at + _QUERY_SECONDS:
+            job_state = slurm_cli.read_job_state(record.job) if record.job else slurm_cli.JobState()
+            is_active = is_job_active(record, self.run) if record.allocation else job_state.is_active
+            states = {name: self._describe_process(record, name, job_state, is_active=is_active) for name in self.list_process_names()}
+            self._processes, self._queried_at = (is_active, states), time.monotonic()
+        return self._processes
+
+    def _describe_process(self, record: SlurmRunRecord, name: str, job_state: slurm_cli.JobState, *, is_active: bool) -> dict[str, Any]:
+        node_state = read_node_state(self.path, name)
+        host, exit_code, reason = "", None, ""
+        if is_active and not record.allocation and not job_state.is_running:
+            state, reason = "pending", f"job {record.job}: {job_state.reason}" if job_state.reason else f"job {record.job}"
+        elif node_state is None or node_state.attempt.job != record.job:
+            state, reason = ("starting", "") if is_active else ("shutdown", job_state.state.lower())
+        else:
+            host, state, exit_code = node_state.host, node_state.state, node_state.exit_code
+            if not is_active and state in ("running", "failed"):
+                state, reason = "shutdown", f"job {record.job}: {job_state.state.lower() or 'has ended'}"
+            elif exit_code:
+                reason = f"exit code {exit_code}"
+        return {"host": host, "state": state, "reason": reason, "exit_code": exit_code}
 
     def find_record(self) -> SlurmRunRecord | None:
         """Return the run's record; None if it does not exist."""

@@ -138,7 +138,7 @@ class SshLauncher:
         with self._connect_all_hosts(plan) as host_group:
             desired = self._compute_desired_state(plan, host_group)
         removals = [
-            Action("end", _format_process(name, host), "is not in the plan")
+            Action("end", f"{name}{_format_host(' on', host)}", "is not in the plan")
             for host, names in desired.processes_to_stop.items()
             for name in names
             if not desired.is_process_planned(host, name)
@@ -147,7 +147,9 @@ class SshLauncher:
         for host, spec in desired.processes_to_start:
             exists = spec.name in desired.host_states[host]["specs"]
             cause = "has changed, or has exited" if exists else "is new"
-            starts.append(Action("start", _format_process(spec.name, host), cause, spec.name in desired.host_states[host]["alive"]))
+            starts.append(
+                Action("start", f"{spec.name}{_format_host(' on', host)}", cause, spec.name in desired.host_states[host]["alive"])
+            )
         return [*removals, *starts]
 
     @translate_os_errors()
@@ -202,7 +204,7 @@ class SshLauncher:
         for host, names in to_stop.items():
             if removed_names := [name for name in names if not desired.is_process_planned(host, name)]:
                 host_group.hosts[host].call_agent("delete_process_files", run=run, names=removed_names)
-                report_progress(f"{_format_process(', '.join(removed_names), host)} removed")
+                report_progress(f"{', '.join(removed_names)} removed{_format_host(' from', host)}")
         host_group.run_on_hosts(lambda host: host.call_agent("remove_run", run=run), removed_hosts)
         self._index.write_record(run, record)
         to_start = desired.processes_to_start
@@ -220,7 +222,7 @@ class SshLauncher:
             now = {host: specs for host, specs in now.items() if specs}
             host_group.run_on_hosts(lambda host, now=now: host.call_agent("start_processes", run=run, specs=now[host.name]), list(now))  # type: ignore[misc]
             for host, specs in now.items():
-                report_progress(f"{_format_process(', '.join(spec['name'] for spec in specs), host)} started")
+                report_progress(f"{', '.join(spec['name'] for spec in specs)} started{_format_host(' on', host)}")
         if any(spec.name == RENDEZVOUS_SERVICE for _, spec in to_start):
             _wait_for_coordinator(host_group.hosts[record.coordinator_host], run)
 
@@ -399,6 +401,10 @@ class SshLauncher:
         address = deployed.address if deployed else resolve_host_address(plan.config.runner, plan.nodes[0].host, host_info)
         return address, plan.master_port
 
+    def _choose_working_folder(self, previous_record: RunRecord | None, *, is_running: bool) -> str:
+        """Return the working folder of the ranks: an existing run keeps its own. `is_running`: whether its coordinator is running."""
+        return previous_record.cwd if previous_record else str(Path.cwd())
+
     def _build_host_context(self, plan: Plan, record: RunRecord, host_state: dict[str, Any], host_info: dict[str, Any]) -> HostContext:
         folder = PurePosixPath(host_state["path"])
         return HostContext(
@@ -408,13 +414,11 @@ class SshLauncher:
     def _compute_desired_state(self, plan: Plan, host_group: HostGroup) -> DesiredState:
         """Return the processes that the plan requires, and the existing ones on its hosts and on hosts that the plan no longer uses."""
         run, previous_record = plan.run, self._find_run_record(plan.run)
-        cwd = previous_record.cwd if previous_record else str(Path.cwd())
         nodes = {node.name: self._resolve_host(node) for node in plan.nodes}
         planned = list(dict.fromkeys(nodes.values()))
         host_states, unreachable = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
         for host in unreachable.keys() & planned:
             raise unreachable[host]
-        host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
         coordinator_host = planned[0]
         marker = host_states[coordinator_host]["marker"]
         deployed = (
@@ -423,6 +427,8 @@ class SshLauncher:
         if deployed is not None:
             deployed.check_protocol(run)
         coordinator_stays = deployed is not None and deployed.coordinator_host == coordinator_host
+        cwd = self._choose_working_folder(previous_record, is_running=deployed is not None)
+        host_info = host_group.run_on_hosts(lambda host: host.call_agent("describe_host", cwd=cwd), planned)
         address, port = self._choose_coordinator_address(plan, deployed if coordinator_stays else None, host_info)
         # The nodes that the run has on hosts which are missing now: their processes may still run there.
         absent_nodes = {
@@ -483,9 +489,9 @@ class SshDockerLauncher(SshLauncher):
     capabilities = find_capabilities("ssh_docker")
 
 
-def _format_process(name: str, host: str) -> str:
-    """Return the name of a process for messages, with its host unless that is this machine."""
-    return name if host == LOCALHOST else f"{name} on {host}"
+def _format_host(preposition: str, host: str) -> str:
+    """Return `host` after `preposition`, for messages; an empty string if it is this machine."""
+    return "" if host == LOCALHOST else f"{preposition} {host}"
 
 
 def _resolve_interpreter(runner: RunnerConfig) -> str:

@@ -38,7 +38,8 @@ def _build_task_state(name: str, host: str, process_state: dict[str, Any] | None
     if process_state is None:
         return TaskState(name, host, "starting")
     code = process_state["exit_code"]
-    return TaskState(name, host, process_state["state"], f"exit code {code}" if code else "", code)
+    reason = process_state.get("reason") or (f"exit code {code}" if code else "")
+    return TaskState(name, process_state.get("host", host), process_state["state"], reason, code)
 
 
 def read_events(host: Host, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
@@ -61,7 +62,7 @@ def _read_files(host: Host, run: str, file_names: list[str] | None, tail: int | 
     offsets: dict[str, int] = {}
     file_lines: list[tuple[str, str]] = []
     while True:
-        update = host.call_agent("poll_changes", run=run, offsets=offsets, file_names=file_names, tail=tail)
+        update = host.call_agent("read_new_lines", run=run, offsets=offsets, file_names=file_names, tail=tail)
         file_lines += [(name, line) for name, text in update["files"].items() for line in text.split("\n")]
         offsets |= update["offsets"]
         if not update["has_more"]:
