@@ -178,8 +178,6 @@ class RemoteAgent:
     def remove_run(self, run: str) -> None:
         """Remove the run and its files on this machine, including the events and logs in its folder."""
         self._get_run_folder(run).remove_run()
-        with contextlib.suppress(OSError):
-            self.base.rmdir()
 
     def lock_run(self, run: str, owner: str) -> str:
         """Acquire the lock for changes to the run, until `unlock_run` or the end of this agent.

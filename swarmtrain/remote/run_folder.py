@@ -193,8 +193,13 @@ class HostRunFolder:
         self._delete_records()
 
     def _delete_records(self) -> None:
-        """Delete the folder with the events and logs. The lock is deleted, too: its holder is the last user of the folder."""
+        """Delete the folder with the events and logs, and its parent if it is then empty.
+
+        The lock is deleted, too: its holder is the last user of the folder.
+        """
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()
 
     def _wait_for_keepers_to_exit(self, keepers: dict[str, int], timeout: float) -> None:
         deadline = time.monotonic() + timeout

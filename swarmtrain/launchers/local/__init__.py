@@ -38,6 +38,9 @@ class _LocalRunIndex(RunIndex):
     def write_record(self, run: str, record: RunRecord) -> None:
         """Do nothing: the record is written as the last of the run's files."""
 
+    def remove_record(self, run: str) -> None:
+        """Do nothing: the record is removed as the last of the run's files."""
+
 
 class LocalLauncher(SshLauncher):
     """Launcher for runs on this machine. Implements swarmtrain.launchers.base.Launcher."""

@@ -19,6 +19,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar, cast
@@ -306,17 +307,20 @@ class HostGroup:
     def collect_results_and_errors(
         self, work: Callable[[Host], T], host_names: Collection[str] | None = None
     ) -> tuple[dict[str, T], dict[str, HostError]]:
-        """Call `work` for each host, or each in `host_names`, in parallel. Return the results by host, and the HostErrors by host."""
+        """Call `work` for each host, or each in `host_names`, in parallel. Return the results by host, and the HostErrors by host.
+
+        This machine alone is called in this thread, so that a signal interrupts the call.
+        """
         names = [name for name in self.hosts if host_names is None or name in host_names]
         results: dict[str, T] = {}
         failed: dict[str, HostError] = {}
-        if not names:
-            return results, failed
-        with ThreadPoolExecutor(min(_MAX_PARALLEL_HOSTS, len(names))) as pool:
-            futures = {name: pool.submit(work, self.hosts[name]) for name in names}
-        for name, future in futures.items():
+        calls: dict[str, Callable[[], T]] = {name: partial(work, self.hosts[name]) for name in names}
+        if any(isinstance(self.hosts[name], RemoteHost) for name in names):
+            with ThreadPoolExecutor(min(_MAX_PARALLEL_HOSTS, len(names))) as pool:
+                calls = {name: pool.submit(call).result for name, call in calls.items()}
+        for name, call in calls.items():
             try:
-                results[name] = future.result()
+                results[name] = call()
             except HostError as error:
                 failed[name] = error
         return results, failed
