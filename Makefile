@@ -7,8 +7,8 @@
 # make check   check formatting, lint rules and types, and run the suite `fast`: about a minute
 # make refresh rewrite all generated pages and golden files, except speed.md, the pictures and the table of faults
 # make bench   compare the speed with other tools, into build/bench.json; ONLY=name runs one benchmark, DOCS=1 writes docs/reference/speed.md too
-# make gpu     check training on this machine's GPUs, and measure its speed, in ten minutes; DEVICE=cpu runs the same on tiny models, DOCS=1
-#              writes the GPU's section of docs/reference/speed.md
+# make gpu     run tests/gpu: check training on this machine's GPUs, and measure its speed; DEVICE=cpu runs the same on tiny models,
+#              ONLY=equivalence runs one module, DOCS=1 writes the GPU's section of docs/reference/speed.md
 # make site    build the documentation site into build/site; broken links, and pages that are in no list, fail the build
 # make pictures  take the screenshots in docs/images, of real runs on a swarm of four engines on this machine
 # Each target installs what it needs, can be repeated safely, and works in a fresh clone.
@@ -69,10 +69,12 @@ bench:
 	$(PREPARE) install-train
 	@$(BIN)/python -m benchmarks $(ONLY) $(if $(DOCS),--docs)
 
+# pytest and hypothesis are what tests/conftest.py needs of install-test.
 gpu: install-train
 	@mkdir -p build
-	@$(BIN)/swarmtrain doctor --train --device $(or $(DEVICE),cuda) --json >build/acceptance.jsonl
-	@$(if $(DOCS),$(BIN)/python -m benchmarks.acceptance_page build/acceptance.jsonl)
+	@$(PIP) --quiet $(PINS) pytest hypothesis
+	@$(BIN)/python -m pytest -q -o python_files='rows_*.py' tests/gpu$(if $(ONLY),/rows_$(ONLY).py) --device $(or $(DEVICE),cuda) --rows build/gpu.jsonl
+	@$(if $(DOCS),$(BIN)/python tests/gpu/speed_section.py build/gpu.jsonl)
 
 # The build starts from scratch, because a second build would not repeat the warnings about unchanged pages.
 site: install-docs

@@ -47,7 +47,7 @@ def render_page(records: Sequence[Record], benchmark_names: Sequence[str], previ
         dict.fromkeys([*(previous_machines[0].split("; ") if previous_machines else []), *(record["machine"] for record in records)])
     )
     header = _HEADER.format(names=", ".join(f"`{name}`" for name in benchmark_names), machine=machines)
-    gpu_sections = previous_page[previous_page.index("\n## ") :] if "\n## " in previous_page else ""  # see acceptance_page
+    gpu_sections = previous_page[previous_page.index("\n## ") :] if "\n## " in previous_page else ""  # see tests/gpu/speed_section.py
     return header + "".join(f"{cells[name]}\n" for name in order) + "\n" + "".join(f"{texts[name]}\n" for name in order) + gpu_sections
 
 

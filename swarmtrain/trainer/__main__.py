@@ -5,10 +5,13 @@ data        create and inspect token files; started by `swarmtrain data`
 export, sample, embed, evaluate
             started by the `swarmtrain` commands of the same names, one process per rank: each process reads its request as JSON from
             standard input, and has access to the terminal
-acceptance  started by `swarmtrain doctor --train`: reads its request as JSON from standard input
+machine-check
+            started by `swarmtrain doctor --train`: reads its request as JSON from standard input
 memory      started by the `swarmtrain` command line, which never imports torch: reads its request from standard input as JSON, and writes
             the response to standard output as JSON, {"error": …} on failure
 step-time   the same, started by the probe of `swarmtrain doctor --step-times` on each node
+losses, speed
+            the same, started by machine-check
 """
 
 from __future__ import annotations
@@ -42,20 +45,34 @@ def estimate_memory(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_step_time(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the times of a training step: see swarmtrain.trainer.speed.step_time."""
-    from swarmtrain.trainer.speed import step_time
+    """Return the times of a training step: see swarmtrain.trainer.speed.bench."""
+    from swarmtrain.trainer.speed import bench
 
-    return step_time.measure_step_time(request)
+    return bench.measure_step_time(request)
+
+
+def measure_losses(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the losses of a few steps of each config: see swarmtrain.trainer.speed.machine_check."""
+    from swarmtrain.trainer.speed import machine_check
+
+    return machine_check.measure_losses(request)
+
+
+def measure_speed(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the step time of each config, and of a plain loop: see swarmtrain.trainer.speed.machine_check."""
+    from swarmtrain.trainer.speed import machine_check
+
+    return machine_check.measure_speed(request)
 
 
 _COMMAND_MODULES = {
-    "acceptance": "swarmtrain.trainer.acceptance.command",
     "export": "swarmtrain.trainer.export.command",
     "sample": "swarmtrain.trainer.inference.sample_command",
     "embed": "swarmtrain.trainer.inference.embeddings",
     "evaluate": "swarmtrain.trainer.inference.evaluation",
+    "machine-check": "swarmtrain.trainer.speed.machine_check",
 }
-REQUEST_HANDLERS = {"memory": estimate_memory, "step-time": measure_step_time}
+REQUEST_HANDLERS = {"memory": estimate_memory, "step-time": measure_step_time, "losses": measure_losses, "speed": measure_speed}
 
 
 @handle_cli_errors

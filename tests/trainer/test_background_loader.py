@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from swarmtrain.config import Config
-from swarmtrain.trainer.acceptance.session import open_session
 from swarmtrain.trainer.data.background_loader import BackgroundLoader
 from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.samples import TokenDataset
 from swarmtrain.trainer.data.token_batch import TokenBatch
+from swarmtrain.trainer.speed.session import open_session
 
 TIMEOUT = 30
 SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "sequence_length": 8, "vocab_size": 64}

@@ -15,9 +15,9 @@ import pytest
 import worlds
 
 from swarmtrain.config import Config
-from swarmtrain.trainer.acceptance.session import open_session
 from swarmtrain.trainer.memory import AllocationKind, estimate_memory, suggest_memory_savings
 from swarmtrain.trainer.memory.simulation import simulate_memory_peaks
+from swarmtrain.trainer.speed.session import open_session
 
 TOLERANCE, FSDP_TOLERANCE = 0.06, 0.08
 """Relative to tensor memory. fully_shard over gloo holds a block's gradients for a moment longer than a simulation can know."""

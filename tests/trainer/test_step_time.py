@@ -14,7 +14,7 @@ from worlds import merge_config
 from swarmtrain.config import Config
 from swarmtrain.entrypoint.probe.step_time_probe import measure_step_times
 from swarmtrain.protocol import NodeEnv
-from swarmtrain.trainer.speed import step_time
+from swarmtrain.trainer.speed import bench
 
 SHARDED = {"topology": {"data_parallel_type": "fsdp"}}
 ZERO = {
@@ -36,7 +36,7 @@ def build_node_env(config: Path, slots: int) -> NodeEnv:
 
 @pytest.mark.parametrize("sections", [{}, SHARDED, ZERO], ids=["ddp", "fsdp", "zero"])
 def test_a_rank_of_any_topology_is_measured_alone(config: dict[str, Any], sections: dict[str, Any]) -> None:
-    single = step_time._build_single_rank_config(Config.from_json(json.dumps(merge_config(config, **sections))))
+    single = bench.build_single_rank_config(Config.from_json(json.dumps(merge_config(config, **sections))))
     assert single.topology.micro_batches_per_step == 2
     assert single.topology.compute_data_parallel_size(1) == 1
     assert not single.optimizer.zero

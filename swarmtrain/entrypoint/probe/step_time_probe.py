@@ -18,7 +18,7 @@ _START_SECONDS = 240.0
 
 
 def measure_step_times(env: NodeEnv, seconds: float) -> dict[str, Any]:
-    """Measure for about `seconds`, and return the results of swarmtrain.trainer.speed.step_time: those of the slowest rank, or an error."""
+    """Measure for about `seconds`, and return the results of swarmtrain.trainer.speed.bench: those of the slowest rank, or an error."""
     request = json.dumps({"config": env.config, "seconds": seconds}).encode()
     processes = [_start_rank(env, local_rank) for local_rank in range(env.slots)]
     try:

@@ -67,11 +67,6 @@ class LearnerGradients:
     results: Sequence[_LocalResult]
 
 
-def train_step(runtime: Runtime, model: ParallelModel, optimizer: DilocoOptimizer, data: TokenDataset, request: StepRequest) -> StepResult:
-    """Run a step of all learners, as swarmtrain.trainer.step.train_step does without learners, and return its result."""
-    return apply_gradients(model, optimizer, data, compute_gradients(runtime, model, optimizer, data, request), request)
-
-
 def compute_gradients(
     runtime: Runtime, model: ParallelModel, optimizer: DilocoOptimizer, data: TokenDataset, request: StepRequest
 ) -> LearnerGradients:

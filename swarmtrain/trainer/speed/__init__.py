@@ -1,5 +1,7 @@
 """Measure the speed of training on this machine.
 
-bench       speed of a config, for `python -m swarmtrain.trainer bench`
-step_time   time of a step on one rank alone, for `swarmtrain doctor --step-times`
+session        a model, an optimizer and data, for a few training steps
+bench          time of a step, for `python -m swarmtrain.trainer bench` and `swarmtrain doctor --step-times`
+plain_loop     a step of a plain PyTorch loop, to compare with
+machine_check  losses and speed on this machine's GPUs, for `swarmtrain doctor --train`
 """

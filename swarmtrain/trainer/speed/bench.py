@@ -1,50 +1,56 @@
-"""Benchmark a config on this machine: run a few training steps, without metrics, checkpoints or validation.
+"""Measure the time of training steps on this machine, without metrics, checkpoints or validation: the only timer of the trainer's steps.
 
     python -m swarmtrain.trainer bench examples/quickstart.yml -o topology.micro_batch_size=4 --steps 20
     torchrun --nproc-per-node 8 -m swarmtrain.trainer bench CONFIG
 
 If the config's data is missing, random tokens are used: token values do not affect the duration of a step.
+measure_step_time is what `swarmtrain doctor --step-times` starts on each node.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import secrets
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import numpy as np
 import torch
 
 from swarmtrain.config import Config
-from swarmtrain.trainer import collectives
+from swarmtrain.config.schema.fields.gradient_compression import PowerSgdConfig
+from swarmtrain.config.schema.topology import DataParallelType
 from swarmtrain.trainer.custom.model_loop import select_training
-from swarmtrain.trainer.data import memory_map
-from swarmtrain.trainer.data.samples import TokenDataset, open_data
-from swarmtrain.trainer.health.step_timer import OTHER
+from swarmtrain.trainer.health.step_timer import BACKWARD, DATA, FORWARD, OTHER
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.instrumentation import StepInstruments
 from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
-from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.optim import Optimizer
-from swarmtrain.trainer.parallel import ParallelModel
-from swarmtrain.trainer.parallelization import parallelize
-from swarmtrain.trainer.runtime import Runtime, read_config, start_runtime
+from swarmtrain.trainer.parallel.gradient_compression.powersgd import count_sent_values
+from swarmtrain.trainer.runtime import read_config
+from swarmtrain.trainer.speed.session import TrainingSession, open_session
 from swarmtrain.trainer.step import StepRequest
 
 _DEFAULT_STEPS, _DEFAULT_WARMUP_STEPS = 20, 3
-_DOCUMENT_COUNT = 64
 _P10_INDEX, _P90_INDEX = 0, 8  # indices into the nine deciles
+_MICRO_BATCHES = 2
+_MIN_STEPS, _MAX_STEPS = 3, 20
+_RESET_TOPOLOGY: dict[str, Any] = {
+    "learners": None,
+    "gradient_compression": "none",
+    "powersgd": PowerSgdConfig().model_dump(),
+    "micro_batch_assignment": "equal",
+    "world_size": None,
+    "data_parallel_size": None,
+    "gradient_accumulation_steps": None,
+    "data_parallel_type": DataParallelType.ddp,
+    "data_parallel_shard_size": None,
+    "cpu_offload": False,
+    "reduce_every_micro_batch": None,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,25 +74,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(argv)
     config = read_config([args.config, *args.override, "trainer.tensor_statistics_recorder_config=null"])
-    with start_runtime(config) as runtime, open_or_generate_data(runtime) as (data, is_synthetic):
-        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime)
-        results = run_benchmark(runtime, model, Optimizer(model, config), data, steps=args.steps, warmup_steps=args.warmup)
-        if runtime.is_rank_zero:
-            sys.stdout.write(f"{json.dumps(results) if args.json else _format_results_table(results, is_synthetic=is_synthetic)}\n")
+    with open_session(config) as session:
+        results = run_benchmark(session, steps=args.steps, warmup_steps=args.warmup)
+        if session.runtime.is_rank_zero:
+            sys.stdout.write(f"{json.dumps(results) if args.json else _format_results_table(results, is_synthetic=session.is_synthetic)}\n")
     return 0
 
 
-def run_benchmark(
-    runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset, *, steps: int, warmup_steps: int
-) -> dict[str, Any]:
+def run_benchmark(session: TrainingSession, *, steps: int, warmup_steps: int) -> dict[str, Any]:
     """Run `warmup_steps` steps without measuring, then measure `steps` steps.
 
     Return the results: seconds per step and per phase, tokens per second, memory in bytes.
 
     Collective: all ranks must call it.
     """
+    runtime, model, data = session.runtime, session.model, session.data
     config, step_seconds, phase_seconds, tokens = runtime.config, [], [], 0
-    training, collective_timeout = select_training(runtime, model, optimizer, data), CollectiveTimeout(model.mesh.process_groups)
+    training, collective_timeout = select_training(runtime, model, session.optimizer, data), CollectiveTimeout(model.mesh.process_groups)
     with StopFlag() as stop, StepInstruments(runtime, model, training.optimizer, collective_timeout) as instruments:
         timer = instruments.start_step_timer(data, 0)
         for number in range(1, warmup_steps + steps + 1):
@@ -125,44 +129,42 @@ def run_benchmark(
     return results
 
 
-@contextmanager
-def open_or_generate_data(runtime: Runtime) -> Iterator[tuple[TokenDataset, bool]]:
-    """Yield the training data, and whether the data is synthetic: random tokens are used if token files are missing on any rank."""
-    data_config = runtime.config.data
-    prefixes = [*data_config.data_prefixes, *chain(*data_config.collect_companion_prefixes())]
-    if all(collectives.all_gather_values(bool(prefixes) and all(map(memory_map.has_token_files, prefixes)))):
-        yield open_data(runtime.config)[0], False
-        return
-    folder = Path(tempfile.gettempdir()) / collectives.run_on_rank_zero(lambda: f"swarmtrain-bench-{secrets.token_hex(8)}")
-    prefixes = [folder / f"tokens-{row}" for row in range(data_config.rows_per_sample)]
-    companions = tuple(prefixes[1:])
-    try:
-        with runtime.local_rank_zero_first():
-            if not runtime.local_rank:
-                folder.mkdir(mode=0o700)
-                for row, prefix in enumerate(prefixes):
-                    _write_random_tokens(prefix, runtime.config, row)
-        synthetic_config = type(data_config)(
-            data_prefixes=(prefixes[0],),
-            rejected_prefixes=companions if data_config.rejected_prefixes else (),
-            positive_prefixes=companions[:1] if data_config.positive_prefixes else (),
-            negative_prefixes=companions[1:] if data_config.negative_prefixes else (),
-            packing=data_config.packing,
-        )
-        yield open_data(runtime.config.model_copy(update={"data": synthetic_config}))[0], True
-    finally:
-        if not runtime.local_rank:
-            shutil.rmtree(folder, ignore_errors=True)
+def measure_step_time(request: dict[str, Any]) -> dict[str, Any]:
+    """Train a few steps of two micro batches on one rank alone, without communication, and return the median times.
+
+    `request`: config (path of a config in JSON, whose replicas have one rank), seconds (about how long to measure). Return parameters,
+    trainable_parameters, low_rank_values (those that PowerSGD would send), micro_batch_seconds (loading, forward
+    and backward pass of one micro batch), and step_seconds (the rest of a step, such as the optimizer's update).
+    """
+    run_config = Config.from_json(Path(request["config"]).read_text(encoding="utf-8"))
+    config = build_single_rank_config(run_config)
+    with open_session(config) as session:
+        first = run_benchmark(session, steps=1, warmup_steps=1)["step_seconds"]["median"]
+        steps = max(_MIN_STEPS, min(_MAX_STEPS, int(request["seconds"] / first)))
+        results = run_benchmark(session, steps=steps, warmup_steps=0)
+        trainable = [parameter for parameter in session.model.parameters.values() if parameter.requires_grad]
+        low_rank_values = sum(count_sent_values(parameter, run_config.topology.powersgd) for parameter in trainable)
+    phases = results["phases"]
+    micro_batch_seconds = sum(phases.get(name, 0.0) for name in (DATA, FORWARD, BACKWARD)) / _MICRO_BATCHES
+    return {
+        "parameters": results["parameters"],
+        "trainable_parameters": sum(parameter.numel() for parameter in trainable),
+        "low_rank_values": low_rank_values,
+        "micro_batch_seconds": micro_batch_seconds,
+        "step_seconds": max(0.0, results["step_seconds"]["median"] - _MICRO_BATCHES * micro_batch_seconds),
+    }
 
 
-def _write_random_tokens(prefix: Path, config: Config, row: int) -> None:
-    """Write token files for one row of each sample; the rows of a sample differ."""
-    architecture = config.transformer_architecture
-    document_length = (
-        max(1, config.topology.samples_per_step) * (architecture.sequence_length + 1) // _DOCUMENT_COUNT + architecture.sequence_length + 1
-    )
-    documents = np.random.default_rng((config.trainer.seed, row)).integers(architecture.vocab_size, size=(_DOCUMENT_COUNT, document_length))
-    memory_map.write_token_files(prefix, documents, "uint16" if architecture.vocab_size <= np.iinfo(np.uint16).max else "uint32")
+def build_single_rank_config(config: Config) -> Config:
+    """Return `config` for one rank and two micro batches per step, without files that the run writes."""
+    micro_batch_size = config.topology.samples_per_micro_batch
+    topology = {**_RESET_TOPOLOGY, "micro_batch_size": micro_batch_size, "global_batch_size": _MICRO_BATCHES * micro_batch_size}
+    values = config.model_dump(mode="json")
+    values["topology"] |= topology
+    values["diloco"] = {}
+    values["trainer"]["tensor_statistics_recorder_config"] = None
+    values["optimizer"]["zero"] = False
+    return Config.from_json(json.dumps(values))
 
 
 def _format_results_table(results: Mapping[str, Any], *, is_synthetic: bool) -> str:

@@ -1,8 +1,18 @@
-"""Configs of the models that the acceptance run measures: on a GPU of realistic size, on the CPU tiny ones."""
+"""Configs of the models that are measured: on a GPU of realistic size, on the CPU tiny ones."""
 
 from __future__ import annotations
 
-from swarmtrain.trainer.acceptance.session import Sections
+import gc
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from swarmtrain.config import Config
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""The values of a config, by section and key."""
 
 _STEPS = 1_000_000  # the learning rate is constant, so this has no effect
 TINY: Sections = {
@@ -63,10 +73,24 @@ FLOAT8: Sections = {
 }
 
 
-def merge_sections(*sections: Sections) -> dict[str, dict[str, object]]:
+def merge_sections(*sections: Sections) -> dict[str, dict[str, Any]]:
     """Return the values of all `sections`; later ones replace earlier ones."""
-    merged: dict[str, dict[str, object]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for values in sections:
         for section, keys in values.items():
             merged[section] = {**merged.get(section, {}), **keys}
     return merged
+
+
+def build_config(sections: Sections) -> Config:
+    """Return the config with the values of `sections`, and defaults for all others."""
+    return Config.from_json(json.dumps(sections))
+
+
+def free_device_memory() -> None:
+    """Free the memory of earlier sessions of this process, and start a new maximum of the allocated memory."""
+    gc.collect()  # a model is part of reference cycles
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

@@ -8,15 +8,13 @@ per step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from swarmtrain.trainer.acceptance.rows import Row
 
 _LEARNING_RATE, _BETAS, _CLIPPING = 1e-4, (0.9, 0.95), 1.0
 
@@ -80,8 +78,10 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
 
 
-def measure(shape: Mapping[str, Any], batch_size: int, *, steps: int, warmup_steps: int, device_type: str, compiled: bool) -> Iterator[Row]:
-    """Train for `warmup_steps` + `steps` steps, and yield the median step time, the peak memory and the first and last loss."""
+def measure(
+    shape: Mapping[str, Any], batch_size: int, *, steps: int, warmup_steps: int, device_type: str, compiled: bool
+) -> dict[str, Any]:
+    """Train for `warmup_steps` + `steps` steps, and return the median step time, the peak memory and the first and last loss."""
     torch.manual_seed(1)
     with torch.device(device_type):
         masters = [parameter.detach() for parameter in Model(shape).parameters()]
@@ -116,4 +116,4 @@ def measure(shape: Mapping[str, Any], batch_size: int, *, steps: int, warmup_ste
     values = {"step_seconds": median(durations[warmup_steps:]), "first_loss": losses[0], "last_loss": losses[-1]}
     if device_type == "cuda":
         values["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    yield Row("torch alone", values={**values, "parameters": sum(weight.numel() for weight in weights)})
+    return {**values, "parameters": sum(weight.numel() for weight in weights)}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.acceptance_page ROWS [NOTE]`: write the results of `make gpu`, as JSON lines, to docs/reference/speed.md.
+"""`python tests/gpu/speed_section.py ROWS [NOTE]`: write the results of `make gpu`, as JSON lines, to docs/reference/speed.md.
 
 The section of a GPU is replaced if the page has one. NOTE is a sentence about how the rows were measured.
 """
@@ -13,11 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measurement import ROOT
-from swarmtrain.trainer.acceptance.rows import Outcome, Row
-from swarmtrain.trainer.acceptance.stages import STAGES
+from stages import STAGES
 
-_SPEED_PAGE = ROOT / "docs" / "reference" / "speed.md"
+_SPEED_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "speed.md"
 _HIDDEN_VALUES = ("longest kernels",)
 _SECTION_PATTERN = re.compile(r"^## .*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -37,15 +35,14 @@ def replace_section(page: str, section: str) -> str:
 
 
 def render_section(records: Sequence[Mapping[str, Any]], note: str = "") -> str:
-    """Return the Markdown section of one acceptance run, with a table for each stage."""
+    """Return the Markdown section of one run of the table, with a table for each stage."""
     versions = next(record["values"] for record in records if record["name"] == "versions")
     title = f"{versions.get('gpu', 'CPU')}, torch {versions['torch'].partition('+')[0]}"
     machine = ", ".join(f"{name} {value}" for name, value in versions.items())
     lines = [f"## {title}", "", f"Measured by `make gpu`: {machine}. {note}".rstrip()]
-    descriptions = {stage.name: stage.description for stage in STAGES}
-    ordered = sorted(records, key=lambda record: list(descriptions).index(record["stage"]))
+    ordered = sorted(records, key=lambda record: list(STAGES).index(record["stage"]))
     for stage, group in groupby(ordered, key=lambda record: str(record["stage"])):
-        lines += ["", f"{stage}: {descriptions[stage]}", "", "| check | result | values |", "| --- | --- | --- |"]
+        lines += ["", f"{stage}: {STAGES[stage]}", "", "| check | result | values |", "| --- | --- | --- |"]
         lines += list(_render_rows(list(group)))
     return "\n".join(lines) + "\n"
 
@@ -54,9 +51,13 @@ def _render_rows(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for record in records:
         if record["name"] == "versions" or record["name"].startswith(_HIDDEN_VALUES):
             continue
-        row = Row(record["name"], Outcome(record["outcome"]), record["values"], record["reason"])
-        note = f"; {row.reason.splitlines()[0]}" if row.reason else ""
-        yield f"| {row.name} | {row.outcome}{note} | {' '.join(row.format_values().split())} |"
+        note = f"; {record['reason'].splitlines()[0]}" if record["reason"] else ""
+        yield f"| {record['name']} | {record['outcome']}{note} | {' '.join(format_values(record['values']).split())} |"
+
+
+def format_values(values: Mapping[str, Any]) -> str:
+    """Return the values as text, with the unit that each name ends with."""
+    return ", ".join(f"{name.replace('_', ' ')} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in values.items())
 
 
 if __name__ == "__main__":

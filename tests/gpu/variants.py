@@ -1,4 +1,4 @@
-"""The configs whose losses are compared with those of a reference (see equivalence)."""
+"""The configs whose losses are compared with those of a reference (see rows_equivalence)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmtrain.trainer.acceptance.models import COMPILE, DOCUMENTS, FLOAT8, merge_sections
-from swarmtrain.trainer.acceptance.session import Sections
+from models import COMPILE, DOCUMENTS, FLOAT8, Sections, merge_sections
 
 _FLOAT32_TOLERANCE, _BFLOAT16_TOLERANCE, _FLOAT8_TOLERANCE = 1e-5, 2e-3, 1e-2
 _DPO_TOLERANCE = 1e-2
