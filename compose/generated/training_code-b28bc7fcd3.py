@@ -13,19 +13,9 @@ from typing import Literal
 from pydantic import BaseModel
 
 import datautils
+import swarmtrain.trainer
 from swarmtrain.config import Config
-from swarmtrain.trainer import (
-    Optimizer,
-    Runtime,
-    TrainingResult,
-    Transformer,
-    open_data,
-    parallelize,
-    read_config,
-    read_options,
-    start_runtime,
-    train_model,
-)
+from swarmtrain.trainer import Optimizer, Runtime, TrainingResult, Transformer, open_data, parallelize, read_config, read_options
 
 
 class Options(BaseModel, extra="forbid"):
@@ -38,14 +28,30 @@ class Options(BaseModel, extra="forbid"):
 def main() -> None:
     config = read_config(sys.argv[1:])
     options = read_options(Options, config)
-    with start_runtime(config, monitors_peers=True) as runtime:
-        extra_metrics = prepare_data(config, runtime) if options.dataset == "python_sources" else {}
+    with swarmtrain.trainer.run(config, monitors_peers=True) as run:
+        baseline = prepare_data(config, run.runtime) if options.dataset == "python_sources" else {}
         data, validation_data = open_data(config)
-        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), runtime, initialize=False)
+        # Without initial values: prepare_training() writes them only if no checkpoint has others.
+        model = parallelize(Transformer(config.transformer_architecture, config.trainer.seed), run.runtime, initialize=False)
         optimizer = Optimizer(model, config)
-        result = train_model(runtime, model, optimizer, data, validation_data, extra_metrics=extra_metrics)
-        if runtime.is_rank_zero:
-            sys.stdout.write(format_summary(result, extra_metrics) + "\n")
+        run.prepare_training(model, optimizer, data, validation_data)
+        run.evaluate_if_due(validation_data)
+        run.sample_if_due()
+
+        for batch in run.steps(data):
+            gradients = run.forward_backward(batch)  # of all micro batches, summed over all ranks and clipped
+            result = run.optimizer_step(gradients)
+            run.log_step(result)  # log_step(result, name=number) logs your own metrics too
+            run.check_ranks_if_due()
+            if run.stop_requested:
+                run.save_and_exit()
+            run.evaluate_if_due(validation_data)
+            run.sample_if_due()
+            run.save_if_due()
+
+        training_result = run.finish(**baseline)
+        if run.rank == 0:
+            sys.stdout.write(format_summary(training_result, baseline) + "\n")
 
 
 def prepare_data(config: Config, runtime: Runtime) -> dict[str, float]:
@@ -59,13 +65,13 @@ def prepare_data(config: Config, runtime: Runtime) -> dict[str, float]:
     return {"bigram_baseline_loss": datautils.compute_bigram_loss(training, validation)} if runtime.is_rank_zero else {}
 
 
-def format_summary(result: TrainingResult, extra_metrics: dict[str, float]) -> str:
+def format_summary(result: TrainingResult, baseline: dict[str, float]) -> str:
     """Return a one-line summary of `result`: the validation loss before and after training, and the baseline."""
     if result.initial_validation_loss is None or result.final_validation_loss is None:
         return f"done: {result.step} steps"
-    baseline = f"; byte-bigram baseline {extra_metrics['bigram_baseline_loss']:.2f}" if extra_metrics else ""
-    unit = "byte" if extra_metrics else result.loss_unit  # the tokens of python_sources are bytes
-    return f"validation loss {result.initial_validation_loss:.2f} → {result.final_validation_loss:.2f} nats per {unit}{baseline}"
+    comparison = f"; byte-bigram baseline {baseline['bigram_baseline_loss']:.2f}" if baseline else ""
+    unit = "byte" if baseline else result.loss_unit  # the tokens of python_sources are bytes
+    return f"validation loss {result.initial_validation_loss:.2f} → {result.final_validation_loss:.2f} nats per {unit}{comparison}"
 
 
 if __name__ == "__main__":
