@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import platform
-import select
 import socket
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from swarmtrain.atomic_file import create_private_folder, open_private_file, write_files_atomically
-from swarmtrain.remote.managed_venv import ManagedVenv, get_build_folder
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.run_folder import EVENTS_FILE, LOCK_FILE, HostRunFolder
 
@@ -41,21 +39,16 @@ print(json.dumps({"swarmtrain": swarmtrain.__version__, "torch": importlib.util.
 
 
 class RemoteAgent:
-    """Remote agent, which operates on the run folders in `runs_folder`. Long operations are aborted once `is_caller_gone` returns True.
-
-    `open_folder`: returns the run folder at a path.
-    """
+    """Remote agent, which operates on the run folders in `runs_folder`. `open_folder`: returns the run folder at a path."""
 
     def __init__(
         self,
         runs_folder: Path,
-        is_caller_gone: Callable[[], bool] = lambda: False,
         open_folder: Callable[[Path], HostRunFolder] = HostRunFolder,
     ) -> None:
         self.base = runs_folder
-        self._is_caller_gone, self._open_folder = is_caller_gone, open_folder
+        self._open_folder = open_folder
         self._locks: dict[str, IO[str]] = {}
-        self._venvs: dict[str, ManagedVenv] = {}
 
     def handle_request(self, method: str, arguments: dict[str, Any]) -> Any:
         """Call the method `method` with the arguments `arguments`, and return its result. Exceptions of the method propagate."""
@@ -201,41 +194,6 @@ class RemoteAgent:
                     folder.rmdir()
             file.close()
 
-    def claim_venv(self, path: str, python: str, digest: str, owner: str) -> dict[str, Any]:
-        """Return the `key` of the venv at `path` for the content `digest`, and whether it is `current`.
-
-        If it is not current, the lock to build it is acquired and held until `build_venv` ends. If another process holds the lock, return
-        its `holder`.
-        """
-        get_build_folder(Path(path)).mkdir(parents=True, exist_ok=True)
-        file, holder = _acquire_lock(get_build_folder(Path(path)) / LOCK_FILE, owner)
-        if file is None:
-            return {"holder": holder}
-        venv = ManagedVenv(Path(path), file)
-        try:
-            key = venv.compute_venv_key(python, digest)
-            current = venv.is_venv_current(key)
-        except BaseException:
-            file.close()
-            raise
-        if current:
-            file.close()
-        else:
-            self._venvs[path] = venv
-        return {"holder": "", "key": key, "current": current}
-
-    def write_wheel_chunk(self, path: str, name: str, offset: int, content: str) -> None:
-        """Write `content`, a chunk of the wheel `name` in base64, at the byte `offset` of the file. The wheel is for the venv at `path`."""
-        self._venvs[path].write_wheel_chunk(name, offset, content)
-
-    def build_venv(self, path: str, python: str, key: str, requirements: list[str], use_index: bool) -> dict[str, str]:
-        """Build and activate the venv, and release its lock. Return the error of a failed step; empty if all succeeded."""
-        venv = self._venvs.pop(path)
-        try:
-            return venv.build_and_activate_venv(python, key, requirements, use_index=use_index, is_caller_gone=self._is_caller_gone)
-        finally:
-            venv.lock.close()
-
     def poll_changes(self, run: str, offsets: dict[str, int], wait_seconds: float = 0.0, tail: int | None = None) -> dict[str, Any]:
         """Return the run's status and the response of `read_new_lines`, as soon as one of them changes, or after `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
@@ -289,7 +247,7 @@ def serve_requests(runs_folder: Path) -> None:
     """Serve requests on standard input until it closes, which means that the caller is gone. Started processes keep running."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of child processes must not mix with responses
-    agent = RemoteAgent(runs_folder, _is_caller_gone)
+    agent = RemoteAgent(runs_folder)
     out.write(READY_LINE + "\n")
     out.flush()
     for line in sys.stdin:
@@ -302,12 +260,6 @@ def serve_requests(runs_folder: Path) -> None:
             reply = {"error": location + text.lower() if isinstance(error, OSError) else f"{type(error).__name__}: {text}"}
         out.write(json.dumps(reply) + "\n")
         out.flush()
-
-
-def _is_caller_gone() -> bool:
-    poll = select.poll()
-    poll.register(0, select.POLLHUP | select.POLLRDHUP)
-    return bool(poll.poll(0))
 
 
 def _acquire_lock(path: Path, owner: str) -> tuple[IO[str] | None, str]:

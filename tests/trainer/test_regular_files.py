@@ -14,7 +14,6 @@ from swarmtrain.cli import prompts
 from swarmtrain.config.loader import read_config_text
 from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.launchers.ssh import python_environment
 from swarmtrain.trainer.checkpoint import file_digests, manifest
 from swarmtrain.trainer.data import formats, token_file
 from swarmtrain.trainer.export import checkpoint_export
@@ -40,7 +39,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a chat template": ("chat.jinja", lambda path: chat_template._load_template_source(ByteTokenizer(), str(path), {})),
     "texts": ("texts.jsonl", lambda path: readers.find_source_files([str(path)])),
     "prompts": ("prompts.txt", lambda path: prompts.read_prompts([], path)),
-    "requirements": ("requirements.txt", python_environment.read_requirements),
     "a dashboard's token": ("token", access_policy._read_token),
     "a config": ("config.yml", read_config_text),
     "a script, a secret, or a file to import": ("script.py", lambda path: read_file_with_limit(path, 10)),

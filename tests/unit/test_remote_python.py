@@ -95,7 +95,3 @@ def test_the_agent_runs_a_process_on_the_oldest_interpreter(tmp_path: Path) -> N
     )
     assert host["python"].startswith("3.")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z hello", processes["files"]["node0.log"])
-    (link,) = exchange_requests(
-        [["claim_venv", {"path": str(tmp_path / "venv"), "python": "python3", "digest": "", "owner": "test"}]], tmp_path
-    )
-    assert not link["current"]

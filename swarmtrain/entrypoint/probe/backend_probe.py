@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import platform
-import shutil
 import sys
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ _GROUP_TIMEOUT = timedelta(seconds=60)
 
 def inspect_interpreter() -> dict[str, Any]:
     """Return this interpreter's package versions, its GPUs, the backends that torch is built with, and import errors."""
-    report: dict[str, Any] = {"python": platform.python_version(), "gpus": [], "problems": [], "mpirun": bool(shutil.which("mpirun"))}
+    report: dict[str, Any] = {"python": platform.python_version(), "gpus": [], "problems": []}
     for name in ("swarmtrain", "torch"):
         try:
             report[name] = importlib.import_module(name).__version__
@@ -33,31 +32,23 @@ def inspect_interpreter() -> dict[str, Any]:
 
         report["cuda"] = torch.version.cuda or ""
         report["gpus"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        backends = {name: getattr(dist, f"is_{name}_available", lambda: False) for name in ("gloo", "nccl", "mpi")}
-        report["backends"] = [name for name, available in backends.items() if dist.is_available() and available()]
+        report["backends"] = [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
         if report["gpus"] and "nccl" in report["backends"]:
             report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # not typed in torch
     return report
 
 
 def run_all_reduce(backend: str, rank: int, world_size: int, store_address: str, interface: str) -> dict[str, float]:
-    """Run an all-reduce of rank + 1 in a process group of `world_size` processes, and return the sum as {"sum": …}.
-
-    Raises any exception of torch.
-    """
+    """Return the sum of rank + 1 over a process group of `world_size` processes as {"sum": …}. Raises any exception of torch."""
     import torch
     import torch.distributed as dist
 
-    if backend == "mpi":
-        dist.init_process_group("mpi")
-        rank = dist.get_rank()
-    else:
-        from swarmtrain.entrypoint.network_interface import choose_route
+    from swarmtrain.entrypoint.network_interface import choose_route
 
-        os.environ.update(choose_route(interface, store_address).build_interface_environment(os.environ))
-        host, _, port = store_address.rpartition(":")
-        tcp_store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=_GROUP_TIMEOUT)
-        dist.init_process_group(backend, store=tcp_store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
+    os.environ.update(choose_route(interface, store_address).build_interface_environment(os.environ))
+    host, _, port = store_address.rpartition(":")
+    tcp_store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=_GROUP_TIMEOUT)
+    dist.init_process_group(backend, store=tcp_store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
     tensor = torch.tensor([rank + 1.0], device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(tensor)
     total = float(tensor.item())

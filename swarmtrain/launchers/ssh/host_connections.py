@@ -89,8 +89,7 @@ class LocalHost:
     name = LOCALHOST
 
     def __init__(self) -> None:
-        self._closed = threading.Event()
-        self._agent = RemoteAgent(get_runs_folder(LOCALHOST), self._closed.is_set)
+        self._agent = RemoteAgent(get_runs_folder(LOCALHOST))
 
     def call_agent(self, method: str, *, timeout: float = _CALL_TIMEOUT_SECONDS, **fields: Any) -> Any:
         """Call `method` of the agent in this process and return the result. Raises HostError if it fails."""
@@ -100,8 +99,7 @@ class LocalHost:
             raise HostError(str(error), place=f"host {self.name}") from None
 
     def close(self) -> None:
-        """Abort the request in progress."""
-        self._closed.set()
+        """Do nothing: there is no connection."""
 
 
 class StateDirectoryHost:
