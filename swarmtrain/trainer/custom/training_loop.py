@@ -111,12 +111,12 @@ class TrainingLoop(ABC):
         return self._take_completed_saves()
 
     def save_and_wait(self) -> list[SavedCheckpoint]:
-        """Save a checkpoint of this step, unless it is step 0, and wait until it is committed.
+        """Save a checkpoint of this step, and wait until it is committed. Step 0 is saved only if it is the last.
 
         Return the checkpoints that this rank has committed since the last call. Raises CheckpointError if the checkpoint cannot
         be written, WorldError if a newer world has taken over, TrainingError if the state must not be saved.
         """
-        if self.progress.step:
+        if self.progress.step or self.is_done:
             self.check_before_save()
             with self.use_save_timeout():
                 self.checkpoint_manager.save_and_wait(self.progress)
