@@ -183,27 +183,27 @@ def test_a_script_that_always_fails_uses_up_the_budget(small_run: Any) -> None:
 HANG_AND_FAIL = """
 import os, pathlib, sys, time
 import training_code
-from swarmtrain.trainer import Run
+from swarmtrain.trainer.custom import model_loop
 from swarmtrain.trainer.health import stop_flag, watchdog
 from swarmtrain.trainer.data import memory_map
 
 stop_flag._MIN_SECONDS, stop_flag._MAX_SECONDS, watchdog.MARGIN_SECONDS, watchdog.POLL_SECONDS = 2.0, 2.0, 1.0, 0.2
-forward_backward, hung = Run.forward_backward, pathlib.Path(sys.argv[1])
+compute_gradients, hung = model_loop.compute_gradients, pathlib.Path(sys.argv[1])
 
-def fail(run, batch):
-    step = run.step + 1
+def fail(*args):
+    step = args[-1].number
     if os.environ["RANK"] == "1":
         if step == 6 and not hung.exists():
             hung.touch()
             lie_down()
         if step == 8:
-            raise ValueError(f"a row of {id(batch)} letters")
-    return forward_backward(run, batch)
+            raise ValueError(f"a row of {id(args)} letters")
+    return compute_gradients(*args)
 
 def lie_down():
     time.sleep(600)
 
-Run.forward_backward = fail
+model_loop.compute_gradients = fail
 training_code.main()
 """
 

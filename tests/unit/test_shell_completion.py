@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Path:
     """A home folder with a run and a lab, and in it the working directory `here` with configs."""
     for path in ("here/config.yml", "here/other.yaml", "here/notes.txt", "here/more/deep.yml", "state/swarmtrain/demo/local.json"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
+        (tmp_path / path).write_text("{}")  # a record without fields is one of another version
     (tmp_path / "labs" / "lab").mkdir(parents=True)
     state.write_lab_description(tmp_path / "labs" / "lab", state.LabDescription("lab", "10.77.3.0/24", ("node0", "node1"), "/srv/shared"))
     return tmp_path
