@@ -83,8 +83,9 @@ def test_a_script_logs_metrics_of_its_own_with_those_of_the_step(config: dict[st
 
 def test_a_resume_names_what_has_changed(tmp_path: Path, config: dict[str, Any]) -> None:
     config = merge_config(config, learning_rate_scheduler={"learning_rate_decay_iters": None})
-    run_training(tmp_path, config)
-    run_training(tmp_path, merge_config(config, trainer={"train_iterations": 24}, optimizer={"beta1": 0.8}))
+    run_training(tmp_path, merge_config(config, runner={"env": {"OWN_KEY": "hush-1"}}))
+    changed = merge_config(config, trainer={"train_iterations": 24}, optimizer={"beta1": 0.8}, runner={"env": {"OWN_KEY": "hush-2"}})
+    run_training(tmp_path, changed)
     log = (tmp_path / "rank-0.log").read_text()
     for change in (
         "config.optimizer.beta1 is 0.9 in the checkpoint and 0.8 in the config",
@@ -93,6 +94,8 @@ def test_a_resume_names_what_has_changed(tmp_path: Path, config: dict[str, Any])
     ):
         assert f"step-00000012: {change}\n" in log
     assert "has changed since the checkpoint" not in log, "the script is the same"
+    assert "step-00000012: config.runner.env.OWN_KEY has changed\n" in log
+    assert "hush" not in log
 
 
 def test_the_learning_rate_of_a_longer_training() -> None:
@@ -135,6 +138,7 @@ def accumulate(folder: Path, micro_batches: int, *, stop_at: int = 0, zero: bool
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=not zero)
             run.save_if_due()
+            run.save_if_due()  # a second call in a step is no request to save the next one
             if run.step == stop_at:
                 signal.raise_signal(signal.SIGTERM)
             if run.stop_requested:

@@ -20,9 +20,16 @@ from swarmtrain.trainer.checkpoint.manifest import Manifest
 def describe_changes_since_checkpoint(manifest: Manifest, config: Config) -> Iterator[str]:
     """Yield a description of each change in config, arguments and script since the checkpoint of `manifest` was written.
 
-    A change of the schedule that changes the learning rate of the next step is described too.
+    A change of the schedule that changes the learning rate of the next step is described too. Of the environment variables in runner.env
+    only the names are given, since their values may be confidential.
     """
-    yield from diff_configs(manifest.config, config.model_dump(mode="json"), "config")
+    configs = manifest.config, config.model_dump(mode="json")
+    saved_env, current_env = ((each.get("runner") or {}).get("env") or {} for each in configs)
+    saved, current = ({**each, "runner": {**(each.get("runner") or {}), "env": {}}} for each in configs)
+    yield from diff_configs(saved, current, "config")
+    yield from (
+        f"config.runner.env.{name} has changed" for name in sorted(saved_env.keys() & current_env) if saved_env[name] != current_env[name]
+    )
     try:
         if line := describe_learning_rate_change(Config.from_json(json.dumps(manifest.config)), config, manifest.step + 1):
             yield line

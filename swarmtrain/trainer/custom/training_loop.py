@@ -99,9 +99,9 @@ class TrainingLoop(ABC):
         is_due = self.save_is_agreed or self._save_interval.is_due_by_schedule(
             self.progress.step, self.progress.consumed_samples, has_validation_loss=self.progress.validation_loss is not None
         )
-        self._is_save_pending = self._is_save_pending or is_due
         has_new_step = self.checkpoint_manager.save_dir is not None and self.checkpoint_manager.latest_step != self.progress.step
-        if self._is_save_pending and has_new_step and self.can_save():
+        self._is_save_pending = has_new_step and (self._is_save_pending or is_due)
+        if self._is_save_pending and self.can_save():
             self._is_save_pending = False
             self.check_before_save()
             start_time = time.monotonic()
