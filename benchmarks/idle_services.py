@@ -37,8 +37,8 @@ from swarmtrain.config.loader import load_config
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.render import stack_document
 
 _REPEATS = 2

@@ -16,7 +16,7 @@ from benchmarks.measurement import ROOT, BenchmarkRow, Sample, print_progress
 from swarmtrain import process
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.plan import build_plan
 from swarmtrain.queue_labels import EntryState
 from swarmtrain.queueing import queue_service
 from swarmtrain.queueing.decisions.admission import decide

@@ -17,7 +17,7 @@ from swarmtrain.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from swarmtrain.plan import Plan
+    from swarmtrain.planning.plan import Plan
 
 _STEP_TIME_SECONDS = 5.0
 """For about how long doctor --step-times measures training steps on each node."""
@@ -201,7 +201,7 @@ def check_cluster(
 def _check_step_times(plan: "Plan") -> float:
     """Return for about how many seconds to measure training steps of `plan`. Raises SwarmtrainError if they cannot be measured."""
     from swarmtrain.errors import SwarmtrainError
-    from swarmtrain.step_estimates import explain_unmeasurable_steps
+    from swarmtrain.planning.step_estimates import explain_unmeasurable_steps
 
     if not plan.config.runner.capabilities.has_managers:
         raise SwarmtrainError("needs a swarm: only there does doctor start a probe on the nodes", place="--step-times")

@@ -37,7 +37,7 @@ from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter, exclu
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.machines.measurements import record_measurement
 from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.queueing.request_checks import check_queue_request
 
 _PLAN_EXPECTATION = "the plan can be deployed"

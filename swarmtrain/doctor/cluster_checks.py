@@ -21,8 +21,8 @@ from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import describe_node_unavailability
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.plan import Plan
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.plan import Plan
 
 ApiObject = dict[str, Any]
 """An object as the engine's API returns it."""

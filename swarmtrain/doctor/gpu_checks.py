@@ -10,7 +10,7 @@ from swarmtrain.doctor.cluster_checks import ClusterSnapshot, get_host_name
 from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources, format_gpu_settings, list_resource_ids
-from swarmtrain.node_selection import PlannedNode, format_count
+from swarmtrain.planning.node_selection import PlannedNode, format_count
 
 # Minimum driver by CUDA's major version: since CUDA 11, the minimum driver is the same for all minor versions.
 # NVIDIA, "CUDA Compatibility".

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from swarmtrain.doctor.probe_results import NodeFacts, ProbeResults, find_all_reduce_timings
-from swarmtrain.step_estimates import AllReduceTime, ClusterMeasurement, ModelStepTimes, RankStepTime, compute_step_digest
+from swarmtrain.planning.step_estimates import AllReduceTime, ClusterMeasurement, ModelStepTimes, RankStepTime, compute_step_digest
 
 
 def build_measurement(results: ProbeResults) -> ClusterMeasurement:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
 from swarmtrain.launchers.base import Finding
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.plan import Plan
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.plan import Plan
 from swarmtrain.render.mounts import find_save_dir_mount
 
 _MAX_CLOCK_SKEW_SECONDS = 0.5

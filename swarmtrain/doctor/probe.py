@@ -13,7 +13,7 @@ from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import ProbeResults
 from swarmtrain.errors import ResourcesReserved, RunNotFound, StackError
 from swarmtrain.launchers.base import Launcher, ProgressReporter, TaskState
-from swarmtrain.plan import Plan, build_probe_run_name
+from swarmtrain.planning.plan import Plan, build_probe_run_name
 from swarmtrain.protocol import Event
 
 _TIMEOUT_SECONDS = 300.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmtrain.doctor.check_registry import CheckRegistry
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 NodeFacts = Mapping[str, Any]
 

@@ -14,9 +14,9 @@ from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import Capabilities
-from swarmtrain.inventory import Inventory
-from swarmtrain.placement import Placement
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory
+from swarmtrain.planning.placement import Placement
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
 

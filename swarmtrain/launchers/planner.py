@@ -1,76 +1,26 @@
-"""Make the plan of a run: resolve the config values that depend on this machine, read the inventory, and compute the plan."""
+"""Make the plan of a run: resolve its config, read the inventory from the launcher, and compute the plan."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from swarmtrain.cargo import Cargo, read_cargo
+from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.config.learning_rate_schedule import describe_learning_rate_change
 from swarmtrain.config.loader import STDIN_PATH
 from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import EngineError, PlanError, RunNotFound, StackError
-from swarmtrain.inventory import Inventory, build_offline_inventory, build_placeholder_inventory
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common import engine_endpoint
-from swarmtrain.launchers.common.container_user import resolve_container_user
+from swarmtrain.launchers.config_resolution import resolve_config
 from swarmtrain.launchers.registry import create_launcher, load_deployment
-from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Plan, add_notes, build_plan
-
-_CREDENTIAL_NAME_PATTERN = re.compile(r"(?:.*_)?(?:KEY|TOKEN)|.*PASSWORD", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """A config without references to this machine's files or environment variables, its shipped files (`cargo`), and notes for the user."""
-
-    config: Config
-    cargo: Cargo
-    notes: tuple[str, ...]
-
-    def build_plan(self, inventory: Inventory, run: str, placement: Placement = FRESH_PLACEMENT, *, min_nodes: int | None = None) -> Plan:
-        """Return the plan for `run` on the machines of `inventory`. Raises PlanError if fewer than `min_nodes` of them are available."""
-        plan = build_plan(self.config, inventory, self.cargo, run=run, placement=placement, min_nodes=min_nodes)
-        return add_notes(plan, *self.notes)
-
-
-def resolve_config(config: Config, working_folder: Path, load_running_config: Callable[[], Config | None]) -> ResolvedConfig:
-    """Return `config` with the values that depend on this machine resolved: files, environment variables, the owner of save_dir.
-
-    Paths are relative to `working_folder`. Raises SwarmtrainError if a file cannot be read. `load_running_config` returns the deployed
-    config of the run, or None.
-    """
-    config = resolve_external_inputs(config, working_folder, os.environ)  # the hostsfile, the env file, and environment variables
-    cargo = read_cargo(config, working_folder)  # the script, its files and secrets
-    config, user_note = resolve_container_user(config, load_running_config)  # the owner of save_dir
-    return ResolvedConfig(config, cargo, (user_note, _describe_code(config, cargo), _describe_visible_credentials(config)))
-
-
-def _describe_code(config: Config, cargo: Cargo) -> str:
-    """Return a note on the code files if runner.code names folders or patterns; else an empty string."""
-    if len(cargo.code) <= len(config.runner.code) + 1:
-        return ""
-    return f"code: {len(cargo.code)} files, {sum(len(file.content) for file in cargo.code) / 1e3:,.0f} kB"
-
-
-def _describe_visible_credentials(config: Config) -> str:
-    """Return a note on the variables in runner.env whose names are those of credentials; an empty string if there are none."""
-    names = [name for name, value in config.runner.env.items() if value and _CREDENTIAL_NAME_PATTERN.fullmatch(name)]
-    if not names:
-        return ""
-    places = (
-        "docker inspect, in the config and in checkpoints"
-        if config.runner.capabilities.runs_in_containers
-        else "the config and checkpoints"
-    )
-    return f"runner.env: {', '.join(names)} can be read in {places}; put credentials into files, and list these in runner.secrets"
+from swarmtrain.planning.inventory import Inventory, build_offline_inventory, build_placeholder_inventory
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.planning.plan import Plan, add_notes, build_plan
 
 
 def plan_run(config: Config, run: str, *, working_folder: Path, min_nodes: int | None = None) -> Plan:

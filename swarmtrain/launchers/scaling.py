@@ -10,12 +10,12 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner_types import HostSource
 from swarmtrain.errors import PlanError
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.planner import read_inventory
 from swarmtrain.launchers.registry import load_deployment
-from swarmtrain.placement import Placement
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.placement import Placement
+from swarmtrain.planning.plan import Plan, build_plan
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from swarmtrain.launchers.common.provenance import read_git_checkout
 from swarmtrain.launchers.registry import load_deployment
 from swarmtrain.launchers.run_discovery import find_recorded_run_of, find_run
 from swarmtrain.operations.confirmation import confirm_change
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
+from swarmtrain.planning.step_estimates import StepEstimates, estimate_steps
 from swarmtrain.protocol import Event, RunOutcome
-from swarmtrain.step_estimates import StepEstimates, estimate_steps
 from swarmtrain.view.console import print_message, show_finding, show_progress
 from swarmtrain.view.deploy_diff import list_differences
 from swarmtrain.view.estimates.step_time import build_estimate_records, format_estimates

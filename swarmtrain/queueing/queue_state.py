@@ -10,7 +10,6 @@ from typing import Any
 from swarmtrain.config import Config
 from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.errors import EngineError, SwarmtrainError
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.engine_values import parse_count, parse_environment
 from swarmtrain.launchers.swarm import cluster_state, deployed_run
@@ -18,8 +17,9 @@ from swarmtrain.launchers.swarm.cluster_state import Service, Task
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
 from swarmtrain.launchers.swarm.queue.policy_store import find_policy_id, read_policy
 from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, describe_malformed_run, parse_entry
-from swarmtrain.node_selection import PlannedNode, select_nodes
-from swarmtrain.placement import FRESH_PLACEMENT
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.node_selection import PlannedNode, select_nodes
+from swarmtrain.planning.placement import FRESH_PLACEMENT
 from swarmtrain.protocol import LABEL_HOSTS, LABEL_QUEUE_SETTINGS, LABEL_RUN, LABEL_SLOTS, LABEL_STACK, RENDEZVOUS_SERVICE
 from swarmtrain.queue_labels import EntryState
 from swarmtrain.queueing.decisions.queue_model import (

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from swarmtrain import __version__
 from swarmtrain.errors import ConfigError
-from swarmtrain.inventory import Inventory
 from swarmtrain.launchers.base import Finding, Launcher
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.queue.policy_store import read_policy
-from swarmtrain.node_selection import format_count
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory
+from swarmtrain.planning.node_selection import format_count
+from swarmtrain.planning.plan import Plan
 from swarmtrain.queueing.decisions.queue_model import CORES, Allocation, Ledger, MachineSupply, OwnerLimit, count_gpus
 from swarmtrain.queueing.queue_service import read_scheduler_status
 from swarmtrain.queueing.queue_state import compute_needs, format_amounts

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
-from swarmtrain.inventory import Machine
 from swarmtrain.launchers.common.engine_values import parse_environment
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, get_assigned_resources
-from swarmtrain.node_selection import PlannedNode
+from swarmtrain.planning.inventory import Machine
+from swarmtrain.planning.node_selection import PlannedNode
 from swarmtrain.queueing.decisions.queue_model import CORES, GPU_ID_PREFIX, UNKNOWN_GPUS, Allocation
 from swarmtrain.render.process_environment import HIDDEN_GPUS_ENV, VISIBLE_DEVICES_VARIABLE
 

@@ -30,8 +30,8 @@ from swarmtrain.launchers.swarm.run_lock import RunLock, UnchangedLocks
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, build_stack_specs
 from swarmtrain.launchers.swarm.step_executor import run_in_parallel
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
-from swarmtrain.placement import Placement
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.placement import Placement
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.protocol import LABEL_NOTIFY, RENDEZVOUS_SERVICE, Event
 from swarmtrain.queue_labels import EntryState
 from swarmtrain.queueing.decisions.admission import decide

@@ -12,8 +12,8 @@ from typing import Any
 
 from swarmtrain.cargo import RunFile
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.plan import Plan
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import ENV_RUN_ID, LABEL_CODE, LABEL_CONTAINER, LABEL_NODE, LABEL_RUN, LABEL_SECRETS
 from swarmtrain.render import stack_document
 from swarmtrain.render.mounts import unescape_go_template

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.node_selection import PlannedNode
 from swarmtrain.notifications.channel import ChannelSettings, encode_channels, name_channel_secret
-from swarmtrain.plan import Plan
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import ENV_GPUS, ENV_NOTIFY, CoordinatorEnv, NodeEnv, ProbeEnv
 
 ENTRYPOINT_MODULE = "swarmtrain.entrypoint"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from swarmtrain.config import Config
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EXIT_PLANNED, RUN_KEY_NAME
 from swarmtrain.render.process_environment import NodeLayout, build_coordinator_env, build_node_env
 

@@ -22,8 +22,8 @@ from swarmtrain.config.schema.fields.overlay_subnet import draw_large_subnet
 from swarmtrain.config.schema.runner import DockerConfig, GpuMode
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import StackError
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.plan import Plan
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
     ENV_PREFIX,

@@ -10,7 +10,7 @@ from typing import Any
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 from swarmtrain.view.formatting import format_count
 

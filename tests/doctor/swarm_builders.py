@@ -10,8 +10,8 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.cluster_checks import ApiObject, ClusterSnapshot
 from swarmtrain.images import PinnedImage
-from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.plan import Plan, build_plan
 
 AMD64 = (("amd64", "linux"),)
 GIB = 2**30

@@ -18,8 +18,8 @@ from swarmtrain.config.schema.fields.overlay_subnet import LARGE_SUBNET_RANGE
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import CHECKS, ProbeResults
 from swarmtrain.doctor.report import CheckResult, DoctorReport
-from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.plan import Plan, build_plan
 
 GIB = 1 << 30
 NODES = ("node0", "node1", "node2")

@@ -16,7 +16,7 @@ import pytest
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.launchers.planner import read_inventory
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.plan import build_plan
 from swarmtrain.render.sbatch_script import JobLayout, compute_job_digest, render_sbatch_script
 
 GOLDEN = Path(__file__).parent / "slurm"

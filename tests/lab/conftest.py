@@ -23,7 +23,7 @@ from swarmtrain.images.base_image import ensure_base_image
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state, teardown
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 
 LAB_PARTS = ("swarm", "ssh")
 IMAGE = f"{REGISTRY_ADDRESS}/swarmtrain:test"

@@ -15,7 +15,7 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 
 FILE_COUNT = 150
 

@@ -16,7 +16,7 @@ from swarmtrain.errors import ResourcesReserved
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.operations import runs
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 
 pytestmark = pytest.mark.test_all_only("deploys several runs; reservations on a swarm in memory are in tests/queueing/test_reservation.py")
 

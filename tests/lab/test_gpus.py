@@ -21,7 +21,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.machines import probed_gpus
 from swarmtrain.launchers.swarm.machines.machine_records import LABEL_MACHINES
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 
 ROOT = Path(__file__).parents[2]
 # Lists as many GPUs as the file on the shared disk says, like nvidia-smi of a container that sees them.

@@ -16,7 +16,7 @@ from swarmtrain.images.base_image import WITHOUT_COMPILER
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 
 def run_in_container(lab: Lab, node: str, image: str, script: str) -> str:

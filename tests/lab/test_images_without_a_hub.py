@@ -16,7 +16,7 @@ from swarmtrain.images import swarm_nodes
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.render.mounts import WORKSPACE
 
 pytestmark = pytest.mark.test_all_only("builds images")

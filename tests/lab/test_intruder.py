@@ -15,7 +15,7 @@ from swarm_helpers import DISCARD, RUN, run_docker
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.protocol import RUN_KEY_NAME, Event
 from swarmtrain.render.stack_document import render_stack, write_stack
 

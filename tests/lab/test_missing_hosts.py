@@ -13,7 +13,7 @@ from swarmtrain.errors import NodesRefused
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 FOLDER = "/mnt/own/missing-hosts"
 

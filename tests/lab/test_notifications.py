@@ -22,7 +22,7 @@ from swarmtrain.launchers.base import TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.queue import policy_store
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.queueing import queue_service
 from tests.webhook_receiver import KEY, URL_TOKEN, ReceiverProcess, start_lab_receiver
 

@@ -24,7 +24,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, find_queue_entry
 from swarmtrain.launchers.swarm.queue.submission import SCHEDULER_SERVICE
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.plan import build_plan
 from swarmtrain.queueing import queue_service
 from swarmtrain.queueing.request_checks import check_queue_request
 from swarmtrain.view.dashboard.cluster_reader import ClusterReader

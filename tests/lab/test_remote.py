@@ -21,7 +21,7 @@ from swarm_helpers import RUN, print_line
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 pytestmark = pytest.mark.test_all_only("starts sshd, TLS and machines that join")
 

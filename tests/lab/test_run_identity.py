@@ -13,7 +13,7 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.history_store import find_recorded_run
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_COORDINATOR_STARTED
 from swarmtrain.render.stack_document import render_stack, write_stack
 from swarmtrain.run_identity import RunIdentity, find_current_owner

@@ -20,7 +20,7 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state, run_lock
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 
 class CommandThread(threading.Thread):

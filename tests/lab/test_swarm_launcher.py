@@ -31,7 +31,7 @@ from swarmtrain.launchers.docker import DockerLauncher
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.operations.runs import remove_run
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack, write_stack
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.logs import LogFilter, print_logs

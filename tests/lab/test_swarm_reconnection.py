@@ -22,7 +22,7 @@ from swarmtrain.launchers.base import LogLine, RunUpdate
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_COORDINATOR_STARTED, EVENT_NOTE, Event
 
 pytestmark = pytest.mark.test_all_only("reboots the manager again and again")

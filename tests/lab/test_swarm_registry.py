@@ -25,7 +25,7 @@ from swarmtrain.launchers.base import QUEUED_STATE
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.launchers.swarm.queue.submission import SCHEDULER_SERVICE
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.queueing import queue_service
 
 pytestmark = pytest.mark.test_all_only("builds images and starts registries")

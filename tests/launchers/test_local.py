@@ -21,7 +21,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun, resolve_run_folder
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.remote_agent import RemoteAgent
 from swarmtrain.view.status import build_status

@@ -26,7 +26,7 @@ from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.process import run_command
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.view.status import build_status

@@ -29,7 +29,7 @@ from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common.history_store import find_recorded_run
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.ssh import SshDockerLauncher, SshLauncher
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 
 pytestmark = pytest.mark.test_all_only("one life of a run over SSH is in the contract")

@@ -24,12 +24,12 @@ from swarmtrain.config import Config
 from swarmtrain.config.loader import load_config
 from swarmtrain.config.schema.runner_types import BUILT_IN_LAUNCHERS
 from swarmtrain.errors import SwarmtrainError
-from swarmtrain.inventory import Inventory, Machine, build_offline_inventory
 from swarmtrain.launchers.local import LocalLauncher
 from swarmtrain.launchers.planner import derive_run_name
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunRecord
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine, build_offline_inventory
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.render import compose_file
 from swarmtrain.render.sbatch_script import JobLayout, render_sbatch_script

@@ -19,7 +19,7 @@ from swarmtrain.launchers.swarm.reconcile import reconcile
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
 from swarmtrain.launchers.swarm.step_executor import apply_steps
 from swarmtrain.notifications.channel import decode_channels
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.plan import build_plan
 from swarmtrain.protocol import ENV_NOTIFY, LABEL_NOTIFY, RENDEZVOUS_SERVICE
 from swarmtrain.queue_labels import ENV_QUEUE_STOP
 from swarmtrain.render.stack_document import render_stack

@@ -16,7 +16,7 @@ from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.errors import ConfigError
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.queue import policy_store
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.plan import build_plan
 from swarmtrain.queueing import request_checks
 from swarmtrain.run_identity import OWNER_VARIABLE
 from swarmtrain.view.queue_table import format_policy

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from swarmtrain.config.schema.runner import RunnerConfig
-from swarmtrain.inventory import Machine
-from swarmtrain.node_selection import PlannedNode
+from swarmtrain.planning.inventory import Machine
+from swarmtrain.planning.node_selection import PlannedNode
 from swarmtrain.queueing.decisions.queue_model import Allocation, Ledger, MachineSupply, count_gpus
 from swarmtrain.queueing.resource_allocation import build_capacity, compute_allocation
 

@@ -21,8 +21,8 @@ from swarmtrain.launchers.swarm.reconcile import ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest
 from swarmtrain.launchers.swarm.service_specs import add_labels, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
-from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, Event
 from swarmtrain.queue_labels import ENV_QUEUE_STOP, LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, QueueStop
 from swarmtrain.queueing.queue_order import move_run

@@ -12,11 +12,11 @@ import pytest
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import parse_config
 from swarmtrain.errors import EngineError
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import code_placement
 from swarmtrain.launchers.swarm.code_placement import CodeLayer, find_layer, fits_in_configs, place_code_in_layer, restore_code_from_layer
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack
 
 BASE = "registry:5000/me/swarmtrain:latest"

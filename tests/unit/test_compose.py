@@ -17,8 +17,8 @@ from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.fields.overlay_subnet import LARGE_SUBNET_RANGE, count_required_addresses
 from swarmtrain.errors import PlanError, StackError
-from swarmtrain.inventory import Inventory, Machine, build_offline_inventory
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine, build_offline_inventory
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.render.stack_document import Stack, render_stack, render_stack_yaml, write_stack
 
 CODE = RunFile.from_content("training_code.py", b"print('hello')\n")

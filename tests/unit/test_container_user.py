@@ -9,7 +9,7 @@ import pytest
 
 from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
-from swarmtrain.launchers.common.container_user import resolve_container_user
+from swarmtrain.launchers.config_resolution import resolve_container_user
 from swarmtrain.launchers.planner import plan_run_offline
 from swarmtrain.render import stack_document
 

@@ -6,9 +6,9 @@ import pytest
 
 from swarmtrain.cargo import Cargo
 from swarmtrain.config.loader import parse_config
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import TaskState
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.view.deploy_diff import list_differences
 
 

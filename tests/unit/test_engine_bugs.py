@@ -9,9 +9,9 @@ import pytest
 
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
-from swarmtrain.inventory import Machine, build_offline_inventory
 from swarmtrain.launchers.swarm.plan_checks import ENGINE_BUGS, _check_engine_versions
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Machine, build_offline_inventory
+from swarmtrain.planning.plan import Plan, build_plan
 
 
 def build_swarm_plan(**swarm: Any) -> Plan:

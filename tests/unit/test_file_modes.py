@@ -14,7 +14,6 @@ import pytest
 from swarmtrain.atomic_file import create_private_folder
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
-from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.history_store import RecordedRun, build_operation_event, resolve_run_folder
 from swarmtrain.launchers.common.log_recorder import record_log_lines
@@ -23,7 +22,8 @@ from swarmtrain.launchers.slurm import SlurmLauncher
 from swarmtrain.launchers.ssh import _build_run_files
 from swarmtrain.launchers.ssh.host_connections import StateDirectoryHost
 from swarmtrain.launchers.ssh.run_index import RunRecord
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import build_offline_inventory
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.remote_agent import RemoteAgent
 from swarmtrain.render.stack_document import render_stack, write_stack

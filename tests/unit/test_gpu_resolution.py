@@ -11,8 +11,8 @@ from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import PlanError
-from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.stack_document import render_stack
 

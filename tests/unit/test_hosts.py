@@ -12,10 +12,10 @@ from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.config.external_inputs import resolve_external_inputs
 from swarmtrain.errors import ConfigError
-from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunRecord
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.inventory import build_offline_inventory
+from swarmtrain.planning.plan import build_plan
 from swarmtrain.protocol import RENDEZVOUS_SERVICE
 
 

@@ -24,7 +24,6 @@ from swarmtrain.entrypoint.coordinator.notification_events import MAX_MESSAGE_LE
 from swarmtrain.entrypoint.coordinator.notifier import MAX_QUEUED_NOTIFICATIONS, Notifier
 from swarmtrain.entrypoint.disk_space import DiskMonitor, list_written_folders
 from swarmtrain.errors import ChannelGone, ConfigError, DeliveryError, StackError, SwarmtrainError
-from swarmtrain.inventory import build_offline_inventory
 from swarmtrain.notifications.apprise_process import send_with_apprise
 from swarmtrain.notifications.channel import (
     ChannelSettings,
@@ -36,7 +35,8 @@ from swarmtrain.notifications.channel import (
 from swarmtrain.notifications.delivery import build_delivery
 from swarmtrain.notifications.notification import Notification
 from swarmtrain.notifications.webhook import post_notification, sign_message
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import build_offline_inventory
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.process import run_command
 from swarmtrain.protocol import ENV_NOTIFY, Event
 from swarmtrain.render.compose_file import render_compose

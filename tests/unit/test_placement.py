@@ -11,9 +11,9 @@ from randomized import count_examples
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config.loader import parse_config
 from swarmtrain.errors import PlanError
-from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.placement import FRESH_PLACEMENT, Placement, assign_nodes
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement, assign_nodes
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack
 
 CARGO = Cargo((RunFile.from_content("training_code.py", b"train()"),))

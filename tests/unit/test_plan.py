@@ -11,8 +11,8 @@ from swarmtrain.cli.options import DEBUG_OVERRIDES
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.errors import PlanError, SwarmtrainError
-from swarmtrain.inventory import Inventory, Machine, build_offline_inventory
-from swarmtrain.plan import Plan, build_plan
+from swarmtrain.planning.inventory import Inventory, Machine, build_offline_inventory
+from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.render.stack_document import render_stack
 
 NODE_ID = "abcdefghijklmnopqrstuvwx0"

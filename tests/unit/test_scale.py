@@ -11,10 +11,10 @@ from swarmtrain.config import Config
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.errors import PlanError
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm.plan_checks import _check_subnet_size
-from swarmtrain.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
 
 TENSOR = "topology: {global_batch_size: 24, micro_batch_size: 2, model_parallel_size: 2}\nrunner: {nodes: 2, min_nodes: 2, max_nodes: 4}"
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.launchers.planner import read_inventory
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.plan import build_plan
 
 
 def build_slurm_config(**runner: object) -> Config:

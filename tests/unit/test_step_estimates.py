@@ -12,9 +12,9 @@ import pytest
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.loader import load_config
-from swarmtrain.inventory import build_offline_inventory
-from swarmtrain.plan import Plan, build_plan
-from swarmtrain.step_estimates import (
+from swarmtrain.planning.inventory import build_offline_inventory
+from swarmtrain.planning.plan import Plan, build_plan
+from swarmtrain.planning.step_estimates import (
     AllReduceTime,
     ClusterMeasurement,
     ModelStepTimes,

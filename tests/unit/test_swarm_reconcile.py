@@ -14,11 +14,11 @@ from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.errors import StackError
 from swarmtrain.images.pinning import PinnedImage
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.swarm.cluster_state import Service, StackState, build_natural_sort_key
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, build_stack_specs
-from swarmtrain.plan import build_plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.plan import build_plan
 from swarmtrain.render.stack_document import render_stack
 
 IMAGE = "registry.lab:5000/swarmtrain:1"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from swarmtrain.launchers.base import Launcher
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.render.stack_document import Stack, render_stack, write_stack
 
 STDOUT_PATH = Path("-")

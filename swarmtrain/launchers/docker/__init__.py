@@ -22,7 +22,6 @@ from swarmtrain.config.schema.runner import GpuMode, RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, RunNotFound, StackError
 from swarmtrain.images.transfer_progress import pull_image_if_missing
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs, engine_variants
 from swarmtrain.launchers.common.container_logs import EXEC_HINT, MAX_EXEC_FAILURES, read_exec_failure
@@ -35,8 +34,9 @@ from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
 from swarmtrain.launchers.docker import container_specs, container_state, update_stream
 from swarmtrain.launchers.docker.container_state import Container
-from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import (
     CONFIG_PATH,
     LABEL_CODE,

@@ -17,16 +17,16 @@ from typing import Any
 
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.ssh import SshLauncher
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, HostGroup, StateDirectoryHost
 from swarmtrain.launchers.ssh.process_specs import HostContext
 from swarmtrain.launchers.ssh.run_index import LOOPBACK, RunIndex, RunRecord
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.planning.plan import Plan
 
 _MAX_NODES = 64
 _NVIDIA_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")

@@ -23,7 +23,7 @@ from swarmtrain.config.user_files import get_shipped_name
 from swarmtrain.errors import PlanError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common import history_store
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import ENV_ATTACHED, ENV_PREFIX
 from swarmtrain.render.process_environment import NodeLayout, build_node_env
 

@@ -20,7 +20,6 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, StackError
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common.history_store import resolve_run_folder
 from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors
@@ -38,8 +37,9 @@ from swarmtrain.launchers.slurm.slurm_run_folder import (
 from swarmtrain.launchers.ssh import update_stream
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, HostGroup
 from swarmtrain.launchers.ssh.run_index import RunRecord
-from swarmtrain.placement import FRESH_PLACEMENT, Placement
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
 from swarmtrain.render.sbatch_script import (
     GRACEFUL_EXIT_SIGNAL,

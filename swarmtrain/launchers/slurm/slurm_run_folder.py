@@ -27,7 +27,7 @@ from swarmtrain.launchers.common.history_store import RecordedRun, resolve_state
 from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, LocalRunFolder, select_dataclass_fields
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.launchers.ssh.host_connections import StateDirectoryHost
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.run_identity import RunIdentity, create_run_identity
 from swarmtrain.run_key import create_run_key

@@ -26,7 +26,6 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import RunnerConfig
 from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError, SwarmtrainError
-from swarmtrain.inventory import Inventory, Machine
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.local_run_folder import translate_os_errors
@@ -37,9 +36,10 @@ from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool,
 from swarmtrain.launchers.ssh.image_pull import pull_image
 from swarmtrain.launchers.ssh.process_specs import HostContext, build_container_exec_argv, build_host_exec_argv, build_process_specs
 from swarmtrain.launchers.ssh.run_index import RunIndex, RunRecord
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.placement import Placement
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.placement import Placement
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_OPERATION, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.run_folder import EVENTS_FILE, MARKER_FILE

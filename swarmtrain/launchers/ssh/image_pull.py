@@ -12,7 +12,7 @@ from swarmtrain.errors import ImageError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
 from swarmtrain.launchers.ssh.process_specs import build_docker_argv
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 _PULL_TIMEOUT_SECONDS = 3600.0
 _INSPECT_TIMEOUT_SECONDS = 60.0

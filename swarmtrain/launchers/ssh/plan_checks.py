@@ -12,7 +12,7 @@ from swarmtrain.errors import HostError
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.ssh.host_connections import Host, HostGroup
 from swarmtrain.launchers.ssh.process_specs import build_docker_argv
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 _MAX_CLOCK_OFFSET_SECONDS = 5.0
 _COMMAND_TIMEOUT_SECONDS = 30.0

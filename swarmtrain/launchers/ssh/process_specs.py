@@ -14,8 +14,8 @@ from swarmtrain.cargo import Cargo
 from swarmtrain.config.schema.runner import DockerConfig
 from swarmtrain.launchers.common.docker_engine import build_exec_argv
 from swarmtrain.launchers.ssh.run_index import RunRecord
-from swarmtrain.node_selection import PlannedNode
-from swarmtrain.plan import Plan
+from swarmtrain.planning.node_selection import PlannedNode
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import CONFIG_PATH, RENDEZVOUS_SERVICE, RUN_KEY_NAME
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.run_folder import EVENTS_FILE

@@ -19,7 +19,6 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin_image
 from swarmtrain.images.swarm_nodes import build_engine_address, get_engine_node_id
-from swarmtrain.inventory import Inventory
 from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
@@ -41,8 +40,9 @@ from swarmtrain.launchers.swarm.service_specs import StackSpecs, add_labels, bui
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.launchers.swarm.task_states import build_task_states, list_stopping_nodes
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
-from swarmtrain.placement import Placement
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory
+from swarmtrain.planning.placement import Placement
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import Stack, render_stack

@@ -19,7 +19,7 @@ from swarmtrain.images.pinning import PinnedImage, is_content_addressed, strip_t
 from swarmtrain.images.swarm_nodes import list_other_engines
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 from swarmtrain.render.stack_document import MAX_CONFIG_BYTES
 
 MANIFEST_NAME = ".swarmtrain-code-layer.json"

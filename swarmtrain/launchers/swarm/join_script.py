@@ -10,12 +10,12 @@ from typing import Any
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import EngineError
-from swarmtrain.gpu_resolution import resolve_gpu_mode
 from swarmtrain.images.swarm_nodes import get_node_address
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.cluster_state import read_inventory
 from swarmtrain.launchers.swarm.machines.generic_resources import TOOLKIT_CONFIG_PATH, build_daemon_json, format_toolkit_setting
-from swarmtrain.node_selection import list_usable_machines
+from swarmtrain.planning.gpu_resolution import resolve_gpu_mode
+from swarmtrain.planning.node_selection import list_usable_machines
 
 _DEFAULT_VXLAN_PORT = 4789
 _DEFAULT_INSECURE_RANGES = ("127.0.0.0/8", "::1/128")

@@ -12,7 +12,6 @@ from swarmtrain.config.schema.fields.validators import HOST_NETWORK
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.errors import EngineError, ImageError, StackError
 from swarmtrain.images import contents, pin_image
-from swarmtrain.inventory import Machine
 from swarmtrain.launchers.base import Finding
 from swarmtrain.launchers.common import engine_variants
 from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -21,7 +20,8 @@ from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.machines.generic_resources import format_gpu_settings
 from swarmtrain.launchers.swarm.reconcile import check_networks
 from swarmtrain.launchers.swarm.service_specs import StackSpecs
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Machine
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, ROLE_RENDEZVOUS
 
 _COORDINATOR_PORT_VARIABLE = f"{ENV_PREFIX}COORDINATOR_PORT"

@@ -15,7 +15,7 @@ from swarmtrain.launchers.base import Launcher, LogLine, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
 from swarmtrain.launchers.registry import load_deployment
 from swarmtrain.launchers.run_discovery import find_run_or_record
-from swarmtrain.plan import build_probe_run_name
+from swarmtrain.planning.plan import build_probe_run_name
 from swarmtrain.protocol import Event
 from swarmtrain.view.dashboard.event_timeline import EventAccumulator
 from swarmtrain.view.dashboard.page_data import PageData, build_output_line_data, build_page_data

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from swarmtrain.step_estimates import StepEstimate, StepEstimates
+from swarmtrain.planning.step_estimates import StepEstimate, StepEstimates
 from swarmtrain.view.formatting import format_age
 
 

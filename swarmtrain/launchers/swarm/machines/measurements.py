@@ -9,7 +9,7 @@ from typing import Any
 from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.machines.machine_records import read_records, replace_records
-from swarmtrain.step_estimates import ClusterMeasurement, parse_measurement
+from swarmtrain.planning.step_estimates import ClusterMeasurement, parse_measurement
 
 _KIND = "measurements"
 _MAX_COUNT = 16

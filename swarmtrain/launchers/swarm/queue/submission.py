@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from swarmtrain.errors import StackError
-from swarmtrain.inventory import Inventory
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.engine_values import parse_mapping
@@ -22,7 +21,8 @@ from swarmtrain.launchers.swarm.queue.machine_settings import copy_machine_setti
 from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, parse_entry, update_entry
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ObjectKind, ReconcileStep, StepVerb, reconcile
 from swarmtrain.launchers.swarm.service_specs import ApiSpec, StackSpecs
-from swarmtrain.plan import Plan
+from swarmtrain.planning.inventory import Inventory
+from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import LABEL_QUEUE_SETTINGS, LABEL_SLOTS, RENDEZVOUS_SERVICE
 from swarmtrain.queue_labels import EntryState
 from swarmtrain.render.process_environment import VISIBLE_DEVICES_VARIABLE

@@ -25,7 +25,7 @@ from swarmtrain.config.schema.fields.gradient_compression import GradientCompres
 from swarmtrain.config.schema.optimizer import DilocoConfig, Quantization
 from swarmtrain.config.schema.topology import DataParallelType, TopologyConfig
 from swarmtrain.config.schema.transformer_architecture import Precision
-from swarmtrain.plan import Plan
+from swarmtrain.planning.plan import Plan
 
 _ZERO, _BF16, _POWERSGD, _DILOCO = "zero", str(GradientCompression.bf16), str(GradientCompression.powersgd), "diloco"
 _DDP = {"topology.data_parallel_type": "ddp", "optimizer.zero": False, "topology.gradient_compression": "none", "topology.learners": None}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.inventory import Machine
+from swarmtrain.planning.inventory import Machine
 
 
 def resolve_gpu_mode(config: Config, machines: Sequence[Machine], node_count: int) -> tuple[GpuMode, str]:

@@ -15,8 +15,8 @@ from swarmtrain.config.schema.fields.host_entry import HostEntry
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.config.schema.section import format_duplicates
 from swarmtrain.errors import PlanError
-from swarmtrain.inventory import Inventory, Machine, is_node_id
-from swarmtrain.placement import Placement, assign_nodes
+from swarmtrain.planning.inventory import Inventory, Machine, is_node_id
+from swarmtrain.planning.placement import Placement, assign_nodes
 
 _SLOT_PER_PROBED_GPU = "one slot per GPU, as last probed"
 

@@ -16,11 +16,11 @@ from swarmtrain.config import Config, pipeline_layout
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import PlanError
-from swarmtrain.gpu_resolution import resolve_gpu_mode
-from swarmtrain.inventory import Inventory, Machine
-from swarmtrain.node_selection import PlannedNode, format_count, list_usable_machines, select_nodes
 from swarmtrain.notifications.channel import ChannelType
-from swarmtrain.placement import FRESH_PLACEMENT, Placement
+from swarmtrain.planning.gpu_resolution import resolve_gpu_mode
+from swarmtrain.planning.inventory import Inventory, Machine
+from swarmtrain.planning.node_selection import PlannedNode, format_count, list_usable_machines, select_nodes
+from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.protocol import ROLE_NODE, ROLE_PROBE
 
 _RUN_NAME_PATTERN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
