@@ -182,17 +182,17 @@ def check_cluster(
 
     with show_progress("checking") as report_progress:
         if config_file is None:
-            report = examine_cluster(report_progress)
+            report = examine_cluster(create_launcher("swarm"), report_progress)
         else:
             config = load_config_file(config_file, overrides)
+            launcher = create_launcher(config.runner.runner_type)
             run_name = derive_run_name(config_file) if run_name is None else run_name
             try:
                 run_plan = plan_run(config, run_name, working_folder=Path.cwd(), min_nodes=0)
             except PlanError as error:
-                report = examine_cluster_without_plan(error, report_progress, has_managers=config.runner.capabilities.has_managers)
+                report = examine_cluster_without_plan(launcher, error, report_progress)
             else:
                 seconds = _check_step_times(run_plan) if step_times else 0.0
-                launcher = create_launcher(config.runner.runner_type)
                 report = examine_plan(launcher, run_plan, report_progress, probe=probe, step_time_seconds=seconds)
     print_result(report, as_json=json)
     raise typer.Exit(EXIT_ERROR if report.fatal_count else 0)

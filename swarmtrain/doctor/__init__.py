@@ -1,8 +1,7 @@
 """doctor: find problems that prevent a job from running on this cluster or slow it down. Cheap checks run before a probe on the nodes.
 
-check_registry     registers the checks
-cluster_checks     checks on the swarm, as its managers report it
-capacity_checks    checks on the machines that the plan uses
+The launcher checks the cluster itself, through the port ClusterInspector.
+
 probe              runs a probe on every node
 probe_results      the results of the probes
 node_checks        checks on the nodes
@@ -15,46 +14,53 @@ report             the results of all checks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
 from swarmtrain.doctor import (  # importing a module registers its checks
-    capacity_checks,
-    cluster_checks,
     gpu_checks,
     link_checks,  # noqa: F401
     node_checks,  # noqa: F401
     probe_results,
     subnet_check,  # noqa: F401
 )
-from swarmtrain.doctor.check_registry import CheckRegistry, EvidenceT
 from swarmtrain.doctor.measurements import build_measurement
 from swarmtrain.doctor.probe import run_probe
-from swarmtrain.doctor.report import CheckResult, DoctorReport
+from swarmtrain.doctor.report import DoctorReport
 from swarmtrain.errors import EngineError, NodesRefused, PlanError, StackError
-from swarmtrain.launchers.base import Finding, Launcher, ProgressReporter, exclude_unusable_hosts
-from swarmtrain.launchers.common.docker_engine import DockerEngine
-from swarmtrain.launchers.swarm.machines.measurements import record_measurement
-from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
+from swarmtrain.launchers.base import (
+    CheckResult,
+    ClusterInspector,
+    ClusterReport,
+    Finding,
+    Launcher,
+    ProgressReporter,
+    exclude_unusable_hosts,
+)
 from swarmtrain.planning.plan import Plan
 from swarmtrain.queueing.request_checks import check_queue_request
 
 _PLAN_EXPECTATION = "the plan can be deployed"
 
 
-def examine_cluster(report_progress: ProgressReporter) -> DoctorReport:
-    """Check the swarm without a plan, by querying its managers, and return the report. Raises EngineError if no manager responds."""
-    report_progress("querying the managers")
-    return DoctorReport(tuple(_run_checks(cluster_checks.CHECKS, cluster_checks.inspect_cluster(DockerEngine(), None))))
+def examine_cluster(launcher: Launcher, report_progress: ProgressReporter) -> DoctorReport:
+    """Check the launcher's cluster without a plan, by querying its managers, and return the report.
 
-
-def examine_cluster_without_plan(error: PlanError, report_progress: ProgressReporter, *, has_managers: bool) -> DoctorReport:
-    """Return the report for a config for which no plan can be made: the plan's `error`, and the checks of its swarm, if it has one.
-
-    Raises EngineError if no manager of the swarm responds.
+    The report is empty if the launcher has no such cluster. Raises EngineError if no manager responds.
     """
-    report = examine_cluster(report_progress) if has_managers else DoctorReport(())
+    if not isinstance(launcher, ClusterInspector):
+        return DoctorReport(())
+    report_progress("querying the managers")
+    return DoctorReport(launcher.inspect_cluster(None).check_results)
+
+
+def examine_cluster_without_plan(launcher: Launcher, error: PlanError, report_progress: ProgressReporter) -> DoctorReport:
+    """Return the report for a config for which no plan can be made: the plan's `error`, and the checks of the launcher's cluster.
+
+    Raises EngineError if no manager of the cluster responds.
+    """
+    report = examine_cluster(launcher, report_progress)
     finding = Finding(error.place or "plan", error.message, error.hint)
     return DoctorReport((*report.check_results, CheckResult("plan", _PLAN_EXPECTATION, (finding,))))
 
@@ -70,29 +76,31 @@ def examine_plan(
     is a separate run, which is removed after a few seconds. Raises SwarmtrainError.
     """
     check_results: list[CheckResult] = []
-    snapshot = None
-    if plan.config.runner.capabilities.has_managers:
+    cluster = None
+    if isinstance(launcher, ClusterInspector):
         report_progress("querying the managers")
-        snapshot = cluster_checks.inspect_cluster(DockerEngine(), plan)
-        check_results += _run_checks(cluster_checks.CHECKS, snapshot)
-    check_results.append(_check_hosts(plan, snapshot))
+        cluster = launcher.inspect_cluster(plan)
+        check_results += cluster.check_results
+    check_results.append(_check_hosts(plan, cluster.machine_addresses if cluster else {}))
     check_results.append(CheckResult("plan", _PLAN_EXPECTATION, (*launcher.check_plan(plan), *check_queue_request(launcher, plan))))
     findings = [finding for check_result in check_results for finding in check_result.findings]
     usable_plan = exclude_unusable_hosts(plan, findings)
     is_blocked = any(finding.fatal and not finding.host for finding in findings)
-    if is_blocked or snapshot is None or not probe or not usable_plan.available_nodes:
+    if is_blocked or cluster is None or not probe or not usable_plan.available_nodes:
         return _build_report(usable_plan, check_results)
     run_probes = partial(run_probe, launcher, report_progress=report_progress, step_time_seconds=step_time_seconds)
-    return _examine_nodes(run_probes, usable_plan, snapshot, check_results, report_progress)
+    report = _examine_nodes(run_probes, usable_plan, cluster, check_results)
+    if report.probe_results is not None and isinstance(launcher, ClusterInspector):
+        _store_results(launcher, cluster, report.probe_results, report_progress)
+    return report
 
 
-def _check_hosts(plan: Plan, snapshot: cluster_checks.ClusterSnapshot | None) -> CheckResult:
-    """Return the findings about missing hosts, except machines of the swarm, which the check `nodes` reports."""
-    known_hosts = {cluster_checks.get_host_name(node) for node in snapshot.nodes} if snapshot else set()
+def _check_hosts(plan: Plan, cluster_hosts: Collection[str]) -> CheckResult:
+    """Return the findings about missing hosts, except machines of the cluster, which its own checks report."""
     findings = [
         Finding(f"host {node.host}", f"is {node.missing_reason}", node.missing_hint, why=f"{node.name} cannot start on it", host=node.host)
         for node in plan.missing_nodes
-        if node.host not in known_hosts
+        if node.host not in cluster_hosts
     ]
     return CheckResult("hosts", "the hosts that the config lists exist and can be reached", tuple(findings))
 
@@ -100,20 +108,18 @@ def _check_hosts(plan: Plan, snapshot: cluster_checks.ClusterSnapshot | None) ->
 def _examine_nodes(
     run_probes: Callable[..., probe_results.ProbeResults],
     plan: Plan,
-    snapshot: cluster_checks.ClusterSnapshot,
+    cluster: ClusterReport,
     check_results: list[CheckResult],
-    report_progress: ProgressReporter,
 ) -> DoctorReport:
     """Probe the available nodes of `plan` by `run_probes`, and return the report on all checks.
 
     Nodes that do not start are excluded, and reported.
     """
-    reserve_gpus = not capacity_checks.needs_reserved_gpus(snapshot)
     refusals: list[Finding] = []
     results = None
     while results is None and plan.available_nodes:
         try:
-            results = run_probes(plan, reserve_gpus=reserve_gpus)
+            results = run_probes(plan, reserve_gpus=not cluster.lacks_free_gpus)
         except NodesRefused as error:
             why = "the job's own container would not start there either"
             refusals += [Finding(f"node {host}", reason, hint, why=why, host=host) for host, (reason, hint) in error.reasons.items()]
@@ -128,25 +134,24 @@ def _examine_nodes(
         return _build_report(plan, check_results)
     results = replace(
         results,
-        image=snapshot.image.reference if snapshot.image else "",
-        machine_addresses={cluster_checks.get_host_name(node): cluster_checks.get_machine_address(node) for node in snapshot.nodes},
-        swarm_subnets=snapshot.swarm_subnets,
+        image=cluster.image,
+        machine_addresses=cluster.machine_addresses,
+        swarm_subnets=cluster.subnets,
     )
-    _store_results(snapshot, results, report_progress)
-    return _build_report(plan, [*check_results, *_run_checks(probe_results.CHECKS, results)], results)
+    return _build_report(plan, [*check_results, *probe_results.CHECKS.run_checks(results)], results)
 
 
 def _store_results(
-    snapshot: cluster_checks.ClusterSnapshot, results: probe_results.ProbeResults, report_progress: ProgressReporter
+    inspector: ClusterInspector, cluster: ClusterReport, results: probe_results.ProbeResults, report_progress: ProgressReporter
 ) -> None:
-    """Store the GPUs and the measured times of the probed machines in the swarm, for later plans. If that fails, report it."""
+    """Store the GPUs and the measured times of the probed machines in the cluster, for later plans. If that fails, report it."""
     gpus_by_node_id = {
-        node["ID"]: gpus for node, planned in snapshot.planned_nodes if (gpus := gpu_checks.list_probed_gpus(results, planned)) is not None
+        cluster.node_ids[node.name]: gpus
+        for node in results.plan.nodes
+        if node.name in cluster.node_ids and (gpus := gpu_checks.list_probed_gpus(results, node)) is not None
     }
     try:
-        record_gpus(DockerEngine(), gpus_by_node_id)
-        if not results.failure_reason:
-            record_measurement(DockerEngine(), build_measurement(results))
+        inspector.record_probe(gpus_by_node_id, None if results.failure_reason else build_measurement(results))
     except EngineError as error:
         report_progress(f"what the probe has found is not stored for later plans: {error}")
 
@@ -159,8 +164,3 @@ def _build_report(plan: Plan, check_results: list[CheckResult], results: probe_r
             for result in check_results
         ]
     return DoctorReport(tuple(check_results), results)
-
-
-def _run_checks(checks: CheckRegistry[EvidenceT], evidence: EvidenceT) -> Iterator[CheckResult]:
-    for check in checks.checks:
-        yield CheckResult(check.name, check.expectation, tuple(check.run_check(evidence)))

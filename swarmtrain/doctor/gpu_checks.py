@@ -5,31 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.doctor.cluster_checks import CHECKS as CLUSTER
-from swarmtrain.doctor.cluster_checks import ClusterSnapshot, get_host_name
 from swarmtrain.doctor.probe_results import CHECKS, NodeFacts, ProbeResults
 from swarmtrain.launchers.base import Finding
-from swarmtrain.launchers.swarm.machines.generic_resources import count_resources, format_gpu_settings, list_resource_ids
+from swarmtrain.launchers.swarm.machines.generic_resources import format_gpu_settings
 from swarmtrain.planning.node_selection import PlannedNode, format_count
 
 # Minimum driver by CUDA's major version: since CUDA 11, the minimum driver is the same for all minor versions.
 # NVIDIA, "CUDA Compatibility".
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 _RUNTIME_FIX = "nvidia-ctk runtime configure --runtime=docker --set-as-default; systemctl restart docker"
-
-
-@CLUSTER("counts", "GPUs that Swarm assigns are declared by their UUIDs")
-def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
-    if snapshot.plan is None or snapshot.plan.gpu_mode is not GpuMode.reserve:
-        return
-    resource_kind = snapshot.plan.config.runner.swarm.generic_resource
-    for node, planned in snapshot.planned_nodes:
-        declared = (node["Description"].get("Resources") or {}).get("GenericResources") or []
-        count = count_resources(declared, resource_kind)
-        if count and not list_resource_ids(declared, resource_kind):
-            message = f"declares {count} {resource_kind} without their UUIDs: {planned.slots} of them are reserved, but all are visible"
-            why = "Swarm then only counts the GPUs and assigns none: all runs on the same machine use the first ones"
-            yield Finding(f"node {get_host_name(node)}", message, format_gpu_settings(resource_kind), fatal=planned.slots < count, why=why)
 
 
 @CHECKS("devices", "the ranks on each node see the GPUs that are reserved for them")

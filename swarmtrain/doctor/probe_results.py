@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmtrain.doctor.check_registry import CheckRegistry
+from swarmtrain.launchers.common.checks import CheckRegistry
 from swarmtrain.planning.plan import Plan
 
 NodeFacts = Mapping[str, Any]

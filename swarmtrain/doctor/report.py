@@ -7,21 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarmtrain.doctor.probe_results import ProbeResults, find_all_reduce_timings, format_bandwidth
-from swarmtrain.launchers.base import Finding
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """Result of one check: its name, its expectation, and its findings."""
-
-    check: str
-    expectation: str
-    findings: tuple[Finding, ...]
-
-    def __str__(self) -> str:
-        if not self.findings:
-            return f"ok    {self.check:10} {self.expectation}"
-        return "\n".join(f"{_format_severity(finding)} {self.check:10} {_format_finding(finding)}" for finding in self.findings)
+from swarmtrain.launchers.base import CheckResult, Finding
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ class DoctorReport:
     def __str__(self) -> str:
         return "\n".join(
             [
-                *map(str, self.check_results),
+                *map(format_check_result, self.check_results),
                 *(_format_measurements(self.probe_results) if self.probe_results else []),
                 self._format_summary(),
             ]
@@ -65,6 +51,13 @@ class DoctorReport:
             return f"{len(self.check_results)} checks, no problems found"
         warning_count = len(findings) - self.fatal_count
         return f"{len(self.check_results)} checks: {self.fatal_count} fatal, {warning_count} warnings"
+
+
+def format_check_result(result: CheckResult) -> str:
+    """Return the findings of a check as text, or its expectation if there are none."""
+    if not result.findings:
+        return f"ok    {result.check:10} {result.expectation}"
+    return "\n".join(f"{_format_severity(finding)} {result.check:10} {_format_finding(finding)}" for finding in result.findings)
 
 
 def _format_severity(finding: Finding) -> str:

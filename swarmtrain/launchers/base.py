@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
@@ -17,6 +17,7 @@ from swarmtrain.config.schema.runner_types import Capabilities
 from swarmtrain.planning.inventory import Inventory
 from swarmtrain.planning.placement import Placement
 from swarmtrain.planning.plan import Plan
+from swarmtrain.planning.step_estimates import ClusterMeasurement
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
 
@@ -39,6 +40,32 @@ class Finding:
     """Why the problem matters, if the message does not say so."""
     host: str = ""
     """Host that the problem makes unusable, while other hosts can run the run; empty if the problem does not concern one host only."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Result of one check: its name, its expectation, and its findings."""
+
+    check: str
+    expectation: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class ClusterReport:
+    """What the managers of a cluster report about it, and what follows from that for a plan."""
+
+    check_results: tuple[CheckResult, ...]
+    node_ids: Mapping[str, str]
+    """Id of the machine of each planned node, by the name of the node."""
+    machine_addresses: Mapping[str, str]
+    """Address that each machine advertises, by its host name."""
+    subnets: tuple[str, ...]
+    """Subnets of the cluster's networks, in CIDR notation."""
+    image: str = ""
+    """The plan's image with the digest from its registry; empty if it is unknown."""
+    lacks_free_gpus: bool = False
+    """Whether the plan reserves GPUs that a run has reserved already."""
 
 
 def exclude_unusable_hosts(plan: Plan, findings: Iterable[Finding]) -> Plan:
@@ -283,4 +310,21 @@ class Launcher(Protocol):
 
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
         """Remove the run and wait until the removal is complete. Raises RunNotFound if the run does not exist."""
+        ...
+
+
+@runtime_checkable
+class ClusterInspector(Protocol):
+    """Implemented by launchers whose cluster has managers, which know its machines. Methods raise EngineError if no manager responds."""
+
+    def inspect_cluster(self, plan: Plan | None) -> ClusterReport:
+        """Check the cluster and, with a `plan`, the machines that it uses, without starting anything on them."""
+        ...
+
+    def record_probe(self, gpus_by_node_id: Mapping[str, Sequence[str]], measurement: ClusterMeasurement | None) -> None:
+        """Store in the cluster what a probe found out, for later plans: the GPUs' UUIDs by machine, and the measured times."""
+        ...
+
+    def read_measurements(self) -> Sequence[ClusterMeasurement]:
+        """Return the stored measurements, newest first."""
         ...

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 from swarmtrain import __version__
-from swarmtrain.config.loader import parse_section, read_config_text
-from swarmtrain.config.schema.queue_policy import QueuePolicy
+from swarmtrain.config.loader import read_config_text
 from swarmtrain.errors import ImageError, StackError
 from swarmtrain.images import distribute_image, push_image, swarm_registry
 from swarmtrain.images.queue_image import build_queue_image
@@ -15,16 +14,14 @@ from swarmtrain.images.swarm_nodes import list_other_engines
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.registry import create_launcher
-from swarmtrain.launchers.swarm.cluster_channels import find_secret_ids
-from swarmtrain.launchers.swarm.queue import policy_store, submission
 from swarmtrain.operations.confirmation import confirm_change, require_confirmation
 from swarmtrain.operations.runs import remove_run
 from swarmtrain.queue_labels import EntryState
-from swarmtrain.queueing import queue_order, queue_service
+from swarmtrain.queueing import queue_changes, queue_service
 from swarmtrain.queueing.queue_service import SchedulerStatus
 from swarmtrain.queueing.queue_state import QueueReader, QueueState
 from swarmtrain.view.console import print_message, show_progress
-from swarmtrain.view.queue_table import QueueTable, build_queue_table, estimate_queue_starts, format_policy
+from swarmtrain.view.queue_table import QueueTable, build_queue_table, estimate_queue_starts
 
 _IMAGE_NAME = "swarmtrain-queue"
 _ENGINE_TIMEOUT_SECONDS = 1800.0  # seconds without progress from the engine in one step of a build
@@ -46,10 +43,10 @@ def remove_scheduler(*, assume_yes: bool) -> None:
     If runs wait, which nobody starts then, the user must confirm it, unless `assume_yes`.
     """
     engine = DockerEngine()
-    waiting = [run.run for run in queue_order.list_waiting_runs(QueueReader(engine).read_state(time.time()))]
+    waiting = [run.run for run in queue_changes.list_waiting_runs(QueueReader(engine).read_state(time.time()))]
     if waiting:
         action = f"remove the scheduler, for which {', '.join(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
-        require_confirmation(action, f"service {submission.SCHEDULER_SERVICE}", assume_yes=assume_yes)
+        require_confirmation(action, "service swarmtrain-queue", assume_yes=assume_yes)
     with show_progress("removing the scheduler of the queue") as report_progress:
         queue_service.remove_scheduler(engine, report_progress)
 
@@ -59,14 +56,14 @@ def load_queue_table() -> QueueTable:
     engine = DockerEngine()
     status = queue_service.find_scheduler_status(engine)
     state = QueueReader(engine).read_state(time.time())
-    overviews = create_launcher("swarm").read_overviews() if queue_order.list_waiting_runs(state) else []
+    overviews = create_launcher("swarm").read_overviews() if queue_changes.list_waiting_runs(state) else []
     now = time.time()
     return build_queue_table(state, status, estimate_queue_starts(state, overviews, now), now)
 
 
 def load_policy_text() -> str:
-    """Return the text of the queue's policy; that of the default one if none is stored. Raises EngineError."""
-    return policy_store.read_policy_text(DockerEngine()) or format_policy(policy_store.DEFAULT_POLICY)
+    """Return the YAML text of the queue's policy, of the default one if none is stored. Raises EngineError."""
+    return queue_changes.load_policy_text(DockerEngine())
 
 
 def store_policy(file: Path) -> None:
@@ -75,19 +72,7 @@ def store_policy(file: Path) -> None:
     Raises ConfigError, EngineError; StackError if it lacks the class of a run in the queue, or if the swarm lacks the secret of a channel.
     """
     engine, text = DockerEngine(), read_config_text(file, "swarmtrain queue policy > {} writes the present one there")
-    policy = parse_section(text, QueuePolicy, source=str(file))
-    find_secret_ids(engine, policy)
-    state = QueueReader(engine).read_state(time.time())
-    used = {
-        member.config.runner.priority: member.run
-        for member in state.members.values()
-        if member.config and member.config.runner.priority and not member.has_ended
-    }
-    for class_name, run in sorted(used.items()):
-        if class_name not in policy.classes:
-            hint = f"add the class {class_name}, or deploy {run} with another runner.priority first"
-            raise StackError(f"lacks the class {class_name}, which {run} has", place=str(file), hint=hint)
-    policy_store.store_policy(engine, text, source=str(file))
+    policy = queue_changes.store_policy(engine, _read_state(engine), text, source=str(file))
     print_message(f"stored; classes: {', '.join(f'{name} {value}' for name, value in policy.classes.items())}")
 
 
@@ -100,7 +85,7 @@ def move_run(run: str, place: int, *, assume_yes: bool) -> QueueTable:
     launcher = create_launcher("swarm")
     confirm_change(launcher, run, f"move to place {place} of its priority:", assume_yes=assume_yes)
     with show_progress("changing the order of the queue") as report_progress:
-        queue_order.move_run(engine, _read_state(engine), run, place, report_progress)
+        queue_changes.move_run(engine, _read_state(engine), run, place, report_progress)
     return load_queue_table()
 
 
@@ -113,7 +98,7 @@ def cancel_run(run: str, *, assume_yes: bool) -> None:
         reason = f"does not wait: it is {member.entry.state}" if member else "is not in the queue"
         raise StackError(reason, place=f"run {run}", hint=f"swarmtrain stop {run}, or swarmtrain down {run}" if member else None)
     confirm_change(launcher, run, "cancel", assume_yes=assume_yes)
-    submission.withdraw_run(engine, run)
+    queue_changes.withdraw_run(engine, run)
     remove_run(launcher, run)
 
 

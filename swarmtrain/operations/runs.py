@@ -18,7 +18,7 @@ from swarmtrain.errors import (
     StackError,
     SwarmtrainError,
 )
-from swarmtrain.launchers.base import QUEUED_STATE, Change, Finding, Launcher, ProgressReporter, exclude_unusable_hosts
+from swarmtrain.launchers.base import QUEUED_STATE, Change, ClusterInspector, Finding, Launcher, ProgressReporter, exclude_unusable_hosts
 from swarmtrain.launchers.common.history_store import build_operation_event, find_recorded_run
 from swarmtrain.launchers.common.provenance import read_git_checkout
 from swarmtrain.launchers.registry import load_deployment
@@ -49,7 +49,7 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
 
     Raises StackError if the run's current state does not allow these changes.
     """
-    estimates = _estimate_steps(plan)
+    estimates = _estimate_steps(launcher, plan)
     if not as_json:
         print_result(plan, as_json=False)
         for line in format_estimates(estimates) if estimates else ():
@@ -81,14 +81,9 @@ def show_plan(launcher: Launcher, plan: Plan, *, as_json: bool) -> None:
         raise blocker
 
 
-def _estimate_steps(plan: Plan) -> StepEstimates | None:
-    """Return the estimated times per step of `plan`; None unless it is for a swarm, in which doctor's measurements are kept."""
-    if not plan.config.runner.capabilities.has_managers:
-        return None
-    from swarmtrain.launchers.common.docker_engine import DockerEngine
-    from swarmtrain.launchers.swarm.machines.measurements import read_measurements
-
-    return estimate_steps(plan, read_measurements(DockerEngine()))
+def _estimate_steps(launcher: Launcher, plan: Plan) -> StepEstimates | None:
+    """Return the estimated times per step of `plan`; None if the launcher keeps no measurements."""
+    return estimate_steps(plan, launcher.read_measurements()) if isinstance(launcher, ClusterInspector) else None
 
 
 def _compute_deploy_changes(launcher: Launcher, plan: Plan) -> tuple[Sequence[Change], StackError | None]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import yaml
-
-from swarmtrain.config.schema.queue_policy import QueuePolicy
 from swarmtrain.launchers.base import RunOverview
 from swarmtrain.launchers.common.engine_values import parse_number
 from swarmtrain.protocol import EVENT_PROGRESS
@@ -106,11 +102,6 @@ def build_queue_table(state: QueueState, scheduler: SchedulerStatus | None, star
     return QueueTable(
         scheduler, tuple(_build_row(state, state.members[run.run], run, starts) for run in runs), now, tuple(state.policy.classes)
     )
-
-
-def format_policy(policy: QueuePolicy) -> str:
-    """Return `policy` as the text of a YAML file."""
-    return str(yaml.safe_dump(json.loads(policy.model_dump_json()), sort_keys=False))
 
 
 def _build_row(state: QueueState, member: QueueMember, run: QueuedRun, starts: Mapping[str, float]) -> QueueRow:

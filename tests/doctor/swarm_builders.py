@@ -8,8 +8,8 @@ from typing import Any
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.doctor.cluster_checks import ApiObject, ClusterSnapshot
 from swarmtrain.images import PinnedImage
+from swarmtrain.launchers.swarm.checks.cluster_checks import ApiObject, ClusterSnapshot
 from swarmtrain.planning.inventory import Inventory, Machine
 from swarmtrain.planning.plan import Plan, build_plan
 

@@ -17,10 +17,10 @@ from swarm_builders import (
 )
 
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.doctor.capacity_checks import needs_reserved_gpus
-from swarmtrain.doctor.cluster_checks import CHECKS, ClusterSnapshot
 from swarmtrain.images import PinnedImage
 from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.swarm.checks.capacity_checks import needs_reserved_gpus
+from swarmtrain.launchers.swarm.checks.cluster_checks import CHECKS, ClusterSnapshot
 
 GPUS = {"GenericResources": build_named_resources("GPU-a", "GPU-b")}
 OTHER_SERVICES = (build_service("other", "node0"), build_service("other", "rendezvous", role="rendezvous"))

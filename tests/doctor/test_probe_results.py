@@ -17,7 +17,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.schema.fields.overlay_subnet import LARGE_SUBNET_RANGE
 from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.doctor.probe_results import CHECKS, ProbeResults
-from swarmtrain.doctor.report import CheckResult, DoctorReport
+from swarmtrain.doctor.report import DoctorReport
 from swarmtrain.planning.inventory import Inventory, Machine
 from swarmtrain.planning.plan import Plan, build_plan
 
@@ -368,8 +368,8 @@ def test_a_sound_probe_has_no_findings() -> None:
 
 def test_the_report_shows_findings_first_to_last_and_the_links_as_a_matrix() -> None:
     results = change_link(error="timed out", largest_packet=0)(build_healthy_probe())
-    answers = tuple(CheckResult(check.name, check.expectation, tuple(check.run_check(results))) for check in CHECKS.checks)
-    text = str(DoctorReport(answers, results))
+    report = DoctorReport(CHECKS.run_checks(results), results)
+    text = str(report)
     assert "ERROR links      link node1 on gpu-1 to node2 on gpu-2: timed out\n" in text
     assert "fix: open TCP and UDP 7946" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("node")]
@@ -378,7 +378,7 @@ def test_the_report_shows_findings_first_to_last_and_the_links_as_a_matrix() -> 
     assert rows[4][-1] == "no"
     assert "all-reduce by gloo on 3 nodes: of 4 MiB 20.0 ms, of 16 MiB 60.0 ms" in text
     assert text.endswith("checks: 1 fatal, 0 warnings")
-    values = DoctorReport(answers, results).to_dict()
+    values = report.to_dict()
     assert values["ok"] is False
     assert len(values["links"]) == 3
     assert deepcopy(values) == values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fake_swarm import FakeSwarm
@@ -18,8 +18,8 @@ from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.queue import policy_store
 from swarmtrain.planning.plan import build_plan
 from swarmtrain.queueing import request_checks
+from swarmtrain.queueing.queue_changes import load_policy_text
 from swarmtrain.run_identity import OWNER_VARIABLE
-from swarmtrain.view.queue_table import format_policy
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def test_an_invalid_policy_is_refused_with_its_line(text: str, line: int | None,
 
 
 def test_the_default_policy_is_printed_as_a_file_that_is_accepted() -> None:
-    assert parse_section(format_policy(policy_store.DEFAULT_POLICY), QueuePolicy) == policy_store.DEFAULT_POLICY
+    text = load_policy_text(cast("Any", FakeSwarm(1)))
+    assert parse_section(text, QueuePolicy) == policy_store.DEFAULT_POLICY
 
 
 def test_a_policy_is_stored_with_its_comments_and_replaces_the_earlier_one() -> None:

@@ -25,7 +25,7 @@ from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, Event
 from swarmtrain.queue_labels import ENV_QUEUE_STOP, LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, QueueStop
-from swarmtrain.queueing.queue_order import move_run
+from swarmtrain.queueing.queue_changes import move_run
 from swarmtrain.queueing.queue_state import QueueReader
 from swarmtrain.queueing.scheduler import LeadershipLost, Scheduler
 from swarmtrain.render.stack_document import render_stack

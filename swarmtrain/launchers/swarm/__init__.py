@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -19,7 +19,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import StackError
 from swarmtrain.images import pin_image
 from swarmtrain.images.swarm_nodes import build_engine_address, get_engine_node_id
-from swarmtrain.launchers.base import Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
+from swarmtrain.launchers.base import ClusterReport, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.container_logs import ContainerLogLine
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv
@@ -30,6 +30,8 @@ from swarmtrain.launchers.swarm import cluster_state, code_placement, deployed_r
 from swarmtrain.launchers.swarm.cluster_channels import add_cluster_channels
 from swarmtrain.launchers.swarm.convergence import StartupTolerance
 from swarmtrain.launchers.swarm.following.update_stream import LogScope, format_manager_name, watch_run
+from swarmtrain.launchers.swarm.machines.measurements import read_measurements, record_measurement
+from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
 from swarmtrain.launchers.swarm.queue import submission
 from swarmtrain.launchers.swarm.queue.queue_entry import find_queue_entry
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
@@ -43,6 +45,7 @@ from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.planning.inventory import Inventory
 from swarmtrain.planning.placement import Placement
 from swarmtrain.planning.plan import Plan
+from swarmtrain.planning.step_estimates import ClusterMeasurement
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event, RunOutcome
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import Stack, render_stack
@@ -84,6 +87,19 @@ class SwarmLauncher:
             *findings,
             *plan_checks.collect_network_findings(self._build_stack_specs(plan), cluster_state.read_stack_state(self._engine, plan.run)),
         ]
+
+    def inspect_cluster(self, plan: Plan | None) -> ClusterReport:
+        from swarmtrain.launchers.swarm import checks  # only doctor needs them
+
+        return checks.inspect_cluster(self._engine, plan)
+
+    def record_probe(self, gpus_by_node_id: Mapping[str, Sequence[str]], measurement: ClusterMeasurement | None) -> None:
+        record_gpus(self._engine, gpus_by_node_id)
+        if measurement is not None:
+            record_measurement(self._engine, measurement)
+
+    def read_measurements(self) -> list[ClusterMeasurement]:
+        return read_measurements(self._engine)
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
         """Return the steps that `deploy_run` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""

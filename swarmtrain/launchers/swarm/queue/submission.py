@@ -141,17 +141,6 @@ def record_stop(engine: DockerEngine, run: str, reason: str) -> None:
     update_entry(engine, run, stop)
 
 
-def withdraw_run(engine: DockerEngine, run: str) -> None:
-    """Let the scheduler no longer start `run`, before it is removed. Raises StackError if it has been started meanwhile, EngineError."""
-
-    def withdraw(entry: QueueEntry, _coordinator: Service) -> QueueEntry:
-        if entry.state is EntryState.admitted:
-            raise StackError("was started meanwhile", place=f"run {run}", hint=f"swarmtrain stop {run}, or swarmtrain down {run}")
-        return entry.change_state(EntryState.stopped, time.time(), reason="cancelled")
-
-    update_entry(engine, run, withdraw)
-
-
 def _keeps_allocation(service: Service, desired: ApiSpec | None) -> bool:
     """Return whether a node keeps its machine and its resources there in its desired spec."""
     if desired is None:

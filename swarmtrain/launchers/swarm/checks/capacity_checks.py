@@ -1,14 +1,14 @@
-"""Checks on a ClusterSnapshot that the machines of the plan have enough resources, and that no other run uses them."""
+"""Checks on a ClusterSnapshot that the machines of the plan have enough resources, declare them, and that no other run uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from swarmtrain.config.schema.runner import GpuMode
-from swarmtrain.doctor.cluster_checks import CHECKS, ApiObject, ClusterSnapshot, get_host_name
 from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.swarm.checks.cluster_checks import CHECKS, ApiObject, ClusterSnapshot, get_host_name
 from swarmtrain.launchers.swarm.cluster_state import FINAL_STATES, build_natural_sort_key
-from swarmtrain.launchers.swarm.machines.generic_resources import count_resources
+from swarmtrain.launchers.swarm.machines.generic_resources import count_resources, format_gpu_settings, list_resource_ids
 from swarmtrain.launchers.swarm.resources.resource_accounting import compute_resource_supplies
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK, ROLE_NODE
 
@@ -107,6 +107,20 @@ def _check_other_runs(snapshot: ClusterSnapshot) -> Iterator[Finding]:
         hint = f"swarmtrain stop {run}, or use other machines in runner.hosts"
         why = "runs on the same machine share its cores and network, and slow each other down"
         yield Finding(f"run {run}", message, hint, fatal=False, why=why)
+
+
+@CHECKS("counts", "GPUs that Swarm assigns are declared by their UUIDs")
+def _check_gpu_uuids(snapshot: ClusterSnapshot) -> Iterator[Finding]:
+    if snapshot.plan is None or snapshot.plan.gpu_mode is not GpuMode.reserve:
+        return
+    resource_kind = snapshot.plan.config.runner.swarm.generic_resource
+    for node, planned in snapshot.planned_nodes:
+        declared = _get_generic_resources(node)
+        count = count_resources(declared, resource_kind)
+        if count and not list_resource_ids(declared, resource_kind):
+            message = f"declares {count} {resource_kind} without their UUIDs: {planned.slots} of them are reserved, but all are visible"
+            why = "Swarm then only counts the GPUs and assigns none: all runs on the same machine use the first ones"
+            yield Finding(f"node {get_host_name(node)}", message, format_gpu_settings(resource_kind), fatal=planned.slots < count, why=why)
 
 
 def _iterate_other_tasks(snapshot: ClusterSnapshot) -> Iterator[ApiObject]:

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmtrain.doctor.check_registry import CheckRegistry
 from swarmtrain.errors import ImageError
 from swarmtrain.images import PinnedImage, pin_image
 from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.common.checks import CheckRegistry
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.cluster_state import describe_node_unavailability
@@ -99,7 +99,7 @@ class ClusterSnapshot:
 CHECKS: CheckRegistry[ClusterSnapshot] = CheckRegistry()
 
 
-def inspect_cluster(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
+def take_snapshot(engine: DockerEngine, plan: Plan | None) -> ClusterSnapshot:
     """Return a snapshot of the cluster for `plan` (None: without a plan), with all requests in parallel.
 
     Raises EngineError if no manager responds.

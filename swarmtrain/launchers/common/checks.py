@@ -1,4 +1,4 @@
-"""Registry of checks: functions that take evidence and yield findings. Checks are reported in registration order.
+"""Checks: functions that take evidence and yield findings. A registry reports them in registration order.
 
 @CHECKS("quorum", "the managers can agree")
 def _check_quorum(snapshot: ClusterSnapshot) -> Iterator[Finding]: ...
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from swarmtrain.launchers.base import Finding
+from swarmtrain.launchers.base import CheckResult, Finding
 
 EvidenceT = TypeVar("EvidenceT")
 
@@ -29,6 +29,10 @@ class CheckRegistry(Generic[EvidenceT]):
 
     def __init__(self) -> None:
         self.checks: list[Check[EvidenceT]] = []
+
+    def run_checks(self, evidence: EvidenceT) -> tuple[CheckResult, ...]:
+        """Run all checks on `evidence`, and return their results."""
+        return tuple(CheckResult(check.name, check.expectation, tuple(check.run_check(evidence))) for check in self.checks)
 
     def __call__(
         self, name: str, expectation: str
