@@ -13,6 +13,7 @@ from swarmtrain import protocol
 from swarmtrain.protocol import EXIT_PLANNED, Event
 from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.formatting import format_count, format_duration, format_table, format_time
+from swarmtrain.view.run_table import RunRow
 from swarmtrain.view.status import build_status, format_progress
 from swarmtrain.view.update_printer import format_event
 from swarmtrain.view.worlds import list_worlds
@@ -48,31 +49,10 @@ class RunHistory:
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """Summary of an existing or past run. `state` is a state of RunStatus, or `down`; `seconds` is the duration of the run.
-
-    `started`, and `last` (the time of the last event), are in seconds since the epoch.
-    """
-
-    run: str
-    id: str
-    owner: str
-    """Name of the person who brought the run up; empty if it is unknown."""
-    original_id: str
-    """Id of the run whose checkpoints this run resumed; its own id if it has resumed none."""
-    state: str
-    started: float | None
-    seconds: float | None
-    step: int | None
-    reason: str
-    last: float | None
-
-
-@dataclass(frozen=True)
 class RunList:
     """The runs that are known on this machine, newest last."""
 
-    runs: tuple[RunSummary, ...]
+    runs: tuple[RunRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the list of runs as a JSON-compatible dict, for `--json`."""
@@ -113,7 +93,7 @@ def build_history_entries(events: Sequence[Event]) -> list[HistoryEntry]:
     return entries
 
 
-def summarize_run(run: str, identity: RunIdentity, events: Sequence[Event], state: str | None, now: float) -> RunSummary:
+def summarize_run(run: str, identity: RunIdentity, events: Sequence[Event], state: str | None, now: float) -> RunRow:
     """Return the summary of a run. `state` is None for a run that is down; the time of its last event is then its end."""
     run_status = build_status(run, events, (), now)
     last_time = events[-1].time if events else None
@@ -122,7 +102,7 @@ def summarize_run(run: str, identity: RunIdentity, events: Sequence[Event], stat
     seconds = None if run_status.started is None or ended is None else (ended if has_ended else now) - run_status.started
     final_state = run_status.state if run_status.ended else state or "down"
     resumed = next((event for event in events if event.kind == protocol.EVENT_RESUMED), None)
-    return RunSummary(
+    return RunRow(
         run,
         identity.id,
         identity.owner,
@@ -136,22 +116,22 @@ def summarize_run(run: str, identity: RunIdentity, events: Sequence[Event], stat
     )
 
 
-def merge_continued_runs(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+def merge_continued_runs(summaries: Sequence[RunRow]) -> list[RunRow]:
     """Return `summaries`, oldest first, with one summary for all runs of a name that resumed the same checkpoints."""
-    merged: dict[tuple[str, str], RunSummary] = {}
+    merged: dict[tuple[str, str], RunRow] = {}
     for summary in sorted(summaries, key=lambda each: each.started or 0.0):
         key = (summary.run, summary.original_id)
         merged[key] = _continue_summary(merged[key], summary) if key in merged else summary
     return list(merged.values())
 
 
-def _continue_summary(earlier: RunSummary, later: RunSummary) -> RunSummary:
+def _continue_summary(earlier: RunRow, later: RunRow) -> RunRow:
     seconds = None if earlier.seconds is None and later.seconds is None else (earlier.seconds or 0.0) + (later.seconds or 0.0)
     step = earlier.step if later.step is None else later.step
     return replace(later, id=earlier.id, started=earlier.started or later.started, seconds=seconds, step=step)
 
 
-def build_run_list(summaries: Iterable[RunSummary]) -> RunList:
+def build_run_list(summaries: Iterable[RunRow]) -> RunList:
     """Return the list of the runs in `summaries`, newest last."""
     return RunList(tuple(sorted(summaries, key=lambda each: (each.started or 0.0, each.run))))
 

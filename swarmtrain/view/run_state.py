@@ -14,6 +14,7 @@ from swarmtrain.view import history
 from swarmtrain.view.console import print_message
 from swarmtrain.view.live_status import watch_status
 from swarmtrain.view.output import print_json, print_result
+from swarmtrain.view.run_table import RunRow
 from swarmtrain.view.status import RunStatus, build_status
 from swarmtrain.view.why import LINES_BEFORE_SECONDS, FailureDiagnosis, diagnose_failure, find_root_cause
 
@@ -110,7 +111,7 @@ def diagnose_live_run(launcher: Launcher, run: str) -> FailureDiagnosis | None:
     return diagnose_failure(run, events, tasks, lines)
 
 
-def list_known_runs() -> list[history.RunSummary]:
+def list_known_runs() -> list[RunRow]:
     """Return a summary of each run of the reachable launchers, and of each run with events stored on this machine.
 
     Runs that continue each other, because they resumed the same checkpoints, have one summary.
@@ -128,7 +129,7 @@ def list_known_runs() -> list[history.RunSummary]:
     return history.merge_continued_runs([*past_summaries, *live_summaries])
 
 
-def summarize_past_run(recorded_run: RecordedRun) -> history.RunSummary | None:
+def summarize_past_run(recorded_run: RecordedRun) -> RunRow | None:
     """Return the summary of a run that is down, from its events on this machine; None for the doctor's probes, and without events.
 
     The summary is stored, and read again while the events stay the same: those of a long run take seconds to parse.
@@ -140,4 +141,4 @@ def summarize_past_run(recorded_run: RecordedRun) -> history.RunSummary | None:
         summary = history.summarize_run(recorded_run.name, recorded_run.identity, events, None, time.time())
         stored = asdict(summary) if events and not is_probe else {}
         recorded_run.save_summary(stored)
-    return history.RunSummary(**stored) if stored else None
+    return RunRow(**stored) if stored else None

@@ -17,23 +17,35 @@ from swarmtrain.view.status import build_status
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run. `state` is a state of RunStatus, or `unreachable`; `gpus` are the reserved GPUs, which only a swarm knows."""
+    """One run in a table. Times are in seconds since the epoch. Values that the table's source does not contain keep their default."""
 
     run: str
     id: str
     owner: str
-    location: str
-    running_nodes: int
-    nodes: int
-    gpus: int
+    """Name of the person who brought the run up; empty if it is unknown."""
     state: str
-    step: int | None
-    steps: int | None
-    loss: float | None
-    """Training loss of the newest step."""
-    created: float
-    """Time at which the run was brought up, in seconds since the epoch; 0 if it is unknown."""
+    """A state of RunStatus, `unreachable`, or `down` for a past run."""
     reason: str = ""
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    """Training loss of the newest step."""
+    location: str = ""
+    """Where the run's launcher makes changes, such as the address of an engine."""
+    running_nodes: int = 0
+    nodes: int = 0
+    gpus: int = 0
+    """Number of reserved GPUs, which only a swarm knows."""
+    created: float = 0.0
+    """Time at which the run was brought up; 0 if it is unknown."""
+    original_id: str = ""
+    """Id of the run whose checkpoints this run resumed; its own id if it has resumed none."""
+    started: float | None = None
+    """Time at which the run's coordinator first started."""
+    seconds: float | None = None
+    """Duration of the run."""
+    last: float | None = None
+    """Time of the last event."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +96,16 @@ def _build_row(overview: RunOverview, location: str, now: float) -> RunRow:
         overview.run,
         overview.identity.id,
         overview.identity.owner,
-        location,
+        state="unreachable" if overview.error else status.state,
+        reason="; ".join(filter(None, (overview.error or status.reason, overview.note))),
+        location=location,
         running_nodes=sum(task.state == "running" for task in nodes),
         nodes=len(nodes),
         gpus=_count_gpus(nodes),
-        state="unreachable" if overview.error else status.state,
         step=status.progress.get("step"),
         steps=status.progress.get("steps"),
         loss=status.progress.get("loss"),
         created=overview.identity.created,
-        reason="; ".join(filter(None, (overview.error or status.reason, overview.note))),
     )
 
 

@@ -53,8 +53,8 @@ def build_page() -> ClusterPage:
 
 
 def _build_run(run: str, owner: str, state: str, running: int, nodes: int, **fields: object) -> RunRow:
-    values = {"gpus": 0, "step": None, "steps": None, "loss": None, **fields}
-    return RunRow(run, IDS[run], owner, LOCATION, running, nodes, state=state, created=NOW - 3600, **values)  # type: ignore[arg-type]
+    values = {"location": LOCATION, "running_nodes": running, "nodes": nodes, "created": NOW - 3600, **fields}
+    return RunRow(run, IDS[run], owner, state, **values)  # type: ignore[arg-type]
 
 
 def _build_entry(run: str, priority_class: str, state: str, nodes: int = 0, hosts: tuple[str, ...] = (), **fields: object) -> QueueRow:
