@@ -3,8 +3,8 @@
 Without --all it runs the gate: the suites that have no reason in SUITES to be left out, without the tests that are marked
 `test_all_only`. With --all it runs everything, and randomized tests draw new examples from a seed that is printed.
 
-Three suites run in parallel, since those with a lab mostly wait. The output of a suite is printed when the suite has ended, or
-streamed if it is the only one.
+Four suites run in parallel, since tests with a lab or several processes mostly wait. The output of a suite is printed when the suite
+has ended, or streamed if it is the only one.
 
 With CI=true a skipped test fails the run: a CI machine must be able to run every test.
 """
@@ -59,6 +59,7 @@ _NEWER_ENGINE_TESTS = [
     "logs_are_one_stream_in_the_order_of_time",
     "a_deploy_that_cannot_work_prints_why_and_leaves_nothing",
 ]
+_TRAINER_TESTS = list_test_files("trainer", exclude=["test_any_config"])
 # In the order in which they start: the longest first, so that the last ones end at about the same time, and `lab` before the other
 # suites that need the image, since it builds it for all.
 SUITES = {
@@ -66,20 +67,36 @@ SUITES = {
         list_test_files("lab", exclude=[*_FAULT_MODULES, "test_chaos", "test_contract"]),
         "the Swarm launcher, images, doctor and the lab itself on real engines; losses of runs in which containers are killed",
     ),
-    "trainer": Suite(list_test_files("trainer", exclude=["test_any_config"]), "the trainer's exact claims, with 1 to 8 gloo processes"),
+    "trainer": Suite(_TRAINER_TESTS[::2], "the trainer's exact claims, with 1 to 8 gloo processes: every second file of tests/trainer"),
+    "trainer2": Suite(_TRAINER_TESTS[1::2], "the other files of tests/trainer"),
     "contract": Suite(
         ["contract", "lab/test_contract.py"],
-        "the life of a run on five launchers: deploy, status, logs, secrets, stop, resume, down; and on the swarm, with `make test-all` on "
-        "each of the six launchers, a killed node, a failed machine, a failed rank, scaling, interruption, and rejected changes",
+        "the life of a run on five launchers: deploy, status, logs, secrets, down; and on the swarm, with `make test-all` on each of the "
+        "six launchers, stop and resume, a killed node, a failed machine, a failed rank, scaling, interruption, and rejected changes",
     ),
     "entrypoint": Suite(["entrypoint"], "supervisor, coordinator and probe with real processes on this machine"),
-    "configs": Suite(
-        ["trainer/test_any_config.py"],
-        "100 generated configs that complete a simulated step, 200 with `make test-all`, and invalid configs that are rejected",
+    "fast": Suite(
+        [
+            "unit",
+            "golden",
+            "queueing",
+            "architecture",
+            "docs",
+            "doctor",
+            "mistakes",
+            "page/test_page_data.py",
+            "page/test_monitoring_files.py",
+            "page/test_run_comparison.py",
+        ],
+        "everything that needs neither torch nor a lab, and bad input to every command",
     ),
     "launchers": Suite(
         ["launchers", "interruption", "page/test_server.py", "page/test_browser.py"],
         "local runs, hosts behind real sshds, a real Slurm; commands that are interrupted; the dashboard in a real browser",
+    ),
+    "configs": Suite(
+        ["trainer/test_any_config.py"],
+        "50 generated configs that complete a simulated step, 200 with `make test-all`, and invalid configs that are rejected",
     ),
     "howto": Suite(
         list_test_files("howto", exclude=_TRAINING_PAGES),
@@ -102,21 +119,6 @@ SUITES = {
         "mistakes and interruptions on a real swarm, and what each prints",
         "one mistake per test on a lab of its own; the gate has the same mistakes where they need no engine, in `fast`",
     ),
-    "fast": Suite(
-        [
-            "unit",
-            "golden",
-            "queueing",
-            "architecture",
-            "docs",
-            "doctor",
-            "mistakes",
-            "page/test_page_data.py",
-            "page/test_monitoring_files.py",
-            "page/test_run_comparison.py",
-        ],
-        "everything that needs neither torch nor a lab, and bad input to every command",
-    ),
     "newer": Suite(
         [
             *(f"lab/test_swarm_launcher.py::test_{name}" for name in _NEWER_ENGINE_TESTS),
@@ -133,7 +135,7 @@ _HUNG_PATTERN = re.compile(r'File ".*?(?P<path>tests/\w+/test_\w+\.py)", line (?
 _LINE_WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
 _MIN_MEMORY_BYTES = 18 * 2**30
-_PARALLEL_SUITES = 3
+_PARALLEL_SUITES = 4
 
 
 def main() -> int:

@@ -393,7 +393,10 @@ class Contract:
         assert target_with_run.wait_for_training(2, worlds + 1)["state"] == "training"
         assert find_suspect(target_with_run("why", RUN)) == "node1"
 
-    @feature("`stop` lets the ranks save a checkpoint, and ends the commands that follow the run; a deploy resumes from this checkpoint")
+    @feature(
+        "`stop` lets the ranks save a checkpoint, and ends the commands that follow the run; a deploy resumes from this checkpoint",
+        gate=False,
+    )
     def test_stop_and_resume(self, target_with_run: LaunchTarget, follower: subprocess.Popen[str]) -> None:
         worlds = len(target_with_run.read_status()["worlds"])
         log_follower = target_with_run.start_command("logs", "-f", RUN)

@@ -128,7 +128,7 @@ def test_text_is_found_by_search(tree: Path) -> None:
 def test_a_file_outside_the_docs_is_part_of_the_site(tree: Path, pages: dict[Path, Page]) -> None:
     page = pages[tree / "site" / "explanation" / "architecture.html"]
     files = [page.path.parent / address for address in page.links if "_downloads" in address]
-    assert (ROOT / "swarmtrain" / "plan.py").read_bytes() in [path.read_bytes() for path in files]
+    assert (ROOT / "swarmtrain" / "planning" / "plan.py").read_bytes() in [path.read_bytes() for path in files]
     assert (ROOT / "swarmtrain" / "render" / "__init__.py").read_bytes() in [path.read_bytes() for path in files]
 
 

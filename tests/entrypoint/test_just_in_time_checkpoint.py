@@ -223,6 +223,7 @@ def test_surviving_ranks_save_to_their_own_disk(
     assert trained.read_losses() == undisturbed_losses
 
 
+@pytest.mark.test_all_only("one more life of a run; the gate has replicas, and a pipeline whose stages are saved by several")
 def test_a_sharded_state_is_saved_by_the_surviving_replicas(small_run: Any, undisturbed_losses: dict[int, float]) -> None:
     """Each replica has two shards. One rank of each dies: the other two hold a complete state. Then both replicas of one shard die."""
     trained = TrainingRun(small_run, data_parallel_type="hsdp", data_parallel_shard_size=2)
@@ -242,6 +243,7 @@ def test_a_sharded_state_is_saved_by_the_surviving_replicas(small_run: Any, undi
     assert trained.read_losses() == undisturbed_losses
 
 
+@pytest.mark.test_all_only("one more life of a run; the gate has replicas without learners")
 def test_learners_are_saved_by_surviving_replicas(small_run: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two learners of two ranks each, which exchange fragments during steps 20 to 35 and 40 to 55. One rank of each learner dies during the
     first exchange, and no step is lost. Then both ranks of a learner die.
