@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from swarmtrain.cargo import Cargo
 from swarmtrain.config import Config
@@ -17,9 +17,11 @@ from swarmtrain.config.schema.runner_types import Capabilities
 from swarmtrain.planning.inventory import Inventory
 from swarmtrain.planning.placement import Placement
 from swarmtrain.planning.plan import Plan
-from swarmtrain.planning.step_estimates import ClusterMeasurement
 from swarmtrain.protocol import Event
 from swarmtrain.run_identity import RunIdentity
+
+if TYPE_CHECKING:
+    from swarmtrain.planning.step_estimates import ClusterMeasurement
 
 ProgressReporter = Callable[[str], None]
 """Function that shows one progress message to the user."""
