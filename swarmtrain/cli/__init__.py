@@ -34,7 +34,7 @@ _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def build_app() -> typer.Typer:
     """Return the Typer app with all commands."""
-    from swarmtrain.cli import config_import, configs, data, demo, environment, image, lab, models, queue, runs
+    from swarmtrain.cli import config_import, configs, data, image, lab, models, queue, runs
 
     app = typer.Typer(
         help=HELP,
@@ -45,9 +45,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},  # all commands inherit it
     )
     app.callback()(_declare_global_options)
-    demo.register_commands(app)
     configs.register_commands(app)
-    environment.register_commands(app)
     config_import.register_commands(app)
     runs.register_commands(app)
     models.register_commands(app)

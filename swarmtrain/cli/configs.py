@@ -1,4 +1,4 @@
-"""The commands that need no existing run: init, schema, plan, memory, generate, doctor, join, notify-test."""
+"""The commands that need no existing run: demo, init, schema, plan, memory, generate, doctor, join, notify-test, env."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +33,7 @@ class DeviceChoice(StrEnum):
 
 def register_commands(app: typer.Typer) -> None:
     """Register the commands of this module on the Typer app `app`."""
+    app.command("demo")(run_demo)
     app.command("init")(create_config)
     app.command("schema")(print_schema)
     app.command("plan")(show_plan)
@@ -41,6 +42,22 @@ def register_commands(app: typer.Typer) -> None:
     app.command("doctor")(check_cluster)
     app.command("join")(print_join_commands)
     app.command("notify-test")(send_test_notifications)
+    app.command("env")(check_environment)
+
+
+def run_demo(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the demo; created if missing.")] = Path("swarmtrain-demo"),
+    *,
+    use_lab: Annotated[
+        bool | None,
+        typer.Option("--lab/--local", help="Fail if a lab cannot run here, or use local nodes. Default: a lab if possible."),
+    ] = None,
+    assume_yes: Annotated[bool, typer.Option("--yes", "-y", help="Install missing packages without asking.")] = False,
+) -> None:
+    """Train a small model on a swarm of three Docker engines on this machine; without root, on three local nodes."""
+    from swarmtrain.operations import demo
+
+    raise typer.Exit(demo.run_demo(folder, use_lab=use_lab, assume_yes=assume_yes))
 
 
 def create_config(
@@ -245,3 +262,25 @@ def send_test_notifications(
 
     for line in notifications.send_test_notifications(load_config_file(config_file, overrides), Path.cwd()):
         typer.echo(line)
+
+
+def check_environment(
+    config_file: ConfigFileArgument,
+    overrides: OverridesOption = [],  # noqa: B006  # Typer's convention for lists
+    json: JsonOption = False,
+) -> None:
+    """Check the Python of every host of an `ssh` run: its versions, its GPUs, and whether ranks can communicate. Installs nothing."""
+    import os
+
+    from swarmtrain.cli.config_loading import load_config_file
+    from swarmtrain.config.external_inputs import resolve_external_inputs
+    from swarmtrain.errors import EXIT_ERROR
+    from swarmtrain.launchers.ssh import python_environment
+    from swarmtrain.view.console import show_progress
+    from swarmtrain.view.output import print_result
+
+    runner = resolve_external_inputs(load_config_file(config_file, overrides), Path.cwd(), os.environ).runner
+    with show_progress("checking Python on the hosts") as report_progress:
+        report = python_environment.check_environment(runner, report_progress)
+    print_result(report, as_json=json)
+    raise typer.Exit(0 if report.is_usable else EXIT_ERROR)

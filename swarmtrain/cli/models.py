@@ -64,14 +64,14 @@ def export_model(
     json: JsonOption = False,
 ) -> None:
     """Export a checkpoint to Hugging Face format: a folder with config.json and safetensors."""
-    from swarmtrain.cli import model_paths
+    from swarmtrain.cli import model_arguments
     from swarmtrain.launchers.common import trainer_subprocess
     from swarmtrain.view.estimates import memory
 
     shard_bytes = memory.parse_size(shard_size, "--shard-size")
-    model_paths.check_tokenizer_file(tokenizer)
-    model_paths.check_checkpoint_folder(checkpoint)
-    model_paths.check_base_model_folder(base_model)
+    model_arguments.check_tokenizer_file(tokenizer)
+    model_arguments.check_checkpoint_folder(checkpoint)
+    model_arguments.check_base_model_folder(base_model)
     request = {
         "source": str(checkpoint),
         "base": None if base_model is None else str(base_model),
@@ -124,14 +124,13 @@ def generate_text(
     json: JsonOption = False,
 ) -> None:
     """Generate text from prompts. A single completion is streamed; several are generated as a batch."""
-    from swarmtrain.cli import model_paths
-    from swarmtrain.cli.prompts import read_prompts
+    from swarmtrain.cli import model_arguments
     from swarmtrain.launchers.common import trainer_subprocess
 
-    prompts = read_prompts(prompt, prompt_file)
-    model_paths.check_model_folder(model_path)
-    model_paths.check_base_model_folder(base_model)
-    model_paths.check_tokenizer_file(tokenizer)
+    prompts = model_arguments.read_prompts(prompt, prompt_file)
+    model_arguments.check_model_folder(model_path)
+    model_arguments.check_base_model_folder(base_model)
+    model_arguments.check_tokenizer_file(tokenizer)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
     model = {"source": str(model_path), "base": None if base_model is None else str(base_model)}
     request = {**model, "prompts": prompts, "max_tokens": max_tokens, **options, "json": json}
@@ -179,15 +178,14 @@ def embed_texts(
     ranks: RanksOption = 1,
 ) -> None:
     """Compute text embeddings with a model trained for it. Similar texts have embeddings with a high cosine similarity."""
-    from swarmtrain.cli import model_paths
-    from swarmtrain.cli.prompts import read_texts
+    from swarmtrain.cli import model_arguments
     from swarmtrain.launchers.common import trainer_subprocess
 
-    texts = read_texts(text, text_file)
-    model_paths.check_model_folder(model_path)
-    model_paths.check_base_model_folder(base_model)
-    model_paths.check_tokenizer_file(tokenizer)
-    model_paths.check_output_file(output)
+    texts = model_arguments.read_texts(text, text_file)
+    model_arguments.check_model_folder(model_path)
+    model_arguments.check_base_model_folder(base_model)
+    model_arguments.check_tokenizer_file(tokenizer)
+    model_arguments.check_output_file(output)
     model = {"source": str(model_path), "base": None if base_model is None else str(base_model), "tokenizer": tokenizer}
     options = {
         "instruction": instruction,
@@ -233,14 +231,14 @@ def evaluate_model(
     json: JsonOption = False,
 ) -> None:
     """Evaluate a model: validation loss over trainer.eval_iterations batches, as in training, or lm-evaluation-harness tasks."""
-    from swarmtrain.cli import model_paths
+    from swarmtrain.cli import model_arguments
     from swarmtrain.cli.config_loading import load_config_file
     from swarmtrain.launchers.common import trainer_subprocess
 
     config = load_config_file(config_file, overrides)
     if folder := model_path or config.trainer.save_dir:
-        model_paths.check_model_folder(folder)
-    model_paths.check_tokenizer_file(tokenizer)
+        model_arguments.check_model_folder(folder)
+    model_arguments.check_tokenizer_file(tokenizer)
     request = {
         "config": config.to_json(),
         "model": None if model_path is None else str(model_path),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swarmtrain.cli import prompts
+from swarmtrain.cli import model_arguments
 from swarmtrain.config.loader import read_config_text
 from swarmtrain.config.user_files import UnreadableFileError, read_file_with_limit
 from swarmtrain.errors import SwarmtrainError
@@ -38,7 +38,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an exported tokenizer": ("tokenizer.json", checkpoint_export._find_tokenizer_files),
     "a chat template": ("chat.jinja", lambda path: chat_template._load_template_source(ByteTokenizer(), str(path), {})),
     "texts": ("texts.jsonl", lambda path: readers.find_source_files([str(path)])),
-    "prompts": ("prompts.txt", lambda path: prompts.read_prompts([], path)),
+    "prompts": ("prompts.txt", lambda path: model_arguments.read_prompts([], path)),
     "a dashboard's token": ("token", access_policy._read_token),
     "a config": ("config.yml", read_config_text),
     "a script, a secret, or a file to import": ("script.py", lambda path: read_file_with_limit(path, 10)),
