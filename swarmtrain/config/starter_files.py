@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from swarmtrain.atomic_file import PUBLIC_MODE, write_files_atomically
+from swarmtrain.config import Config
 from swarmtrain.config.json_schema import EDITOR_LINE, SCHEMA_FILE_NAME, render_json_schema
 from swarmtrain.config.presets import load_preset
-from swarmtrain.config.template import render_template
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import SwarmtrainError
 
@@ -18,6 +23,7 @@ from swarmtrain.errors import SwarmtrainError
 _SHIPPED_FOLDER = Path(__file__).parent / "shipped"
 TRAINING_FILES = ("training_code.py", "datautils.py")
 """The shipped files that a config without a script of the user's own refers to."""
+_COMMENT_WIDTH = 110
 _HEADER = "# The keys that are usually set first. The others have defaults: swarmtrain init --full writes them all.\n"
 _RUNNER = """\
 runner:
@@ -88,6 +94,18 @@ def render_starter_config(name: str, *, script: Path | None = None, preset: str 
     return "".join([_HEADER, _RUNNER, _TRAINING_SCRIPT, _CONTAINERS, _TRAINING.format(save_dir=save_dir), model_and_data])
 
 
+def render_template(preset: str | None = None) -> str:
+    """Return a valid YAML config with all defaults written out and a description above each field.
+
+    `preset`: name of the well-known model whose architecture is used for transformer_architecture. Raises SwarmtrainError if it is unknown.
+    """
+    if preset is None:
+        return "# A swarmtrain config. Every line shows its default: delete what you do not change.\n" + _render_section(Config(), "")
+    config = Config(transformer_architecture=load_preset(preset))
+    head = f"# A swarmtrain config with the architecture of {preset}. All other lines show their defaults: delete what you do not change.\n"
+    return head + _render_section(config, "")
+
+
 def write_starter_files(
     config_file: Path, *, script: Path | None = None, preset: str | None = None, full: bool = False, force: bool = False
 ) -> list[Path]:
@@ -122,6 +140,18 @@ def write_shipped_files(names: Sequence[str]) -> list[Path]:
             f"cannot be written to: {describe_os_error(error)}", place=str(Path.cwd()), hint="use another folder"
         ) from None
     return missing
+
+
+def _render_section(section: BaseModel, indent: str) -> str:
+    return "".join(_render_field(name, info, getattr(section, name), indent) for name, info in type(section).model_fields.items())
+
+
+def _render_field(name: str, info: FieldInfo, value: Any, indent: str) -> str:
+    comment = textwrap.fill(info.description or "", _COMMENT_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    gap = "" if indent else "\n"
+    if isinstance(value, BaseModel):
+        return f"{gap}{comment}\n{indent}{name}:\n{_render_section(value, indent + '  ')}"
+    return f"{gap}{comment}\n{indent}{name}: {_format_value(json.loads(json.dumps(value, default=str)))}\n"
 
 
 def _render_preset(preset: str) -> str:

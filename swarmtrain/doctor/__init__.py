@@ -25,8 +25,8 @@ from swarmtrain.doctor import (  # importing a module registers its checks
     probe_results,
     subnet_check,  # noqa: F401
 )
-from swarmtrain.doctor.measurements import build_measurement
 from swarmtrain.doctor.probe import run_probe
+from swarmtrain.doctor.probe_results import build_measurement
 from swarmtrain.doctor.report import DoctorReport
 from swarmtrain.errors import EngineError, NodesRefused, PlanError, StackError
 from swarmtrain.launchers.base import (

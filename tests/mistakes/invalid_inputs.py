@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from swarmtrain.config.template import render_template
+from swarmtrain.config.starter_files import render_template
 from swarmtrain.errors import ConfigError, SwarmtrainError
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from swarmtrain.config import Config, presets
 from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.topology import TopologyConfig
-from swarmtrain.config.template import render_template
+from swarmtrain.config.starter_files import render_template
 from swarmtrain.errors import ConfigError
 
 

@@ -14,8 +14,7 @@ from jsonschema import Draft202012Validator
 from swarmtrain.config.json_schema import EDITOR_LINE, SCHEMA_FILE_NAME, render_json_schema
 from swarmtrain.config.loader import load_config, parse_config
 from swarmtrain.config.presets import PRESET_NAMES
-from swarmtrain.config.starter_files import render_starter_config, write_starter_files
-from swarmtrain.config.template import render_template
+from swarmtrain.config.starter_files import render_starter_config, render_template, write_starter_files
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.planner import plan_run, plan_run_offline
 
