@@ -24,9 +24,10 @@ from swarmtrain.entrypoint.network_interface import (
     choose_route,
     find_route_by_interface,
     find_route_to_host,
+    read_connected_networks,
+    read_machine_resolvers,
 )
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
-from swarmtrain.entrypoint.probe.container_network import read_connected_networks, read_machine_resolvers
 from swarmtrain.entrypoint.supervisor import fork_server, node_supervisor
 from swarmtrain.entrypoint.supervisor.elastic_agent import (
     DeathReporter,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from coordinator_thread import ServedCoordinator, serve_coordinator
 
-from swarmtrain.entrypoint.coordinator.connecting_ranks import ConnectingRanks
+from swarmtrain.entrypoint.coordinator.world_tracker import ConnectingRanks
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_RANKS_CONNECTING, ConnectingRank, NodeEnv
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmtrain.entrypoint.coordinator.rendezvous_barrier import BARRIER_TIMEOUT_SECONDS, COORDINATOR_WARMUP_SECONDS, RendezvousBarrier
+from swarmtrain.entrypoint.coordinator.membership import BARRIER_TIMEOUT_SECONDS, COORDINATOR_WARMUP_SECONDS, RendezvousBarrier
 
 
 class FakeClock:

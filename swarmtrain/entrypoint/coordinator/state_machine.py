@@ -10,9 +10,9 @@ A pure state machine: `publish_event` publishes its events, `clock` returns the 
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 - An outcome is final: a coordinator that replaces one that was lost adopts the outcome that a node knows.
 
-membership.py tracks which nodes are present, rendezvous_barrier.py decides when a round begins, event_log.py limits the rate of log lines,
-world_tracker.py tracks worlds and their failures, connecting_ranks.py the ranks that wait for their process group, restart_budget.py
-limits failures, and node_quarantine.py excludes flaky nodes.
+membership.py tracks which nodes are present and decides when a round begins, event_log.py limits the rate of log lines, world_tracker.py
+tracks worlds, their failures and the ranks that wait for their process group, restart_budget.py limits failures, and node_quarantine.py
+excludes flaky nodes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from swarmtrain.entrypoint.coordinator.connecting_ranks import ConnectingRanks
 from swarmtrain.entrypoint.coordinator.event_log import EventLogWriter
-from swarmtrain.entrypoint.coordinator.membership import Membership
+from swarmtrain.entrypoint.coordinator.membership import Membership, RendezvousBarrier
 from swarmtrain.entrypoint.coordinator.node_quarantine import NodeQuarantine, is_machine_failure
-from swarmtrain.entrypoint.coordinator.rendezvous_barrier import RendezvousBarrier
 from swarmtrain.entrypoint.coordinator.restart_budget import RestartBudget
-from swarmtrain.entrypoint.coordinator.world_tracker import FailureCause, ReportedFailures, WorldTracker
+from swarmtrain.entrypoint.coordinator.world_tracker import ConnectingRanks, FailureCause, ReportedFailures, WorldTracker
 from swarmtrain.failure_text import describe_error
 from swarmtrain.protocol import (
     EVENT_CHECKPOINT,

@@ -1,20 +1,23 @@
-"""Tracks the worlds of a run: those that are forming, the newest that has formed, and the failures of each.
+"""Tracks the worlds of a run: those that are forming, the newest that has formed, their failures, and the ranks that wait.
 
-Pure: no clock and no I/O. A world is identified by its key (protocol.build_world_key), a failure by its world, node and rank.
+Pure: time comes from `clock` (seconds, monotonic). A world is identified by its key (protocol.build_world_key), a failure by its world,
+node and rank.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from swarmtrain.failure_text import find_peer_node
-from swarmtrain.protocol import is_collateral_failure
+from swarmtrain.protocol import EVENT_RANKS_CONNECTING, ConnectingRank, ConnectingWorld, Event, is_collateral_failure
 
 _NUMBER_PATTERN = re.compile(r"\d[\d.,]*")
+_CONNECTING_EVENT_INTERVAL_SECONDS = 10.0
+"""Minimum seconds between two events about the ranks that wait."""
 
 
 @dataclass
@@ -161,3 +164,41 @@ class ReportedFailures:
 
 def _build_failed_rank_id(world: str, failure: Mapping[str, Any]) -> tuple[str, str, int]:
     return world, str(failure.get("node")), int(failure.get("rank", -1))
+
+
+class ConnectingRanks:
+    """The ranks of the newest world that wait in torch's init_process_group until their process group has formed.
+
+    A rank reports itself repeatedly while it waits, and once when it has connected.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: dict[int, ConnectingRank] = {}
+        self._newest_report: ConnectingRank | None = None
+        self._last_arrival_at = 0.0
+        self._published: dict[int, ConnectingRank] = {}
+        self._next_event_at = float("-inf")
+
+    def record_rank(self, report: ConnectingRank) -> ConnectingWorld:
+        """Record the report of a rank. Return the state of its world."""
+        if self._newest_report is None or report.world != self._newest_report.world:
+            self._waiting = {}
+        self._newest_report = report
+        if not report.waits:
+            self._waiting.pop(report.rank, None)
+        elif report.rank not in self._waiting:
+            self._waiting[report.rank] = report
+            self._last_arrival_at = self._clock()
+        return ConnectingWorld(len(self._waiting), self._clock() - self._last_arrival_at)
+
+    def take_event(self) -> Event | None:
+        """Return the event to publish, if the set of ranks that wait has changed and the last event is old enough."""
+        if self._newest_report is None or self._waiting == self._published or self._clock() < self._next_event_at:
+            return None
+        self._published, self._next_event_at = dict(self._waiting), self._clock() + _CONNECTING_EVENT_INTERVAL_SECONDS
+        ranks: dict[str, list[int]] = {}
+        for rank, report in sorted(self._waiting.items()):
+            ranks.setdefault(report.node, []).append(rank)
+        world = {name: getattr(self._newest_report, name) for name in ("world", "world_size", "address")}
+        return Event(EVENT_RANKS_CONNECTING, {**world, "ranks": ranks})

@@ -29,9 +29,8 @@ from swarmtrain.entrypoint.gpu_count import list_machine_gpus
 from swarmtrain.entrypoint.gpu_health import find_present_faults
 from swarmtrain.entrypoint.gpu_query import GpuQuery
 from swarmtrain.entrypoint.kernel_log import KernelLog
-from swarmtrain.entrypoint.network_interface import Route, choose_route
+from swarmtrain.entrypoint.network_interface import Route, choose_route, read_connected_networks, read_machine_resolvers
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
-from swarmtrain.entrypoint.probe.container_network import read_connected_networks, read_machine_resolvers
 from swarmtrain.entrypoint.probe.link_probe import LinkProber, schedule_node_pairs
 from swarmtrain.entrypoint.probe.step_time_probe import measure_step_times
 from swarmtrain.errors import EXIT_OK, CoordinatorError
