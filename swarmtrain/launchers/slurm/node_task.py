@@ -3,7 +3,7 @@
 srun starts `python -m swarmtrain.launchers.slurm.node_task FOLDER` as one task per node. The task reads ports and node names, which are
 unknown until the job runs, from Slurm's variables. When a stop is requested (by swarmtrain's SIGURG or Slurm's SIGTERM), it requests the
 supervisor to exit; the coordinator exits after the nodes. A SIGTERM on the first node creates a marker file, by which the sbatch script
-recognizes a preemption.
+recognizes a preemption. The other nodes requeue the job if the first node dies.
 
 The exit code of the task determines what the sbatch script does: EXIT_PLANNED means that training is not finished; otherwise the run is
 over, and the first node's exit code is that of the run's outcome.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -29,7 +30,6 @@ from typing import Any
 from swarmtrain.atomic_file import SECRET_MODE, open_private_file, write_text_atomically
 from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.errors import ProcessError
-from swarmtrain.launchers.slurm.head_node import requeue_if_head_node_dies
 from swarmtrain.launchers.slurm.slurm_run_folder import (
     JobAttempt,
     NodeState,
@@ -44,12 +44,17 @@ from swarmtrain.remote.timestamped_log import open_timestamped_log
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE
 from swarmtrain.render.sbatch_script import TERMINATED_FILE
 
+LOG = logging.getLogger("swarmtrain")
 _RESTART_DELAY_SECONDS = 1.0
 _SCONTROL_TIMEOUT_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _RECORD_TIMEOUT_SECONDS = 120.0  # a shared file system may show another node's new file only after its cache has expired
 # Slurm's SIGTERM reaches every process of a job at once, and the coordinator is needed until the ranks have saved.
 _IGNORE_SIGTERM_ARGV = ["sh", "-c", 'trap "" TERM; exec "$0" "$@"']
+_HEAD_NODE_CHECK_SECONDS = 5.0
+_CONNECT_TIMEOUT_SECONDS = 5.0
+_DEAD_NODE_PATTERN = re.compile(r"\bState=\S*(DOWN|NOT_RESPONDING|FAIL)|\bState=\w+\*")
+_REQUEUE_TIMEOUT_SECONDS = 30.0
 
 
 def main(run_path: Path) -> int:
@@ -92,7 +97,7 @@ def main(run_path: Path) -> int:
     if coordinator is None:
         finished = threading.Event()
         args = (host_names[0], (head_address, port), attempt.job, finished)
-        threading.Thread(target=requeue_if_head_node_dies, args=args, daemon=True).start()
+        threading.Thread(target=_requeue_if_head_node_dies, args=args, daemon=True).start()
         node.wait()
         finished.set()
         return EXIT_PLANNED if node.exit_code else 0
@@ -155,6 +160,42 @@ def _wait_for_other_nodes(run_folder: Path, node_count: int, attempt: JobAttempt
 def _is_node_running(run_folder: Path, name: str, attempt: JobAttempt) -> bool:
     state = read_node_state(run_folder, name)
     return state is not None and state.attempt == attempt and state.state in ("running", "failed")
+
+
+def _requeue_if_head_node_dies(head_node: str, coordinator_address: tuple[str, int], job_id: str, finished_event: threading.Event) -> None:
+    """Monitor `head_node`, and requeue the job `job_id` if it dies. Return after the requeue, or when `finished_event` is set.
+
+    Slurm ends a job when its head node dies (the first node, with the coordinator and the batch script), unless the job has `--no-kill`,
+    which elastic runs set to survive the loss of another node. Such a job stays RUNNING, but its batch script died with the head node and
+    cannot requeue it. So the other nodes requeue the job.
+
+    As long as the coordinator at `coordinator_address` accepts connections, Slurm is not queried. A requeue that Slurm refuses is retried
+    after the next check, and is not an error: the job may not be requeueable, or may be requeued already.
+    """
+    while not finished_event.wait(_HEAD_NODE_CHECK_SECONDS):
+        if _is_address_reachable(coordinator_address) or not _is_node_dead(head_node):
+            continue
+        LOG.warning("%s, the first node of job %s, is down: the job is requeued", head_node, job_id)
+        with contextlib.suppress(ProcessError):
+            run_command(["scontrol", "requeue", job_id], timeout=_REQUEUE_TIMEOUT_SECONDS)
+            return
+
+
+def _is_node_dead(name: str) -> bool:
+    """Return whether Slurm reports the node `name` as DOWN, FAIL or not responding (`*`); False if Slurm does not answer."""
+    try:
+        output = run_command(["scontrol", "show", "node", "--oneliner", name], timeout=_REQUEUE_TIMEOUT_SECONDS)
+    except ProcessError:
+        return False
+    return _DEAD_NODE_PATTERN.search(output) is not None
+
+
+def _is_address_reachable(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, _CONNECT_TIMEOUT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 class RestartingProcess:
