@@ -3,12 +3,11 @@
 The launcher checks the cluster itself, through the port ClusterInspector.
 
 probe              runs a probe on every node
-probe_results      the results of the probes
+probe_results      the results of the probes, and what they measured for the estimates of later plans
 node_checks        checks on the nodes
 gpu_checks         checks on the nodes' GPUs
 link_checks        checks on the network links between the nodes
 subnet_check       check of the overlay network's subnet
-measurements       what the probes have measured, for the estimates of later plans
 report             the results of all checks
 """
 
