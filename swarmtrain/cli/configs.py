@@ -184,7 +184,7 @@ def check_cluster(
 ) -> None:
     """Check the cluster, or everything that CONFIG needs, for problems. Each finding includes its fix."""
     if train:
-        raise typer.Exit(_check_training(config_file, device, as_json=json))
+        raise typer.Exit(_run_machine_check(config_file, device, as_json=json))
     if step_times and (config_file is None or not probe):
         raise typer.BadParameter("needs CONFIG and the probe", param_hint="--step-times")
     if device is not DeviceChoice.auto:
@@ -227,7 +227,7 @@ def _check_step_times(plan: "Plan") -> float:
     return _STEP_TIME_SECONDS
 
 
-def _check_training(config_file: Path | None, device: DeviceChoice, *, as_json: bool) -> int:
+def _run_machine_check(config_file: Path | None, device: DeviceChoice, *, as_json: bool) -> int:
     """Check training on this machine, and return the exit code."""
     from swarmtrain.launchers.common.trainer_subprocess import run_trainer_ranks
 

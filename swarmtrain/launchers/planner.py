@@ -35,10 +35,10 @@ def plan_run(config: Config, run: str, *, working_folder: Path, min_nodes: int |
     inventory, placement = read_inventory(resolved.config, launcher), _read_placement(launcher, resolved.config, run)
     plan = resolved.build_plan(inventory, run, placement, min_nodes=min_nodes)
     running_config = load_running_config() if plan.cargo.calls_built_in_trainer else None
-    return add_notes(plan, _describe_longer_training(running_config, resolved.config) if running_config else "")
+    return add_notes(plan, _describe_changed_length(running_config, resolved.config) if running_config else "")
 
 
-def _describe_longer_training(running: Config, config: Config) -> str:
+def _describe_changed_length(running: Config, config: Config) -> str:
     """Return a note if other trainer.train_iterations change the learning rate of the step at which the shorter training ends."""
     lengths = running.trainer.train_iterations, config.trainer.train_iterations
     return describe_learning_rate_change(running, config, min(lengths)) if lengths[0] != lengths[1] else ""
