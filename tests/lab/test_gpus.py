@@ -19,7 +19,7 @@ from swarmtrain.config.schema.runner import GpuMode
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.machines import probed_gpus
+from swarmtrain.launchers.swarm.machines import machine_records
 from swarmtrain.launchers.swarm.machines.machine_records import LABEL_MACHINES
 from swarmtrain.planning.plan import Plan, build_plan
 
@@ -83,12 +83,12 @@ def forget_gpus(engine: DockerEngine) -> Iterator[None]:
 
 def test_probed_gpus_are_kept_in_the_swarm(lab: Lab, engine: DockerEngine, stub_image: str, forget_gpus: None) -> None:
     ids = {node["Description"]["Hostname"]: node["ID"] for node in engine.list_objects("/nodes")}
-    assert probed_gpus.read_gpu_counts(engine) == {}
-    probed_gpus.record_gpus(engine, {ids["node0"]: ["GPU-1", "GPU-2"], ids["node1"]: [], "of a node that has left": ["GPU-9"]})
-    probed_gpus.record_gpus(engine, {ids["node2"]: ["GPU-3"]})
-    assert probed_gpus.read_gpu_counts(engine) == {ids["node0"]: 2, ids["node1"]: 0, ids["node2"]: 1}
+    assert machine_records.read_gpu_counts(engine) == {}
+    machine_records.record_gpus(engine, {ids["node0"]: ["GPU-1", "GPU-2"], ids["node1"]: [], "of a node that has left": ["GPU-9"]})
+    machine_records.record_gpus(engine, {ids["node2"]: ["GPU-3"]})
+    assert machine_records.read_gpu_counts(engine) == {ids["node0"]: 2, ids["node1"]: 0, ids["node2"]: 1}
     [stored] = engine.list_objects("/configs", label=f"{LABEL_MACHINES}=gpus")
-    probed_gpus.record_gpus(engine, {ids["node2"]: ["GPU-3"]})
+    machine_records.record_gpus(engine, {ids["node2"]: ["GPU-3"]})
     assert engine.list_objects("/configs", label=f"{LABEL_MACHINES}=gpus") == [stored]  # nothing has changed
     # An object that cannot be read, for example of a later version, does not hide the others.
     broken = {"Name": "swarmtrain-machines-broken", "Labels": {LABEL_MACHINES: "gpus"}, "Data": "AAAA"}

@@ -14,7 +14,7 @@ from training_helpers import ROOT, build_options
 from swarmtrain import process
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.swarm import SwarmLauncher
-from swarmtrain.launchers.swarm.machines.measurements import read_measurements
+from swarmtrain.launchers.swarm.machines.machine_records import read_measurements
 
 pytestmark = pytest.mark.test_all_only("trains over slow links; tests/unit has the formulas")
 

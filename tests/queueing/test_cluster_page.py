@@ -13,8 +13,7 @@ from swarmtrain import protocol
 from swarmtrain.errors import EngineError, SwarmAbsentError, SwarmtrainError
 from swarmtrain.launchers.base import RunOverview, TaskState
 from swarmtrain.launchers.swarm import cluster_state
-from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
-from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
+from swarmtrain.launchers.swarm.machines.machine_records import read_gpu_ids, record_gpus
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import Event
 from swarmtrain.queueing.queue_service import SchedulerStatus

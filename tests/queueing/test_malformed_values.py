@@ -15,7 +15,7 @@ from test_scheduler import Cluster
 from swarmtrain import protocol
 from swarmtrain.errors import EngineError, SwarmtrainError
 from swarmtrain.launchers.common import engine_values
-from swarmtrain.launchers.swarm import cluster_state, deployed_run, overviews
+from swarmtrain.launchers.swarm import cluster_state, deployed_run, task_states
 from swarmtrain.launchers.swarm.queue import queue_entry
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK
 from swarmtrain.queue_labels import LABEL_QUEUE_LOST
@@ -67,7 +67,7 @@ def read_everything(cluster: Cluster) -> tuple[str, str]:
     state = QueueReader(cluster.swarm).read_state(cluster.now)
     queue = build_queue_table(state, None, estimate_queue_starts(state, [], cluster.now), cluster.now)
     engine: Any = EngineWithoutLogs(cluster.swarm)
-    runs = build_run_table([("swarm", overview) for overview in overviews.read_overviews(engine)], cluster.now)
+    runs = build_run_table([("swarm", overview) for overview in task_states.read_overviews(engine)], cluster.now)
     cluster_state.list_runs(engine)
     cluster_state.list_terminating_runs(engine)
     json.dumps([queue.to_dict(), runs.to_dict()])

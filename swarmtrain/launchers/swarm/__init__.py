@@ -26,12 +26,11 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_a
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.stack_file import write_stack_file
-from swarmtrain.launchers.swarm import cluster_state, code_placement, deployed_run, overviews, plan_checks, teardown
+from swarmtrain.launchers.swarm import cluster_state, code_placement, deployed_run, plan_checks, task_states, teardown
 from swarmtrain.launchers.swarm.cluster_channels import add_cluster_channels
 from swarmtrain.launchers.swarm.convergence import StartupTolerance
 from swarmtrain.launchers.swarm.following.update_stream import LogScope, format_manager_name, watch_run
-from swarmtrain.launchers.swarm.machines.measurements import read_measurements, record_measurement
-from swarmtrain.launchers.swarm.machines.probed_gpus import record_gpus
+from swarmtrain.launchers.swarm.machines.machine_records import read_measurements, record_gpus, record_measurement
 from swarmtrain.launchers.swarm.queue import submission
 from swarmtrain.launchers.swarm.queue.queue_entry import find_queue_entry
 from swarmtrain.launchers.swarm.reconcile import EndedRun, ReconcileStep, reconcile
@@ -40,7 +39,6 @@ from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest
 from swarmtrain.launchers.swarm.run_lock import RunLock
 from swarmtrain.launchers.swarm.service_specs import StackSpecs, add_labels, build_stack_specs
 from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
-from swarmtrain.launchers.swarm.task_states import build_task_states, list_stopping_nodes
 from swarmtrain.launchers.swarm.timeouts import DEFAULT_TIMEOUTS, SwarmTimeouts
 from swarmtrain.planning.inventory import Inventory
 from swarmtrain.planning.placement import Placement
@@ -145,7 +143,7 @@ class SwarmLauncher:
         return cluster_state.list_runs(self._engine)
 
     def read_overviews(self) -> list[RunOverview]:
-        return overviews.read_overviews(self._engine)
+        return task_states.read_overviews(self._engine)
 
     def list_terminating_runs(self) -> list[str]:
         return cluster_state.list_terminating_runs(self._engine)
@@ -153,9 +151,9 @@ class SwarmLauncher:
     def list_tasks(self, run: str) -> list[TaskState]:
         services = cluster_state.list_run_services(self._engine, run)
         tasks, hosts = cluster_state.list_tasks(self._engine, run), cluster_state.read_host_names(self._engine)
-        states = build_task_states(run, services, tasks, hosts, cluster_state.read_unavailable_hosts(self._engine, tasks))
+        states = task_states.build_task_states(run, services, tasks, hosts, cluster_state.read_unavailable_hosts(self._engine, tasks))
         return [
-            *list_stopping_nodes(tasks, services, hosts),
+            *task_states.list_stopping_nodes(tasks, services, hosts),
             *resource_accounting.add_reservations_to_states(self._engine, run, services, states),
         ]
 

@@ -12,7 +12,7 @@ from typing import Any
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm.machines.generic_resources import count_resources_by_kind, describe_resources, get_assigned_resources
-from swarmtrain.launchers.swarm.machines.probed_gpus import read_gpu_counts
+from swarmtrain.launchers.swarm.machines.machine_records import read_gpu_counts
 from swarmtrain.planning.inventory import Inventory, Machine
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
 from swarmtrain.run_identity import RunIdentity, is_valid_run_name

@@ -11,7 +11,7 @@ from swarmtrain.launchers.base import Launcher, RunOverview
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
 from swarmtrain.launchers.run_discovery import discover_overviews
-from swarmtrain.launchers.swarm.machines.machine_gpus import read_gpu_ids
+from swarmtrain.launchers.swarm.machines.machine_records import read_gpu_ids
 from swarmtrain.queueing.queue_service import SchedulerStatus, read_scheduler_status
 from swarmtrain.queueing.queue_state import QueueReader, QueueState
 from swarmtrain.view.dashboard.cluster_machines import SwarmState
