@@ -33,7 +33,7 @@ _SCHEDULER_SCRIPT = """
 import sys, threading
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.queueing.scheduler import Scheduler
-from swarmtrain.queueing.swarm_events import watch_swarm
+from swarmtrain.queueing.__main__ import watch_swarm
 wake, engine = threading.Event(), DockerEngine(sys.argv[1])
 watch_swarm(engine, wake)
 Scheduler(engine, print).run_forever(wake)

@@ -9,11 +9,12 @@ import time
 from types import FrameType
 
 from swarmtrain import __version__
-from swarmtrain.errors import SwarmtrainError
+from swarmtrain.errors import EngineError, SwarmtrainError
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.queueing.queue_service import SOCKET_PATH, create_scheduler_lock
 from swarmtrain.queueing.scheduler import LeadershipLost, Scheduler
-from swarmtrain.queueing.swarm_events import watch_swarm
+
+_RETRY_SECONDS = 5.0
 
 
 def main() -> int:
@@ -31,6 +32,25 @@ def main() -> int:
     except (SwarmtrainError, LeadershipLost) as error:
         _print_line(str(error))
     return 1
+
+
+def watch_swarm(engine: DockerEngine, wake: threading.Event) -> None:
+    """Start a thread that sets `wake` at each event about a service or a node of the swarm.
+
+    Swarm reports no events about tasks: the scheduler polls while it expects containers to start or end.
+    """
+    threading.Thread(target=_watch_forever, args=(engine, wake), name="swarm events", daemon=True).start()
+
+
+def _watch_forever(engine: DockerEngine, wake: threading.Event) -> None:
+    while True:
+        try:
+            for _ in engine.stream_events("service", "node"):
+                wake.set()
+        except EngineError:
+            pass  # the scheduler's own requests report it
+        wake.set()  # something may have happened in between
+        time.sleep(_RETRY_SECONDS)
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Runs that do not do what the queue asks of them: those that cannot start, and those that are killed before they have saved."""
+"""Runs that do not do what the queue asks of them: they cannot start, are killed before they have saved, or keep nodes after their end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.common import container_logs
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.launchers.swarm.cluster_state import Service
 from swarmtrain.launchers.swarm.convergence import find_exec_failures, find_refusals
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, RENDEZVOUS_SERVICE, Event
 from swarmtrain.queueing.queue_state import QueueMember
 
 _TAIL_LINES = 100
+_NODE_EXIT_SECONDS = 30.0
+"""Seconds after the exit of the coordinator in which the nodes exit, too."""
 
 
 def describe_start_failure(engine: DockerEngine, member: QueueMember, now: float) -> str:
@@ -59,3 +62,22 @@ def count_lost_steps(events: Sequence[Event]) -> int:
         for kind in (EVENT_PROGRESS, EVENT_CHECKPOINT)
     }
     return max(0, steps[EVENT_PROGRESS] - steps[EVENT_CHECKPOINT])
+
+
+class EndedRunMonitor:
+    """Finds nodes that run although their run has ended.
+
+    Swarm starts a node again whose machine was lost before the node had exited. If the run has its outcome by then, the node waits for a
+    coordinator that has exited, and blocks its machine. The observation starts again with each scheduler.
+    """
+
+    def __init__(self) -> None:
+        self._ended_since: dict[str, float] = {}
+
+    def list_stray_nodes(self, member: QueueMember, now: float) -> list[Service]:
+        """Return the services of the nodes that still run long after the coordinator has exited."""
+        running = [node for node in member.nodes if node.replicas and not cluster_state.is_service_finished(node, member.tasks)]
+        if not running or not member.has_coordinator_exited:
+            self._ended_since.pop(member.run, None)
+            return []
+        return running if now - self._ended_since.setdefault(member.run, now) >= _NODE_EXIT_SECONDS else []

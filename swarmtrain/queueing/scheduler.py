@@ -36,9 +36,8 @@ from swarmtrain.protocol import LABEL_NOTIFY, RENDEZVOUS_SERVICE, Event
 from swarmtrain.queue_labels import EntryState
 from swarmtrain.queueing.decisions.admission import decide
 from swarmtrain.queueing.decisions.queue_model import ChangeKind, QueueChange, QueuedRun
-from swarmtrain.queueing.ended_runs import EndedRunMonitor
 from swarmtrain.queueing.queue_state import QueueMember, QueueReader, QueueState, find_machine
-from swarmtrain.queueing.run_failures import count_lost_steps, describe_start_failure, read_last_events
+from swarmtrain.queueing.run_failures import EndedRunMonitor, count_lost_steps, describe_start_failure, read_last_events
 from swarmtrain.queueing.run_limits import IdleGpuMonitor, compute_seconds_until_limit, find_limit_change
 from swarmtrain.render.stack_document import render_stack
 
