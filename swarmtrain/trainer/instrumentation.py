@@ -1,7 +1,8 @@
-"""Instrumentation of training steps: hang detection, NaN/Inf checks, out-of-memory reports and timing."""
+"""Instrumentation of training steps: hang detection, NaN/Inf checks, out-of-memory reports, garbage collection and timing."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from swarmtrain.trainer import out_of_memory
 from swarmtrain.trainer.data.samples import TokenDataset
-from swarmtrain.trainer.health.gc_control import GcController
 from swarmtrain.trainer.health.micro_batch_assignment import MicroBatchReassigner
 from swarmtrain.trainer.health.rank_timing import RankTimer, RankTiming
 from swarmtrain.trainer.health.step_timer import StepTimer
@@ -25,6 +25,42 @@ from swarmtrain.trainer.optim import StatefulOptimizer, gradient_checks
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.runtime import Runtime
+
+_FREEZE_AFTER_STEPS = 2
+"""Number of steps after which all long-lived objects exist."""
+_COLLECT_INTERVAL_STEPS = 50
+
+
+class GcController:
+    """Context manager that disables automatic garbage collection; `collect_garbage_if_due` runs it on all ranks at the same step.
+
+    By default each rank's garbage collector runs at a different time, and scans all objects that imports have created, while all other
+    ranks wait in the next collective. Objects that exist after the first steps are frozen permanently; newer ones are collected at an
+    interval of steps.
+    """
+
+    def __init__(self) -> None:
+        self._steps_done = 0
+        self._was_enabled = True
+
+    def __enter__(self) -> Self:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+    def collect_garbage_if_due(self, step: int) -> None:
+        """Run the garbage collector if it is due after step `step` of the run. Called on all ranks at the same step."""
+        self._steps_done += 1
+        if self._steps_done == _FREEZE_AFTER_STEPS:
+            gc.collect()
+            gc.freeze()
+        elif step % _COLLECT_INTERVAL_STEPS == 0:
+            gc.collect()
 
 
 class StepInstruments:

@@ -14,7 +14,7 @@ from models import COMPILE, DOCUMENTS, FLOAT8, MODEL_1B, SLICE_8B, TINY, Section
 from workers import Worker
 
 from swarmtrain.config import Config
-from swarmtrain.trainer.metrics import flops
+from swarmtrain.trainer.metrics import throughput
 from swarmtrain.trainer.speed.bench import run_benchmark
 from swarmtrain.trainer.speed.session import open_session
 
@@ -143,6 +143,6 @@ def _count_tokens(config: Config) -> int:
 
 def _compute_mfu(config: Config, values: Mapping[str, Any]) -> dict[str, float]:
     """Return the MFU, if the GPU's peak is known."""
-    peak = flops.find_peak_flops(torch.cuda.get_device_name(), config.transformer_architecture.precision)
-    flops_per_token = flops.compute_flops_per_token(config.transformer_architecture, values["parameters"])
+    peak = throughput.find_peak_flops(torch.cuda.get_device_name(), config.transformer_architecture.precision)
+    flops_per_token = throughput.compute_flops_per_token(config.transformer_architecture, values["parameters"])
     return {"mfu": values["tokens_per_second"] * flops_per_token / peak} if peak else {}

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from swarmtrain.config import Config
-from swarmtrain.trainer.data.background_loader import BackgroundLoader
 from swarmtrain.trainer.data.memory_map import Ids
 from swarmtrain.trainer.data.samples import TokenDataset
-from swarmtrain.trainer.data.token_batch import TokenBatch
+from swarmtrain.trainer.data.token_batch import BackgroundLoader, TokenBatch
 from swarmtrain.trainer.speed.session import open_session
 
 TIMEOUT = 30

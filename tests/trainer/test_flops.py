@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from swarmtrain.config.schema.transformer_architecture import MlpType, Precision, TransformerArchitectureConfig
 from swarmtrain.trainer import Transformer
-from swarmtrain.trainer.metrics import flops
+from swarmtrain.trainer.metrics import throughput
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -28,7 +28,7 @@ def test_formula(*, tied: bool) -> None:
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):  # MATH covers the whole sequence
         model(tokens, tokens).backward()
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
-    assert counted.get_total_flops() == flops.compute_flops_per_token(architecture, matrices) * tokens.numel()
+    assert counted.get_total_flops() == throughput.compute_flops_per_token(architecture, matrices) * tokens.numel()
 
 
 @pytest.mark.parametrize(
@@ -50,5 +50,5 @@ def test_formula(*, tied: bool) -> None:
     ],
 )
 def test_a_device_has_the_peak_of_its_data_sheet_or_none(name: str, tera: float | None) -> None:
-    assert flops.find_peak_flops(name, Precision.bfloat16) == (None if tera is None else tera * 1e12)
-    assert flops.find_peak_flops(name, Precision.float32) is None
+    assert throughput.find_peak_flops(name, Precision.bfloat16) == (None if tera is None else tera * 1e12)
+    assert throughput.find_peak_flops(name, Precision.float32) is None

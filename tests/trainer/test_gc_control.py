@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from swarmtrain.trainer.health.gc_control import GcController
+from swarmtrain.trainer.instrumentation import GcController
 
 
 class _ReferenceCycle:

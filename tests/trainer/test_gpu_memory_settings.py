@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarmtrain.trainer import runtime
-from swarmtrain.trainer.checkpoint.storage.pinned_memory import allocate_pinned_memory
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import allocate_pinned_memory
 
 
 class FakeCudaRuntime:

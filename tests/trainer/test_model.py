@@ -18,7 +18,7 @@ from swarmtrain.config.schema.transformer_architecture import (
 from swarmtrain.trainer import Transformer
 from swarmtrain.trainer.model import dropout
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
-from swarmtrain.trainer.model.rotary import RotaryEmbedding, apply_rotary_embedding
+from swarmtrain.trainer.model.positions import RotaryEmbedding, apply_rotary_embedding
 from swarmtrain.trainer.model.transformer import InPlaceCrossEntropyLoss
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "sequence_length": 16}

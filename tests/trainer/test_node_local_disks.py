@@ -15,7 +15,7 @@ import pytest
 from worlds import LocalWorld, compute_deviation, merge_config, read_audit, read_losses, run_training
 
 from swarmtrain.trainer.checkpoint import manifest
-from swarmtrain.trainer.checkpoint.storage import fence, node_local_writer
+from swarmtrain.trainer.checkpoint.storage import fence, tensor_storage
 
 STEPS = 15
 
@@ -163,9 +163,9 @@ def test_one_folder_for_two_nodes_is_refused(tmp_path: Path, saving_config: dict
 
 def test_parts_are_assigned_to_ranks_that_have_them() -> None:
     zero, one, two = (f"part-0000{number}.bin" for number in range(3))
-    assert node_local_writer.assign_shards_to_ranks([{zero, one, two}] * 3, (0, 1)) == {0: [zero, two], 1: [one]}
-    assert node_local_writer.assign_shards_to_ranks([{zero, one, two}] * 3, (2,)) == {2: [zero, one, two]}
-    assert node_local_writer.assign_shards_to_ranks([{zero}, {one}, {one, two}], (0, 2)) == {0: [zero], 2: [one, two]}
+    assert tensor_storage.assign_shards_to_ranks([{zero, one, two}] * 3, (0, 1)) == {0: [zero, two], 1: [one]}
+    assert tensor_storage.assign_shards_to_ranks([{zero, one, two}] * 3, (2,)) == {2: [zero, one, two]}
+    assert tensor_storage.assign_shards_to_ranks([{zero}, {one}, {one, two}], (0, 2)) == {0: [zero], 2: [one, two]}
 
 
 @pytest.mark.test_all_only("one more topology each; the gate loses disks of a replicated state")

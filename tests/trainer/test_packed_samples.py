@@ -14,7 +14,7 @@ from swarmtrain.config.schema.data import DataConfig, Packing
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import memory_map
-from swarmtrain.trainer.data.packed_samples import pack_items_best_fit
+from swarmtrain.trainer.data.sample_index import pack_items_best_fit
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
 
 SHAPE = TransformerArchitectureConfig(sequence_length=4, vocab_size=32, reset_position_ids=True)

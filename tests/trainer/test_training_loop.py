@@ -19,7 +19,7 @@ from swarmtrain.config import Config
 from swarmtrain.config.learning_rate_schedule import describe_learning_rate_change
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.trainer import Optimizer, Run, Transformer, open_data, parallelize
-from swarmtrain.trainer.custom.gradient_accumulation import GradientAccumulation
+from swarmtrain.trainer.custom.script_loop import GradientAccumulation
 from swarmtrain.trainer.data.samples import GlobalBatch
 
 

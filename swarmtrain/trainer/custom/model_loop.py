@@ -17,8 +17,7 @@ from swarmtrain.trainer.custom.training_loop import TrainingLoop
 from swarmtrain.trainer.data import vocabulary_check
 from swarmtrain.trainer.data.samples import GlobalBatch, TokenDataset
 from swarmtrain.trainer.diloco import step as learners_step
-from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer
-from swarmtrain.trainer.diloco.training_state import DilocoTrainingState
+from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer, DilocoTrainingState
 from swarmtrain.trainer.health import replica_check
 from swarmtrain.trainer.health.peer_monitor import PeerMonitor
 from swarmtrain.trainer.health.step_timer import CHECKPOINT, DATA, LOGGING, VALIDATION, StepTimer

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -15,16 +16,17 @@ from swarmtrain.trainer.checkpoint import Progress
 from swarmtrain.trainer.checkpoint.resume_changes import describe_changes_since_checkpoint
 from swarmtrain.trainer.checkpoint.save_interval import SaveInterval
 from swarmtrain.trainer.checkpoint.storage import discovery
-from swarmtrain.trainer.custom.data_sharding import ShardedLoader, can_shard_loader
+from swarmtrain.trainer.custom.data_sharding import BatchPrefetcher, ShardedLoader, can_shard_loader
 from swarmtrain.trainer.custom.finite_checks import check_parameters
-from swarmtrain.trainer.custom.gradient_accumulation import GradientAccumulation
-from swarmtrain.trainer.custom.prefetch import BatchPrefetcher
 from swarmtrain.trainer.custom.training_loop import TrainingLoop
 from swarmtrain.trainer.custom.user_state import UserState
 from swarmtrain.trainer.health.stop_flag import StopFlag
 from swarmtrain.trainer.metrics import RunReporter
 from swarmtrain.trainer.random_seeds import seed_everything
 from swarmtrain.trainer.runtime import Runtime
+
+_USED_VERSION = "swarmtrain_used_version"
+"""Attribute of a gradient: the version that its last optimizer step has used. A tensor's version counts its changes in place."""
 
 
 class _StepAgreement(NamedTuple):
@@ -248,3 +250,35 @@ def _check_same_seed(checkpoint: discovery.CheckpointWithManifest, seed: int) ->
             place=str(checkpoint[0]),
             hint="restore trainer.seed, or start another run from it, with trainer.load_dir and another trainer.save_dir",
         )
+
+
+class GradientAccumulation:
+    """Whether the optimizers of a script have gradients that no optimizer step has used."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Record from now on when one of `optimizers` makes a step."""
+        self._optimizers = list(optimizers)
+        self._used_in_step: set[int] = set()
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_post_hook(lambda *_, number=number: self._record_optimizer_step(number))
+
+    def start_step(self) -> None:
+        """Record that the next batch is about to be processed."""
+        self._used_in_step.clear()
+
+    def has_unused_gradients(self) -> bool:
+        """Return whether an optimizer that made no step with this batch has gradients that are new since its last step, and not zero."""
+        return any(self._has_unused_gradients(number) for number in range(len(self._optimizers)) if number not in self._used_in_step)
+
+    def _has_unused_gradients(self, number: int) -> bool:
+        new = [gradient for gradient in self._list_gradients(number) if getattr(gradient, _USED_VERSION, None) != gradient._version]
+        return any(bool(gradient.count_nonzero()) for gradient in new)
+
+    def _record_optimizer_step(self, number: int) -> None:
+        self._used_in_step.add(number)
+        for gradient in self._list_gradients(number):
+            setattr(gradient, _USED_VERSION, gradient._version)
+
+    def _list_gradients(self, number: int) -> list[torch.Tensor]:
+        parameters = (parameter for group in self._optimizers[number].param_groups for parameter in group["params"])
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -17,14 +17,10 @@ from swarmtrain.config.schema.data import BlendedDatasetConfig, Packing, TokenFi
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data import blend, shuffle, vocabulary_check
-from swarmtrain.trainer.data.background_loader import BackgroundLoader
 from swarmtrain.trainer.data.blend import Blend
-from swarmtrain.trainer.data.document_samples import DocumentSamples, EmbeddingSamples
 from swarmtrain.trainer.data.memory_map import Ids, MemoryMap
-from swarmtrain.trainer.data.packed_samples import PackedSamples
-from swarmtrain.trainer.data.sample_index import SampleIndex, TokenSpans
-from swarmtrain.trainer.data.stream_samples import StreamSamples
-from swarmtrain.trainer.data.token_batch import TokenBatch
+from swarmtrain.trainer.data.sample_index import DocumentSamples, EmbeddingSamples, PackedSamples, SampleIndex, StreamSamples, TokenSpans
+from swarmtrain.trainer.data.token_batch import BackgroundLoader, TokenBatch
 from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.random_seeds import derive_seed

@@ -8,9 +8,15 @@ The global parameters are those of the model while no learner uses it, so valida
                  where g is the mean pseudo-gradient of the learners (see exchange.py), m the momentum and l the learning rate.
                  Then all learners continue from p. They keep their optimizer state.
 
-With fragments, each part of the model has its own outer steps (see fragments.py). With an overlap, learners train on while a fragment is
-exchanged. They then continue from a mixture of their own parameters and the global ones. The parameters of the fragment are sent one after
-another, over the steps of the overlap: if all were sent at once, the reductions of each step would wait behind them on a slow link.
+With P fragments (Streaming DiLoCo: Douillard et al. 2025, arXiv 2501.18512), the layers are divided over them with a stride: layer i
+belongs to fragment i modulo P. Each fragment has its own outer steps: it is exchanged once per round of H steps, fragment p after the
+steps p H / P, p H / P + H and so on. With an overlap of t steps, the exchange of a fragment that starts after step s ends after step s +
+t. At most one exchange is in progress at a time, since t is less than H / P. After the last step of the run, the exchange in progress
+ends, and all fragments are exchanged without overlap.
+
+With an overlap, learners train on while a fragment is exchanged. They then continue from a mixture of their own parameters and the global
+ones. The parameters of the fragment are sent one after another, over the steps of the overlap: if all were sent at once, the reductions of
+each step would wait behind them on a slow link.
 
 The step after which exchanges last started or ended is part of the state. So a checkpoint that surviving ranks save between the last inner
 step of a round and its outer step is complete: the outer step runs when it is loaded. So are the pseudo-gradients that are being exchanged:
@@ -20,7 +26,9 @@ their exchange starts again when they are loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from math import ceil
@@ -28,10 +36,11 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from swarmtrain.config.schema.optimizer import DilocoConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import collectives
+from swarmtrain.trainer.checkpoint.training_state import TrainingState
 from swarmtrain.trainer.diloco.exchange import MAX_BUCKET_ELEMENTS, PendingMean, PseudoGradientExchange, divide_into_buckets
-from swarmtrain.trainer.diloco.fragments import assign_fragments, list_starting_fragments
 from swarmtrain.trainer.diloco.learner import PARAMETERS, Learner
 from swarmtrain.trainer.health.step_timer import COMMUNICATION, StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
@@ -43,6 +52,7 @@ from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")
 _VELOCITY, _PROGRESS = "outer_momentum", "outer_progress/state"
+_LAYER_PATTERN = re.compile(r"^blocks\.(\d+)\.")
 
 
 class DilocoOptimizer:
@@ -236,3 +246,34 @@ class DilocoOptimizer:
         torch.autograd.graph.increment_version(list(self._parameters.values()))
         for learner in self.learners:
             learner.approach({name: self._parameters[name].data for name in gradients}, self._settings.mixing)
+
+
+def list_starting_fragments(settings: DilocoConfig, step: int) -> list[int]:
+    """Return the fragments whose exchange starts after `step`, unless it is the last of the run: at most one."""
+    interval = settings.inner_steps // settings.fragments
+    return [step % settings.inner_steps // interval] if step > 0 and step % interval == 0 else []
+
+
+def assign_fragments(parameter_names: Iterable[str], layer_count: int, fragment_count: int) -> list[list[str]]:
+    """Return the names of the parameters of each fragment. Embedding, final norm and output layer count as parts of the nearest layer."""
+    fragments: list[list[str]] = [[] for _ in range(fragment_count)]
+    for name in parameter_names:
+        match = _LAYER_PATTERN.match(name)
+        layer = int(match[1]) if match else 0 if name.startswith(("embedding.", "positions.")) else layer_count - 1
+        fragments[layer % fragment_count].append(name)
+    return fragments
+
+
+@dataclass(frozen=True)
+class DilocoTrainingState(TrainingState):
+    """State of a model, whose parameters are the global ones, and of its DilocoOptimizer, that a run saves in its checkpoints."""
+
+    optimizer: DilocoOptimizer
+
+    @property
+    def topology(self) -> Mapping[str, int]:
+        return {**super().topology, "learners": self.optimizer.learner_count}
+
+    def write_missing_values(self, loaded_names: Collection[str] = ()) -> None:
+        super().write_missing_values(loaded_names)
+        self.optimizer.start_learners({name.removeprefix("optimizer/") for name in loaded_names})

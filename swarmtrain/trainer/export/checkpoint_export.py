@@ -21,8 +21,7 @@ from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
 from swarmtrain.trainer.export import sentence_transformers
 from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.tensor_names import TensorMapping
-from swarmtrain.trainer.model.peft import LORA_KEY, is_peft_parameter
-from swarmtrain.trainer.model.peft.lora import merge_lora_weight
+from swarmtrain.trainer.model.peft import LORA_KEY, is_peft_parameter, merge_lora_weight
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize.progress import ProgressBar
 

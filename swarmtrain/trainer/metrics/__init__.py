@@ -20,7 +20,6 @@ from swarmtrain.trainer import run_report
 from swarmtrain.trainer.checkpoint import SavedCheckpoint
 from swarmtrain.trainer.health.rank_timing import RankTiming
 from swarmtrain.trainer.health.stragglers import StragglerDetector, find_slow_ranks
-from swarmtrain.trainer.metrics import flops
 from swarmtrain.trainer.metrics.audit_log import replace_non_finite
 from swarmtrain.trainer.metrics.event_sender import EventSender
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
@@ -28,7 +27,7 @@ from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
 from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample
 from swarmtrain.trainer.metrics.sinks.jsonl import append_missing_step_metrics
-from swarmtrain.trainer.metrics.throughput import Throughput
+from swarmtrain.trainer.metrics.throughput import Throughput, compute_flops_per_token, find_peak_flops
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.mesh import Mesh
 from swarmtrain.trainer.runtime import Runtime
@@ -87,13 +86,11 @@ class RunReporter:
         )
         self._report_resumed(step, resumed_from, run_id)
         self._flops_per_token, self._replica_count = (
-            flops.compute_flops_per_token(config.transformer_architecture, model.parameter_count),
+            compute_flops_per_token(config.transformer_architecture, model.parameter_count),
             mesh.replica_count,
         )
         if self._runtime.device.type == "cuda":
-            self._peak_flops = flops.find_peak_flops(
-                torch.cuda.get_device_name(self._runtime.device), config.transformer_architecture.precision
-            )
+            self._peak_flops = find_peak_flops(torch.cuda.get_device_name(self._runtime.device), config.transformer_architecture.precision)
         if config.topology.reassigns_micro_batches(mesh.data_size):
             self._micro_batch_counts = self._group_by_node(mesh.micro_batches_per_replica)
         self._sinks.open(self._runtime, step)

@@ -7,8 +7,8 @@ from torch.nn import functional
 
 from swarmtrain.config.schema.transformer_architecture import ActivationFunction, MlpType, TransformerArchitectureConfig
 from swarmtrain.trainer.model import umup
-from swarmtrain.trainer.model.linear import build_linear
-from swarmtrain.trainer.model.peft.lora import LoraAdapters
+from swarmtrain.trainer.model.layers import build_linear
+from swarmtrain.trainer.model.peft import LoraAdapters
 
 
 def build_mlp(architecture: TransformerArchitectureConfig, layer: int) -> nn.Module:

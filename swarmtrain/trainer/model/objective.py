@@ -1,4 +1,4 @@
-"""Interface of training objectives, which compute the loss. The interface is the same for every form of parallelism.
+"""Interface of training objectives, which compute the loss, and the default objective. It is the same for every form of parallelism.
 
 `trainer/objectives/` contains the objectives that the config can select. Transformer, pipeline and training step use only the classes of
 this module.
@@ -54,6 +54,12 @@ class Objective:
     def copies_per_row(self) -> int:
         """Number of hidden states of each token: one for each model that processes it."""
         return 2 if self.has_reference else 1
+
+
+class LanguageModelObjective(Objective):
+    """Next-token prediction: the loss is the summed cross-entropy of the tokens."""
+
+    has_perplexity = True
 
 
 @dataclass(frozen=True)

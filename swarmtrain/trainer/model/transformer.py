@@ -1,19 +1,14 @@
 """A decoder-only transformer: pre-normalization, causal attention, and the options of `transformer_architecture`.
 
 attention            queries, keys, values and their weighted sum
-rotary               rotary position embeddings
-learned_positions    learned position embeddings
+positions            rotary and learned position embeddings
 mlp                  feed-forward blocks (MLP)
-norm                 normalization
 dropout              dropout that is the same in every topology
 initialization       initial parameter values
-linear               linear layers, in float8 where configured
+layers               normalization, linear layers (in float8 where configured), and the output layer
 float8               float8 matmuls
 umup                 u-muP scaling
-peft                 parameters added for fine-tuning
-lora                 LoRA: low-rank updates added to linear layers
-adapter              bottleneck blocks after layers
-output_layer         logits
+peft                 parameters added for fine-tuning: LoRA and adapters
 embedding_head       one vector per text
 loss_targets         the target value of positions without a loss
 chunked_loss         loss computed without materializing all logits
@@ -41,15 +36,12 @@ from swarmtrain.trainer.model.attention.visibility import Visibility
 from swarmtrain.trainer.model.dropout import Dropout
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
 from swarmtrain.trainer.model.initialization import ParameterInitializer, ParameterSource, materialize_parameters, write_parameters
-from swarmtrain.trainer.model.learned_positions import LearnedPositions
+from swarmtrain.trainer.model.layers import build_norm, build_output_layer
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.mlp import build_mlp
-from swarmtrain.trainer.model.norm import build_norm
 from swarmtrain.trainer.model.objective import Objective
-from swarmtrain.trainer.model.output_layer import build_output_layer
-from swarmtrain.trainer.model.peft.adapter import LayerAdapters
-from swarmtrain.trainer.model.peft.lora import LoraAdapters
-from swarmtrain.trainer.model.rotary import RotaryEmbedding, Rotation, find_document_starts
+from swarmtrain.trainer.model.peft import LayerAdapters, LoraAdapters
+from swarmtrain.trainer.model.positions import LearnedPositions, RotaryEmbedding, Rotation, find_document_starts
 from swarmtrain.trainer.model.sequence_shard import SequenceShard
 from swarmtrain.trainer.random_seeds import derive_seed, seed_torch
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.model.objective import EmbeddingObjective, Objective
+from swarmtrain.trainer.model.objective import EmbeddingObjective, LanguageModelObjective, Objective
 from swarmtrain.trainer.object_factory import instantiate
 from swarmtrain.trainer.objectives.contrastive import ContrastiveObjective
-from swarmtrain.trainer.objectives.language_model import LanguageModelObjective
 from swarmtrain.trainer.objectives.preference import PreferenceObjective
 
 _OBJECTIVES: dict[str, Callable[[Any], Objective]] = {

@@ -25,9 +25,9 @@ from torch.nn import functional
 
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.embedding_head import EmbeddingHead
-from swarmtrain.trainer.model.linear import FunctionalLinear
+from swarmtrain.trainer.model.layers import FunctionalLinear
 from swarmtrain.trainer.model.mlp import Mlp, SwiGlu
-from swarmtrain.trainer.model.peft.lora import LoraAdapters
+from swarmtrain.trainer.model.peft import LoraAdapters
 from swarmtrain.trainer.model.transformer import Transformer, TransformerBlock
 from swarmtrain.trainer.model.umup import LinearFunction, UnitScaledLinear
 from swarmtrain.trainer.parallel import differentiable_collectives

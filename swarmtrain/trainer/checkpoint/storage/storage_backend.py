@@ -29,9 +29,8 @@ from swarmtrain.trainer.checkpoint.storage.discovery import (
     find_unverified_checkpoint_in_folder,
 )
 from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
-from swarmtrain.trainer.checkpoint.storage.node_local_writer import NodeLocalWriter
 from swarmtrain.trainer.checkpoint.storage.peer_transfer import exchange_files
-from swarmtrain.trainer.checkpoint.storage.tensor_storage import StagingBuffer, TensorStorageWriter
+from swarmtrain.trainer.checkpoint.storage.tensor_storage import NodeLocalWriter, StagingBuffer, TensorStorageWriter
 from swarmtrain.trainer.runtime import Runtime
 
 _MAX_CLAIM_ATTEMPTS = 3

@@ -7,9 +7,11 @@ pickled or unpickled, and entries that are not tensors are rejected.
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +27,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from swarmtrain.errors import CheckpointError, SwarmtrainError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests, hash_memory
-from swarmtrain.trainer.checkpoint.storage.pinned_memory import allocate_pinned_memory
+from swarmtrain.trainer.checkpoint.storage.node_groups import NodeGroups
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _BLOCK_BYTES = 1 << 24
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -59,6 +62,29 @@ class StagingBuffer:
         return self._buffer[:size].numpy().data
 
 
+def allocate_pinned_memory(size: int) -> Tensor:
+    """Return `size` bytes of uninitialized pinned memory, as uint8. If CUDA cannot pin it, log a warning and return pageable memory.
+
+    torch's allocator rounds pinned memory up to a power of two: 65 GB would need 128 GB (pytorch issue 171662). So, as torch's distributed
+    checkpoint does, ordinary memory is registered with CUDA instead.
+    """
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if not size:
+        return buffer
+    address = buffer.data_ptr()
+    error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]  # not typed in torch
+    if error:
+        LOG.warning("cannot pin %s MiB of host memory (CUDA error %s): checkpoints are copied from the GPU more slowly", size >> 20, error)
+    else:
+        # Not at exit, when CUDA may be shut down already.
+        weakref.finalize(buffer, _unpin_memory, address).atexit = False
+    return buffer
+
+
+def _unpin_memory(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # not typed in torch
+
+
 @contextmanager
 def _use_copy_stream(device: torch.device) -> Iterator[None]:
     """Context manager: copies in the body wait for the operations before them on `device`, and are complete at the end."""
@@ -72,7 +98,7 @@ def _use_copy_stream(device: torch.device) -> Iterator[None]:
     stream.synchronize()  # not the whole device: other streams may still have collectives that wait for a dead peer
 
 
-def format_shard_file_name(number: int) -> str:
+def _format_shard_file_name(number: int) -> str:
     """Return the file name of the shard with the index `number`."""
     return f"part-{number:05}.bin"
 
@@ -86,7 +112,7 @@ class TensorStorageWriter:
 
     def __init__(self, folder: Path, shard_number: int, staging_buffer: StagingBuffer) -> None:
         self.folder = folder
-        self.file_name = format_shard_file_name(shard_number)
+        self.file_name = _format_shard_file_name(shard_number)
         self.tensor_index: dict[str, Any] = {}
         self._staging_buffer = staging_buffer
         self._staged_parts: dict[str, memoryview] = {}
@@ -101,7 +127,7 @@ class TensorStorageWriter:
         encoded_plans = collectives.run_on_all_ranks(lambda: convert_errors(lambda: _encode_plan(planner.create_local_plan())))
         plans = [_decode_plan(encoded) for encoded in encoded_plans]
         divided_plans, _ = convert_errors(lambda: planner.create_global_plan(plans))  # each rank computes the same
-        self.tensor_index = build_tensor_index({format_shard_file_name(rank): plan for rank, plan in enumerate(divided_plans)})
+        self.tensor_index = build_tensor_index({_format_shard_file_name(rank): plan for rank, plan in enumerate(divided_plans)})
         collectives.run_on_all_ranks(lambda: convert_errors(lambda: self._stage_planned_tensors(planner, plans)))
 
     def stage_local_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -114,8 +140,8 @@ class TensorStorageWriter:
 
     def _stage_planned_tensors(self, planner: DefaultSavePlanner, plans: Sequence[SavePlan]) -> None:  # NodeLocalWriter needs `plans`
         """Copy the tensors of this rank's shard into the staging buffer. `plans`: all tensors that each rank could write."""
-        indices = group_tensor_chunks_by_file(self.tensor_index).get(self.file_name, [])
-        self._stage_files({self.file_name: [find_tensor(planner, index) for index in indices]})
+        indices = _group_tensor_chunks_by_file(self.tensor_index).get(self.file_name, [])
+        self._stage_files({self.file_name: [_find_tensor(planner, index) for index in indices]})
 
     def _stage_files(self, tensors_by_file: Mapping[str, Sequence[Tensor]]) -> None:
         """Copy the tensors of each file into the staging buffer. `tensors_by_file`: tensors of each shard, by file name."""
@@ -146,7 +172,43 @@ class TensorStorageWriter:
         return hasher.result().build_entry(len(data))
 
 
-def group_tensor_chunks_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
+class NodeLocalWriter(TensorStorageWriter):
+    """Writes the shards that are assigned to this rank, which may be none, or several, if each node has its own disk.
+
+    To minimize network traffic, a node writes every shard that one of its ranks holds completely, even if it is the shard of another node's
+    rank. The shards are the same as on a shared file system: one per rank. If ranks of several nodes hold the tensors of a shard (for
+    example unsharded state, which all ranks hold), each of these nodes writes it.
+    """
+
+    def __init__(self, folder: Path, nodes: NodeGroups, staging_buffer: StagingBuffer) -> None:
+        super().__init__(folder, nodes.rank, staging_buffer)
+        self._nodes = nodes
+
+    def _stage_planned_tensors(self, planner: DefaultSavePlanner, plans: Sequence[SavePlan]) -> None:
+        files = _group_tensor_chunks_by_file(self.tensor_index)
+        held_indices = [{item.index for item in plan.items} for plan in plans]
+        writable = [[name for name, indices in files.items() if held.issuperset(indices)] for held in held_indices]
+        assigned_names = assign_shards_to_ranks(writable, self._nodes.local_ranks)[self._nodes.rank]
+        self._stage_files({name: [_find_tensor(planner, index) for index in files[name]] for name in assigned_names})
+
+
+def assign_shards_to_ranks(writable_shards_by_rank: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[int, list[str]]:
+    """Assign each shard that any of a node's `ranks` can write to one of these ranks. Return the assigned shard names by rank.
+
+    `writable_shards_by_rank`: for each rank of the world, the names of the shards that it can write. Each rank is assigned its own shard;
+    any other shard is assigned to the rank with the fewest shards.
+    """
+    assigned: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for name in sorted({name for rank in ranks for name in writable_shards_by_rank[rank]}):
+        chosen = min(
+            (rank for rank in ranks if name in writable_shards_by_rank[rank]),
+            key=lambda rank: (name != _format_shard_file_name(rank), len(assigned[rank]), rank),
+        )
+        assigned[chosen].append(name)
+    return assigned
+
+
+def _group_tensor_chunks_by_file(tensor_index: Mapping[str, Any]) -> dict[str, list[MetadataIndex]]:
     """Return the tensor chunks in `tensor_index` by file name, in the order of their offsets in the file."""
     chunks_by_file: dict[str, list[tuple[int, MetadataIndex]]] = defaultdict(list)
     for name, entry in tensor_index.items():
@@ -169,7 +231,7 @@ def build_tensor_index(plans: Mapping[str, SavePlan]) -> dict[str, Any]:
     return tensor_index
 
 
-def find_tensor(planner: DefaultSavePlanner, index: MetadataIndex) -> Tensor:
+def _find_tensor(planner: DefaultSavePlanner, index: MetadataIndex) -> Tensor:
     """Return the tensor chunk with `index` among the tensors of `planner`."""
     tensor: Tensor = planner.lookup_object(index)
     return tensor

@@ -18,10 +18,9 @@ from swarmtrain.config.schema.transformer_architecture import TransformerArchite
 from swarmtrain.trainer.model import umup
 from swarmtrain.trainer.model.attention.attention_method import AttentionOptions
 from swarmtrain.trainer.model.attention.selection import AttentionMethods
-from swarmtrain.trainer.model.linear import build_linear
-from swarmtrain.trainer.model.norm import build_norm
-from swarmtrain.trainer.model.peft.lora import LoraAdapters
-from swarmtrain.trainer.model.rotary import Rotation, apply_rotary_embedding
+from swarmtrain.trainer.model.layers import build_linear, build_norm
+from swarmtrain.trainer.model.peft import LoraAdapters
+from swarmtrain.trainer.model.positions import Rotation, apply_rotary_embedding
 from swarmtrain.trainer.model.sequence_shard import KeyValueGather
 
 

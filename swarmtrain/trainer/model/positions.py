@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864).
+"""Position embeddings: rotary (Su et al. 2021, arXiv 2104.09864) and learned (Radford et al. 2019).
 
-Pairs of dimensions are rotated by an angle proportional to the token's position. So the dot product of a query and a key depends on the
-distance between their positions, not on the absolute positions.
+With rotary embeddings, pairs of dimensions are rotated by an angle proportional to the token's position. So the dot product of a query and
+a key depends on the distance between their positions, not on the absolute positions.
 """
 
 from __future__ import annotations
@@ -68,6 +68,18 @@ def _scale_frequencies(frequencies: Tensor, scaling: RotaryScalingConfig) -> Ten
     rotations = frequencies * scaling.original_sequence_length / (2 * math.pi)
     unscaled_weight = (rotations - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
     return torch.lerp(frequencies / scaling.factor, frequencies, unscaled_weight.clamp(0, 1))
+
+
+class LearnedPositions(nn.Module):
+    """Table of learned position embeddings (sequence length, hidden size): one vector per position is added to the token embedding."""
+
+    def __init__(self, architecture: TransformerArchitectureConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(architecture.sequence_length, architecture.hidden_size))
+
+    def forward(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
+        """Return `hidden` (batch, sequence, hidden size) plus the embeddings of `positions`, (sequence) or (batch, sequence)."""
+        return hidden + self.weight[positions]
 
 
 def apply_rotary_embedding(heads: Tensor, rotation: Rotation, position_type: PositionType) -> Tensor:
