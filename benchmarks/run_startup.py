@@ -25,6 +25,7 @@ from benchmarks.measurement import (
 from swarmtrain import images, process, protocol
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
+from swarmtrain.lab.base_image import create_base_image
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.protocol import Event
@@ -87,7 +88,7 @@ def measure_doctor() -> Iterator[BenchmarkRow]:
 def provide_image(lab: Lab) -> None:
     """Build the image, push it to the lab's registry, and pull it on every node."""
     engine = DockerEngine(lab.get_docker_host("node0"), timeout=600)
-    images.build_image(engine.client, ROOT, IMAGE, report_progress=lambda line: None)
+    images.build_image(engine.client, ROOT, IMAGE, base_image=create_base_image, report_progress=lambda line: None)
     print_progress("pushing the image")
     images.push_image(engine.client, IMAGE, report_progress=lambda line: None)
     pinned = images.pin_image(engine, IMAGE).reference

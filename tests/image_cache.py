@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from swarmtrain.lab import Lab, image_store, registry
+from swarmtrain.lab import Lab, engines, registry
 from swarmtrain.lab.state import get_labs_folder
 
 _REGISTRY = "registry"
@@ -34,8 +34,8 @@ def save_images(lab: Lab, node: str, cache: Path | None) -> None:
     if cache is None or cache.exists():
         return
     staging = Path(tempfile.mkdtemp(dir=cache.parent))
-    for name in image_store.list_image_folders(lab.directory, node):
-        image_store.copy_with_hard_links(image_store.get_data_folder(lab.directory, node) / name, staging / name)
+    for name in engines.list_image_folders(lab.directory, node):
+        engines.copy_with_hard_links(engines.get_data_folder(lab.directory, node) / name, staging / name)
     _copy_registry(registry.get_image_store_path(get_labs_folder()), staging / _REGISTRY)
     staging.rename(cache)
 
@@ -50,16 +50,16 @@ def restore_images(lab: Lab, nodes: Sequence[str], cache: Path | None) -> None:
     """Copy the images from `cache` to nodes without images. Do nothing if the cache does not exist."""
     if cache is None or not cache.exists():
         return
-    names = image_store.list_image_folders(lab.directory, nodes[0])
+    names = engines.list_image_folders(lab.directory, nodes[0])
     for node in nodes:
         lab.power_off_node(node, report_progress=print)
         for name in names:
-            image_store.copy_with_hard_links(cache / name, image_store.get_data_folder(lab.directory, node) / name)
+            engines.copy_with_hard_links(cache / name, engines.get_data_folder(lab.directory, node) / name)
     for node in nodes:
         lab.power_on_node(node, report_progress=print)
 
 
 def _copy_registry(source: Path, target: Path) -> None:
-    image_store.copy_with_hard_links(source / _IMMUTABLE_BLOBS, target / _IMMUTABLE_BLOBS)
+    engines.copy_with_hard_links(source / _IMMUTABLE_BLOBS, target / _IMMUTABLE_BLOBS)
     names = _IMMUTABLE_BLOBS.with_name("repositories")
     subprocess.run(["cp", "-a", str(source / names), str(target / names)], check=True)

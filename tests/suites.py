@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmtrain.images.base_image import get_cache_directory
+from swarmtrain.lab.base_image import get_cache_directory
 from swarmtrain.lab.state import get_labs_folder
 
 ROOT = Path(__file__).parent

@@ -27,6 +27,8 @@ LabNodeArgument = Annotated[
     str, typer.Argument(help="Node of the lab; node0 is the manager.", autocompletion=shell_completion.complete_lab_nodes)
 ]
 
+_ENGINE_TIMEOUT_SECONDS = 1800.0  # seconds without progress from the engine in one step: it may be unpacking gigabytes
+
 
 def _print_progress(line: str) -> None:
     typer.echo(line, err=True)
@@ -134,6 +136,20 @@ def print_environment(lab_name: LabNameOption = DEFAULT_NAME) -> None:
     """Print the environment variables that make docker, ssh, Slurm and swarmtrain use the lab: eval "$(swarmtrain lab env)"."""
     for key, value in _open_lab(lab_name).build_client_environment().items():
         typer.echo(f"export {key}={shlex.quote(value)}")
+
+
+@app.command("base-image")
+def create_base_image(
+    with_compiler: Annotated[
+        bool, typer.Option("--compiler", help="With a C++ compiler, which a torch that supports GPUs needs for compilation.")
+    ] = False,
+) -> None:
+    """Create a base image from Debian packages in the engine that docker uses, which need not reach Docker Hub; print its name."""
+    from swarmtrain.lab import base_image
+    from swarmtrain.launchers.common.docker_engine import DockerEngine
+
+    client = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS).client
+    typer.echo(base_image.create_base_image(client, _print_progress, with_compiler=with_compiler))
 
 
 def _open_lab(name: str) -> "Lab":

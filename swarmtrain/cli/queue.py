@@ -20,13 +20,19 @@ def start_scheduler(
         str | None,
         typer.Option("--image", help="Image with swarmtrain. Default: a small one, built here for all managers.", show_default=False),
     ] = None,
+    base_image: Annotated[
+        str | None,
+        typer.Option(
+            "--base", help="Base image with Python 3.11 of the image that is built. Default: Python's official one.", show_default=False
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Start the scheduler on a manager, or update it to this version. From then on, deploy queues runs."""
     from swarmtrain.operations import queue
     from swarmtrain.view.output import print_result
 
-    print_result(queue.start_scheduler(image), as_json=json)
+    print_result(queue.start_scheduler(image, base_image), as_json=json)
 
 
 @app.command("down")

@@ -34,18 +34,13 @@ def add_code_layer(
     """
     image = pull_image_if_missing(client, base_image, report_progress)
     image_contents = contents.read_image_contents(image)
-    dockerfile = _Dockerfile(image)
-    with tempfile.TemporaryFile() as tar_file:
-        with tarfile.open(fileobj=tar_file, mode="w") as archive:
-            for path in code_folders:
-                name, entries = _get_path_in_image(path, working_folder), _list_folder_entries(path)
-                image_contents = image_contents.copy_with_added_folder(name, entries, base_image=base_image)
-                staging_folder = dockerfile.add_layer()
-                archive_entries = [(str(PurePosixPath(staging_folder, name, entry)), file) for entry, file in entries]
-                folders.add_entries_to_archive(archive, archive_entries, world_writable_folder=staging_folder)
-                report_progress(f"{path}: {len(entries)} files, {format_bytes(sum(file.lstat().st_size for _, file in entries))}")
-            folders.add_file_content(archive, "Dockerfile", dockerfile.render().encode())
-        build_image_from_tar(client, tar_file, tag, labels=image_contents.to_labels(), report_progress=report_progress)
+    layers: list[Mapping[str, Path | bytes]] = []
+    for path in code_folders:
+        name, entries = _get_path_in_image(path, working_folder), _list_folder_entries(path)
+        image_contents = image_contents.copy_with_added_folder(name, entries, base_image=base_image)
+        layers.append({f"{name}/{entry}": file for entry, file in entries})
+        report_progress(f"{path}: {len(entries)} files, {format_bytes(sum(file.lstat().st_size for _, file in entries))}")
+    _build_layers(client, image, layers, tag, labels=image_contents.to_labels(), report_progress=report_progress)
 
 
 def add_file_layer(
@@ -55,37 +50,33 @@ def add_file_layer(
 
     The layer is reproducible: equal files give an equal layer. Raises ImageError if the build fails.
     """
-    dockerfile = _Dockerfile(pull_image_if_missing(client, base_image, report_progress))
+    image = pull_image_if_missing(client, base_image, report_progress)
+    report_progress(f"{len(files)} files, {format_bytes(sum(map(len, files.values())))}")
+    _build_layers(client, image, [files], tag, labels={}, report_progress=report_progress)
+
+
+def _build_layers(
+    client: ImageClient,
+    base: Mapping[str, Any],
+    layers: Sequence[Mapping[str, Path | bytes]],
+    tag: str,
+    *,
+    labels: Mapping[str, str],
+    report_progress: ProgressReporter,
+) -> None:
+    """Build the image `tag`: the inspected image `base` plus `layers` of files in WORKSPACE, for the user that the image runs as."""
+    user = base["Config"].get("User")
+    lines = [f"FROM {base['Id']}"]
     with tempfile.TemporaryFile() as tar_file:
         with tarfile.open(fileobj=tar_file, mode="w") as archive:
-            staging_folder = dockerfile.add_layer()
-            archive_files = {str(PurePosixPath(staging_folder, name)): content for name, content in files.items()}
-            folders.add_folder_entries(archive, archive_files, world_writable_folder=staging_folder)
-            for name, content in archive_files.items():
-                folders.add_file_content(archive, name, content)
-            folders.add_file_content(archive, "Dockerfile", dockerfile.render().encode())
-        report_progress(f"{len(files)} files, {format_bytes(sum(map(len, files.values())))}")
-        build_image_from_tar(client, tar_file, tag, labels={}, report_progress=report_progress)
-
-
-class _Dockerfile:
-    """Dockerfile of an image that adds layers of files to the inspected image `base`, for the user that this image runs as."""
-
-    def __init__(self, base: Mapping[str, Any]) -> None:
-        self._lines = [f"FROM {base['Id']}"]
-        user = base["Config"].get("User")
-        self._owner_option = f"--chown={user} " if user else ""
-
-    def add_layer(self) -> str:
-        """Add a layer, and return the folder in the build context that is copied to WORKSPACE."""
-        number = len(self._lines)
-        # Copy WORKSPACE itself too: if the builder created this folder, the layer would contain the current time.
-        self._lines.append(f"COPY {self._owner_option}{number}/ /")
-        return f"{number}{WORKSPACE}"
-
-    def render(self) -> str:
-        """Return the text of the Dockerfile."""
-        return "\n".join(self._lines) + "\n"
+            for number, files in enumerate(layers, start=1):
+                # Copy WORKSPACE itself too: if the builder created this folder, the layer would contain the current time.
+                lines.append(f"COPY {f'--chown={user} ' if user else ''}{number}/ /")
+                folder = f"{number}{WORKSPACE}"
+                archive_files = [(str(PurePosixPath(folder, name)), file) for name, file in files.items()]
+                folders.add_files_to_archive(archive, archive_files, world_writable_folder=folder)
+            folders.add_files_to_archive(archive, [("Dockerfile", "".join(f"{line}\n" for line in lines).encode())])
+        build_image_from_tar(client, tar_file, tag, labels=labels, report_progress=report_progress)
 
 
 def _get_path_in_image(path: Path, working_folder: Path) -> str:

@@ -24,32 +24,24 @@ def compute_entries_digest(entries: Iterable[FolderEntry]) -> str:
     return sha256.hexdigest()[:12]
 
 
-def add_entries_to_archive(archive: tarfile.TarFile, entries: Iterable[FolderEntry], *, world_writable_folder: str = "") -> None:
-    """Add `entries` and their parent folders to `archive`, without owners and modification times, which would invalidate the build cache.
+def add_files_to_archive(archive: tarfile.TarFile, files: Iterable[tuple[str, Path | bytes]], *, world_writable_folder: str = "") -> None:
+    """Add `files`, by name, and their parent folders to `archive`. A file is a path on this machine, or its content.
 
-    `world_writable_folder` is added with mode 1777, as /tmp has: any user that the image runs as can write to it.
+    Owners and modification times are left out, since they would invalidate the build cache. `world_writable_folder` is added with mode
+    1777, as /tmp has: any user that the image runs as can write to it.
     """
-    paths = dict(entries)
-    add_folder_entries(archive, paths, world_writable_folder=world_writable_folder)
-    for name, path in paths.items():
-        archive.add(path, name, recursive=False, filter=_anonymize_tar_entry)
-
-
-def add_folder_entries(archive: tarfile.TarFile, names: Iterable[str], *, world_writable_folder: str = "") -> None:
-    """Add the parent folders of the files `names` to `archive`; see `add_entries_to_archive`."""
-    added_folders: set[str] = set()
-    for name in names:
-        for parent in reversed([str(parent) for parent in Path(name).parents if str(parent) != "."]):
+    added_folders = {"."}
+    for name, file in files:
+        for parent in reversed([str(parent) for parent in Path(name).parents]):
             if parent not in added_folders:
                 added_folders.add(parent)
                 archive.addfile(_create_folder_entry(parent, 0o1777 if parent == world_writable_folder else 0o755))
-
-
-def add_file_content(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Add a file `name` with `content` to `archive`."""
-    entry = tarfile.TarInfo(name)
-    entry.size = len(content)
-    archive.addfile(_anonymize_tar_entry(entry), io.BytesIO(content))
+        if isinstance(file, bytes):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(file)
+            archive.addfile(_anonymize_tar_entry(entry), io.BytesIO(file))
+        else:
+            archive.add(file, name, recursive=False, filter=_anonymize_tar_entry)
 
 
 def _create_folder_entry(name: str, mode: int) -> tarfile.TarInfo:

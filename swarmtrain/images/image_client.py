@@ -1,4 +1,4 @@
-"""Protocol of docker-py's `APIClient` for building and pushing images, and the parsing of its output streams."""
+"""Protocol of docker-py's `APIClient` for building and copying images, and the parsing of its output streams."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ ProgressReporter = Callable[[str], None]
 
 
 class ImageClient(Protocol):
-    """The methods of docker-py's low-level client that building and pushing images need. They raise OSErrors."""
+    """The methods of docker-py's low-level client that building and copying images need. They raise OSErrors."""
 
     def version(self) -> dict[str, Any]: ...
 
     def inspect_image(self, image: str) -> dict[str, Any]: ...
+
+    def tag(self, image: str, repository: str, tag: str | None = None) -> bool: ...
+
+    def get_image(self, image: str) -> Iterable[bytes]: ...
+
+    def load_image(self, data: Iterable[bytes]) -> Iterable[dict[str, Any]] | None: ...
 
     def import_image_from_file(self, filename: str, repository: str | None = None, tag: str | None = None) -> Any: ...
 

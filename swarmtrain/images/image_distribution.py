@@ -7,37 +7,23 @@ image id; Swarm does not contact a registry for an id (see pinning.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
 
 from swarmtrain.errors import ImageError, SwarmtrainError
-from swarmtrain.images.image_client import ProgressReporter, describe_engine_error
+from swarmtrain.images.image_client import ImageClient, ProgressReporter, describe_engine_error
 from swarmtrain.images.pinning import build_content_tag
-from swarmtrain.images.transfer_progress import format_bytes
+from swarmtrain.images.transfer_progress import TransferReporter, format_bytes
 
 _MAX_CONCURRENT_TRANSFERS = 8
-_LOG_INTERVAL_SECONDS = 3.0  # seconds between two progress lines of a node
 
 
-class ImageTransferClient(Protocol):
-    """The methods of docker-py's low-level client that copying an image needs. They raise OSErrors."""
-
-    def inspect_image(self, image: str) -> dict[str, Any]: ...
-
-    def tag(self, image: str, repository: str, tag: str | None = None) -> bool: ...
-
-    def get_image(self, image: str) -> Iterable[bytes]: ...
-
-    def load_image(self, data: Iterable[bytes]) -> Iterable[dict[str, Any]] | None: ...
-
-
-ConnectEngine = Callable[[str], ImageTransferClient]
+ConnectEngine = Callable[[str], ImageClient]
 """Connects to the engine at an address; raises SwarmtrainError if no engine answers there."""
 
 
 def distribute_image(
-    source_engine: ImageTransferClient,
+    source_engine: ImageClient,
     image: str,
     target_addresses: Mapping[str, str],
     connect_engine: ConnectEngine,
@@ -71,13 +57,8 @@ def distribute_image(
 
     def transfer_to(engine_name: str) -> str:
         try:
-            _ImageTransfer(
-                source_engine,
-                connect_engine(target_addresses[engine_name]),
-                image_id,
-                tag,
-                lambda line: report_progress(f"{engine_name}: {line}"),
-            ).transfer_image()
+            target_engine = connect_engine(target_addresses[engine_name])
+            _transfer_image(source_engine, target_engine, image_id, tag, lambda line: report_progress(f"{engine_name}: {line}"))
         except SwarmtrainError as error:
             return describe_failure(engine_name, f"{error.message} ({error.hint})" if error.hint else error.message)
         except OSError as error:
@@ -93,56 +74,36 @@ def distribute_image(
     return tag
 
 
-class _ImageTransfer:
-    """Transfer of the image to one engine."""
+def _transfer_image(
+    source_engine: ImageClient, target_engine: ImageClient, image_id: str, tag: str, report_progress: ProgressReporter
+) -> None:
+    if _try_tag_image(target_engine, image_id, tag):
+        report_progress("already has the image")
+        return
+    reporter, started_at = TransferReporter(report_progress), time.monotonic()
 
-    def __init__(
-        self,
-        source_engine: ImageTransferClient,
-        target_engine: ImageTransferClient,
-        image_id: str,
-        tag: str,
-        report_progress: ProgressReporter,
-    ) -> None:
-        self._source, self._target, self._image_id, self._tag, self._report_progress = (
-            source_engine,
-            target_engine,
-            image_id,
-            tag,
-            report_progress,
-        )
-        self._sent_bytes = 0
-
-    def transfer_image(self) -> None:
-        if self._try_tag_image():
-            self._report_progress("already has the image")
-            return
-        started_at = time.monotonic()
-        for message in self._target.load_image(self._stream_image()) or ():
-            if "error" in message:
-                raise ImageError(str(message["error"]).strip())
-        if not self._try_tag_image():
-            raise ImageError("was loaded, but has a different id there: that engine uses a different image store")
-        self._report_progress(f"{format_bytes(self._sent_bytes)} in {time.monotonic() - started_at:.0f} s")
-
-    def _try_tag_image(self) -> bool:
-        try:
-            self._target.inspect_image(self._image_id)
-        except OSError:
-            return False
-        _tag_image(self._target, self._image_id, self._tag)
-        return True
-
-    def _stream_image(self) -> Iterator[bytes]:
-        last_report_at = time.monotonic()
-        for chunk in self._source.get_image(self._tag):
-            self._sent_bytes += len(chunk)
+    def stream_image() -> Iterator[bytes]:
+        for chunk in source_engine.get_image(tag):
             yield chunk
-            if time.monotonic() - last_report_at > _LOG_INTERVAL_SECONDS:
-                last_report_at = time.monotonic()
-                self._report_progress(f"{format_bytes(self._sent_bytes)} so far")
+            reporter.add_bytes(len(chunk))
+
+    for message in target_engine.load_image(stream_image()) or ():
+        if "error" in message:
+            raise ImageError(str(message["error"]).strip())
+    if not _try_tag_image(target_engine, image_id, tag):
+        raise ImageError("was loaded, but has a different id there: that engine uses a different image store")
+    report_progress(f"{format_bytes(reporter.byte_count)} in {time.monotonic() - started_at:.0f} s")
 
 
-def _tag_image(client: ImageTransferClient, image_id: str, tag: str) -> None:
+def _try_tag_image(client: ImageClient, image_id: str, tag: str) -> bool:
+    try:
+        client.inspect_image(image_id)
+    except OSError:
+        return False
+    _tag_image(client, image_id, tag)
+    return True
+
+
+def _tag_image(client: ImageClient, image_id: str, tag: str) -> None:
     name, _, tag_name = tag.rpartition(":")
     client.tag(image_id, name, tag_name)

@@ -77,4 +77,9 @@ def _parse_pins(text: str) -> list[str]:
 
 
 def _normalize_pin(name: str, version: str) -> str:
-    return f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}"
+    return f"{normalize_name(name)}=={version}"
+
+
+def normalize_name(name: str) -> str:
+    """Return the package name in the form in which package indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -14,6 +14,21 @@ _EXISTING_STATUSES = ("Layer already exists", "Already exists", "Mounted from")
 _TRANSFER_STATUSES = ("Pushing", "Downloading")
 
 
+class TransferReporter:
+    """Counts the bytes of a transfer, and reports them every 3 s."""
+
+    def __init__(self, report_progress: ProgressReporter) -> None:
+        self._report_progress, self._reported_at = report_progress, time.monotonic()
+        self.byte_count = 0
+
+    def add_bytes(self, count: int) -> None:
+        """Count `count` more bytes."""
+        self.byte_count += count
+        if time.monotonic() - self._reported_at > _LOG_INTERVAL_SECONDS:
+            self._reported_at = time.monotonic()
+            self._report_progress(f"{format_bytes(self.byte_count)} so far")
+
+
 def follow_layer_transfer(
     stream: Iterable[dict[str, Any]], *, location: str, report_progress: ProgressReporter, hint: str | None = None
 ) -> None:
@@ -23,7 +38,7 @@ def follow_layer_transfer(
     """
     transferred_bytes: dict[str, int] = {}
     existing_layers: set[str] = set()
-    last_report_at = time.monotonic()
+    reporter = TransferReporter(report_progress)
     for message in stream:
         if "error" in message:
             raise ImageError(str(message["error"]).strip(), place=location, hint=hint)
@@ -31,14 +46,13 @@ def follow_layer_transfer(
         if status.startswith(_EXISTING_STATUSES):
             existing_layers.add(layer)
         elif status in _TRANSFER_STATUSES:
-            transferred_bytes[layer] = max(transferred_bytes.get(layer, 0), int((message.get("progressDetail") or {}).get("current") or 0))
-        if time.monotonic() - last_report_at > _LOG_INTERVAL_SECONDS:
-            last_report_at = time.monotonic()
-            report_progress(f"{format_bytes(sum(transferred_bytes.values()))} so far")
+            before, now = transferred_bytes.get(layer, 0), int((message.get("progressDetail") or {}).get("current") or 0)
+            transferred_bytes[layer] = max(before, now)
+            reporter.add_bytes(transferred_bytes[layer] - before)
     if transferred_bytes or existing_layers:
         verb = "was" if len(existing_layers) == 1 else "were"
         report_progress(
-            f"{_format_layer_count(len(transferred_bytes))}, {format_bytes(sum(transferred_bytes.values()))}; "
+            f"{_format_layer_count(len(transferred_bytes))}, {format_bytes(reporter.byte_count)}; "
             f"{_format_layer_count(len(existing_layers))} {verb} already present"
         )
 
@@ -64,7 +78,7 @@ def _format_layer_count(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
 
-def pull_image_if_missing(client: ImageClient, image: str, report_progress: ProgressReporter) -> dict[str, Any]:
+def pull_image_if_missing(client: ImageClient, image: str, report_progress: ProgressReporter, *, hint: str | None = None) -> dict[str, Any]:
     """Return the `docker inspect` data of `image`; pull it first if the engine does not have it. Raises ImageError if the pull fails."""
     try:
         return client.inspect_image(image)
@@ -73,8 +87,10 @@ def pull_image_if_missing(client: ImageClient, image: str, report_progress: Prog
     try:
         follow_layer_transfer(client.pull(image, stream=True, decode=True), location=f"image {image}", report_progress=report_progress)
         return client.inspect_image(image)
-    except OSError as error:
-        hint = f"swarmtrain image build . --tag {image} --push"
+    except (OSError, ImageError) as error:
+        reason = error.message if isinstance(error, ImageError) else describe_engine_error(error)
         raise ImageError(
-            f"the engine does not have this image and cannot pull it: {describe_engine_error(error)}", place=f"image {image}", hint=hint
+            f"the engine does not have this image and cannot pull it: {reason}",
+            place=f"image {image}",
+            hint=hint or f"swarmtrain image build . --tag {image} --push",
         ) from None

@@ -16,7 +16,7 @@ from swarmtrain.images.image_client import ProgressReporter
 from swarmtrain.images.project import Project, find_source_checkout
 
 PYTHON_VERSION = "3.11"
-"""The Python version of both base images."""
+"""The Python version of the base image."""
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 """Name of a processor architecture in wheel tags, by its name in the Docker engine."""
 # Files that pip adds to the files of a wheel when it installs the wheel.
@@ -24,14 +24,13 @@ _PIP_METADATA_FILES = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 _MANYLINUX_VERSIONS = ("_2_36", "_2_28", "_2_27", "_2_26", "_2_17", "2014")
 
 
-def download_pinned_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
-    """Download the wheels of the project's pins into the project's wheel folder, for the engine's `architecture`.
+def download_pinned_wheels(project: Project, machine: str, *, report_progress: ProgressReporter) -> None:
+    """Download the wheels of the project's pins into the project's wheel folder, for the processor architecture `machine`.
 
     Every file except torch's is checked against the lock file. Nothing is downloaded while the pins are unchanged. Raises ImageError if pip
     fails.
     """
     lock_bytes = project.lock.read_bytes() if project.lock else b""
-    machine = MACHINES.get(architecture, architecture)
     stamp = _compute_inputs_digest(project.pins.read_bytes(), lock_bytes, machine)
     if _is_wheel_folder_complete(project.wheel_folder, stamp):
         return
@@ -54,12 +53,11 @@ def can_compile_for_gpus(wheel_folder: Path) -> bool:
     return any(wheel_folder.glob("triton-*.whl"))
 
 
-def download_extra_wheels(project: Project, architecture: str, *, report_progress: ProgressReporter) -> None:
-    """Download the additional wheels for the project's requirements.txt into the project's extra wheel folder.
+def download_extra_wheels(project: Project, machine: str, *, report_progress: ProgressReporter) -> None:
+    """Download the additional wheels for the project's requirements.txt into the project's extra wheel folder, for `machine`.
 
     Raises ImageError if the download fails.
     """
-    machine = MACHINES.get(architecture, architecture)
     if project.requirements is None:
         shutil.rmtree(project.extra_wheel_folder, ignore_errors=True)
         return
@@ -79,7 +77,8 @@ def download_extra_wheels(project: Project, architecture: str, *, report_progres
 def build_swarmtrain_wheel(output_folder: Path, *, report_progress: ProgressReporter) -> None:
     """Write swarmtrain's own wheel into `output_folder`, and remove everything else from it. Raises ImageError if pip fails.
 
-    The wheel is built from the running checkout or from the installed files, so the nodes get the same version as this machine.
+    The wheel is built from the running checkout or, since no package index has swarmtrain, from the installed files. So the nodes get the
+    same version as this machine.
     """
     shutil.rmtree(output_folder, ignore_errors=True)
     output_folder.mkdir(parents=True)

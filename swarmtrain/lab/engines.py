@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 from swarmtrain.errors import LabError
 from swarmtrain.lab import engine_api, machines, registry
 from swarmtrain.lab.state import LabDescription
+from swarmtrain.process import run_command
 
 # Disjoint from the bridge's 10.77.0.0/16 and from 10.0.0.0/16, which many office networks use, so that overlay addresses never collide.
 _OVERLAY_ADDRESS_POOL = "10.128.0.0/9"
@@ -104,6 +106,34 @@ def wait_until_swarm_ready(lab_folder: Path, description: LabDescription, nodes:
         if time.monotonic() > deadline:
             raise LabError(f"not ready in the swarm after {timeout:g} s", place=", ".join(sorted(missing)), hint="swarmtrain lab status")
         time.sleep(0.05)
+
+
+def copy_image_store(lab_folder: Path, source: str, target: str) -> None:
+    """Replace the images and containers of the engine of `target`, which is powered off, by the images of `source`, as hard links.
+
+    This takes seconds, without a registry and a second copy on the disk: engines replace the files of their images, and never modify them.
+    """
+    for name in list_image_folders(lab_folder, source):
+        copy_with_hard_links(get_data_folder(lab_folder, source) / name, get_data_folder(lab_folder, target) / name)
+
+
+def get_data_folder(lab_folder: Path, node: str) -> Path:
+    """Return the folder with the data of the node's engine."""
+    return lab_folder / node / "data"
+
+
+def list_image_folders(lab_folder: Path, node: str) -> list[str]:
+    """Return the names of the folders in the data of the node's running engine that have its images."""
+    return ["image", str(engine_api.send_request(get_engine_socket(lab_folder, node), "GET", "/info")["Driver"])]
+
+
+def copy_with_hard_links(source: Path, target: Path) -> None:
+    """Replace the folder `target` by a copy of `source` as hard links, without what is mounted in it; on another disk, as a real copy."""
+    run_command(["rm", "-rf", str(target)])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["cp", "-alx", str(source), str(target)], stderr=subprocess.DEVNULL, check=False).returncode:
+        run_command(["rm", "-rf", str(target)])
+        run_command(["cp", "-ax", str(source), str(target)])
 
 
 def _join_swarm(lab_folder: Path, description: LabDescription, node: str, join_token: str) -> None:

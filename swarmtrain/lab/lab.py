@@ -14,7 +14,6 @@ from swarmtrain.lab import (
     cpu_share,
     engine_api,
     engines,
-    image_store,
     machines,
     network,
     path_shims,
@@ -188,7 +187,7 @@ class Lab:
         source, *targets = self._load_description().nodes
         for node in targets:
             self.power_off_node(node, report_progress=lambda line: None)
-            image_store.copy_image_store(self.directory, source, node)
+            engines.copy_image_store(self.directory, source, node)
             report_progress(f"{node}: has the images of {source}")
         for node in targets:
             self.power_on_node(node, report_progress=lambda line: None)
@@ -306,7 +305,8 @@ class Lab:
             return
         report_progress(f'  eval "$({self._format_lab_command("env")})"')
         if description.has_engines:
-            report_progress(f"  swarmtrain image build . --tag {registry.REGISTRY_ADDRESS}/swarmtrain:0.1 --push")
+            options = f'--base "$(swarmtrain lab base-image)" --tag {registry.REGISTRY_ADDRESS}/swarmtrain:0.1 --push'
+            report_progress(f"  swarmtrain image build . {options}")
         if "ssh" in description.components:
             report_progress(f"  ssh {first} hostname")
         if "slurm" in description.components:

@@ -21,7 +21,7 @@ _PROGRAMS_BY_COMPONENT = {
     "swarm": _ENGINE_PROGRAMS,
     "docker": _ENGINE_PROGRAMS,
     "ssh": {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"},
-    # Not a component: needed where the base image of the lab's images cannot be pulled.
+    # Not a component: builds the base image of the lab's images, since the lab's engines reach no registry but their own.
     "base image": {"mmdebstrap": "mmdebstrap"},
     "slurm": {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"},
 }

@@ -22,6 +22,7 @@ from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import LabError, SwarmtrainError
 from swarmtrain.images.project import SHIPPED_FILES as IMAGE_FILES
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
+from swarmtrain.lab.base_image import create_base_image
 from swarmtrain.lab.prerequisites import list_missing_packages
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.docker_engine import DockerEngine
@@ -109,7 +110,7 @@ def _run_demo_on_lab(lab: Lab) -> int:
         _print_heading("building the image, and copying it to all machines of the lab")
         engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
         with show_progress(f"building {_IMAGE}") as report_progress:
-            images.build_image(engine.client, Path(), _IMAGE, report_progress=report_progress)
+            images.build_image(engine.client, Path(), _IMAGE, base_image=create_base_image, report_progress=report_progress)
             image = images.distribute_image(
                 engine.client, _IMAGE, {}, lambda address: DockerEngine(address).client, report_progress=report_progress
             )

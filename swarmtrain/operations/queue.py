@@ -27,14 +27,18 @@ _IMAGE_NAME = "swarmtrain-queue"
 _ENGINE_TIMEOUT_SECONDS = 1800.0  # seconds without progress from the engine in one step of a build
 
 
-def start_scheduler(image: str | None) -> SchedulerStatus:
+def start_scheduler(image: str | None, base_image: str | None) -> SchedulerStatus:
     """Start or update the scheduler with `image`; without one, build it, and push it to the swarm's registry or copy it to all managers.
 
-    Raises SwarmtrainError.
+    `base_image`: that of the image that is built; by default Python's official one. Raises SwarmtrainError.
     """
+    if image and base_image:
+        raise StackError(
+            "only applies to an image that is built, but --image names one", place="queue up --base", hint="omit one of the two"
+        )
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress("starting the scheduler of the queue", interrupt_hint="run swarmtrain queue up again") as report_progress:
-        return queue_service.start_scheduler(engine, image or _build_image(engine, report_progress), report_progress)
+        return queue_service.start_scheduler(engine, image or _build_image(engine, base_image, report_progress), report_progress)
 
 
 def remove_scheduler(*, assume_yes: bool) -> None:
@@ -106,21 +110,21 @@ def _read_state(engine: DockerEngine) -> QueueState:
     return QueueReader(engine).read_state(time.time())
 
 
-def _build_image(engine: DockerEngine, report_progress: ProgressReporter) -> str:
+def _build_image(engine: DockerEngine, base_image: str | None, report_progress: ProgressReporter) -> str:
     """Build the scheduler's image, make it available to all managers, and return its name. Raises ImageError, EngineError."""
     try:
         registry = swarm_registry.get_registry_status(engine)
     except ImageError:  # there is none
         registry = None
-    if registry is not None and not registry.trust_problem:
-        tag = f"{registry.address}/{_IMAGE_NAME}:{__version__}"
-        build_queue_image(engine.client, tag, report_progress=report_progress)
+    prefix = f"{registry.address}/" if registry and not registry.trust_problem else ""
+    tag = f"{prefix}{_IMAGE_NAME}:{__version__}"
+    build_queue_image(engine.client, tag, base_image=base_image, report_progress=report_progress)
+    if prefix:
         push_image(engine.client, tag, report_progress=report_progress)
         return tag
-    build_queue_image(engine.client, f"{_IMAGE_NAME}:{__version__}", report_progress=report_progress)
     return distribute_image(
         engine.client,
-        f"{_IMAGE_NAME}:{__version__}",
+        tag,
         list_other_engines(engine, role="manager"),
         lambda address: DockerEngine(address, timeout=_ENGINE_TIMEOUT_SECONDS).client,
         report_progress=report_progress,

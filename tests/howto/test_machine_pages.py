@@ -56,6 +56,8 @@ class Machines:
 
     def _build_substitutions(self) -> Substitutions:
         return {
+            # These machines cannot reach Docker Hub, and the pages say what to do then.
+            "swarmtrain image build .": 'swarmtrain image build . --base "$(swarmtrain lab base-image)"',
             "REGISTRY": REGISTRY_ADDRESS,
             "TOKEN": lambda printed: re.findall(r"--token (\S+)", printed)[-1],
             "ADDRESS": lambda printed: re.findall(r"--token \S+ (\S+):2377", printed)[-1],

@@ -31,6 +31,7 @@ def test_sharing(
     up = next(number for number, step in enumerate(steps) if "lab up" in step.text) + 1
     reader.run_steps(steps[:up])
     if not image_cache_folder.exists():  # the tutorial's test did not run before
-        reader.run_steps(page.parse_page(f"```sh\nswarmtrain image build . --tag {REGISTRY_ADDRESS}/swarmtrain:latest --push\n```"))
+        options = f'--base "$(swarmtrain lab base-image)" --tag {REGISTRY_ADDRESS}/swarmtrain:latest --push'
+        reader.run_steps(page.parse_page(f"```sh\nswarmtrain image build . {options}\n```"))
     reader.run_steps(steps[up:])
     assert not default_lab.shared_disk.exists()

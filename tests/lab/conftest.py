@@ -19,8 +19,8 @@ from swarmtrain import images
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
 from swarmtrain.errors import LabError
-from swarmtrain.images.base_image import ensure_base_image
 from swarmtrain.lab import REGISTRY_ADDRESS, Lab
+from swarmtrain.lab.base_image import create_base_image
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state, teardown
 from swarmtrain.planning.plan import Plan, build_plan
@@ -74,7 +74,7 @@ def engine(lab: Lab) -> DockerEngine:
 def image(lab: Lab, engine: DockerEngine) -> str:
     """The image of this repository, in the lab's registry; every node can pull it. Another suite may have built it already."""
     if not engine.client.images(IMAGE):
-        images.build_image(engine.client, ROOT, IMAGE, report_progress=print_line)
+        images.build_image(engine.client, ROOT, IMAGE, base_image=create_base_image, report_progress=print_line)
         images.push_image(engine.client, IMAGE, report_progress=print_line)
         image_cache.save_images(lab, "node0", image_cache.find_shared_cache() if ENGINE_FOLDER is None else None)
     return IMAGE
@@ -83,7 +83,7 @@ def image(lab: Lab, engine: DockerEngine) -> str:
 @pytest.fixture(scope="session")
 def base_image(engine: DockerEngine) -> str:
     """An image with Python but without swarmtrain, in the lab's registry."""
-    base = ensure_base_image(engine.client, None, report_progress=print_line)
+    base = create_base_image(engine.client, print_line)
     return build_test_image(engine, f"{REGISTRY_ADDRESS}/base:test", {"Dockerfile": f"FROM {base}\n"})
 
 

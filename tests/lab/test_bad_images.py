@@ -31,6 +31,15 @@ def test_a_registry_that_does_not_answer(error_case: ErrorCase) -> None:
     error_case("swarmtrain deploy config.yml", start_pattern="^error:")
 
 
+def test_a_base_image_that_cannot_be_pulled(error_case: ErrorCase) -> None:
+    """Base image cannot be pulled
+
+    The engine does not reach Docker Hub. `swarmtrain queue up` fails in the same way.
+    """
+    error_case.add_replacement(r"dial tcp: .*", "dial tcp: …")
+    error_case("swarmtrain image build . --tag registry.lab:5000/swarmtrain:0.2 --base python:3.11-bookworm", start_pattern="^error:")
+
+
 def test_an_image_without_swarmtrain(error_case: ErrorCase, base_image: str) -> None:
     """Image does not contain swarmtrain
 

@@ -16,6 +16,7 @@ from swarm_helpers import DISCARD, RUN, find_docker_programs, is_run_removed, li
 
 from swarmtrain import images, protocol
 from swarmtrain.lab import Lab
+from swarmtrain.lab.base_image import create_base_image
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
@@ -170,7 +171,7 @@ def test_the_commands_of_the_readme_on_four_machines(create_lab: Callable[..., L
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
     engine = DockerEngine(timeout=600)
-    images.build_image(engine.client, ROOT, STACK_IMAGE, report_progress=DISCARD)
+    images.build_image(engine.client, ROOT, STACK_IMAGE, base_image=create_base_image, report_progress=DISCARD)
     images.push_image(engine.client, STACK_IMAGE, report_progress=DISCARD)
     run_docker(lab, "stack", "deploy", "-c", "compose/generated.yml", "mine")
     tasks = wait_until_training(engine, "mine", 3)

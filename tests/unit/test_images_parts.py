@@ -1,4 +1,4 @@
-"""The parts of image building that need no engine: names, contexts, and where Debian packages come from."""
+"""The parts of image building that need no engine: names, contexts, wheels, and the choice of a base image."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import typer.main
 from swarmtrain.cargo.docker_ignore import list_files
 from swarmtrain.errors import ImageError
 from swarmtrain.images import builder, lock_file, wheels
-from swarmtrain.images.base_image import ensure_base_image, find_apt_sources
+from swarmtrain.images.builder import ensure_base_image
 from swarmtrain.images.pinning import build_content_tag, is_content_addressed, strip_tag
 from swarmtrain.images.project import LOCK, PINS, REQUIREMENTS, find_project
 from swarmtrain.images.transfer_progress import follow_layer_transfer
@@ -189,8 +190,8 @@ def test_a_file_that_is_not_the_one_that_was_locked_is_refused(tmp_path: Path, p
     (here / PINS).write_text("small==1.0\ntorch==1.0\n")
     (here / REQUIREMENTS).write_text("other\nsmall\n")
     lock_file.write_lock_file(here, report_progress=print)
-    wheels.download_pinned_wheels(find_project(here), "arm64", report_progress=print)
-    wheels.download_extra_wheels(find_project(here), "arm64", report_progress=print)
+    wheels.download_pinned_wheels(find_project(here), "aarch64", report_progress=print)
+    wheels.download_extra_wheels(find_project(here), "aarch64", report_progress=print)
     assert sorted(path.name.split("-")[0] for path in (here / "build" / "wheels").glob("*.whl")) == ["small", "torch"]
     assert [path.name.split("-")[0] for path in (here / "build" / "extra").glob("*.whl")] == ["other"]
 
@@ -198,7 +199,7 @@ def test_a_file_that_is_not_the_one_that_was_locked_is_refused(tmp_path: Path, p
         wheel.writestr("small.py", "evil = True")
     (here / PINS).write_text("small==1.0\ntorch==1.0  # again\n")
     with pytest.raises(ImageError, match="DO NOT MATCH THE HASHES") as caught:
-        wheels.download_pinned_wheels(find_project(here), "arm64", report_progress=print)
+        wheels.download_pinned_wheels(find_project(here), "aarch64", report_progress=print)
     assert "pip config list" in str(caught.value.hint)
 
     (here / PINS).write_text("small==1.1\ntorch==1.0\n")
@@ -219,20 +220,6 @@ def test_what_is_installed_becomes_a_wheel_again(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "bin" / "typer").exists()
 
 
-def test_only_sources_of_the_suite_are_used(tmp_path: Path) -> None:
-    (tmp_path / "sources.list.d").mkdir()
-    (tmp_path / "sources.list").write_text("# deb nowhere bookworm main\ndeb [signed-by=/key] somewhere bookworm main\n")
-    for name, text in {
-        "debian.sources": "Types: deb\nURIs: somewhere\nSuites: bookworm bookworm-updates\nComponents: main\n",
-        "other.list": "deb elsewhere cloud-sdk-bookworm main\n",
-        "older.sources": "Types: deb\nSuites: bullseye\n",
-        "notes.txt": "deb nowhere bookworm main\n",
-    }.items():
-        (tmp_path / "sources.list.d" / name).write_text(text)
-    assert [file.name for file in find_apt_sources("bookworm", tmp_path)] == ["sources.list", "debian.sources"]
-    assert find_apt_sources("trixie", tmp_path) == []
-
-
 class EngineWithImages:
     """A Docker engine that has some images, and reaches no registry."""
 
@@ -243,6 +230,10 @@ class EngineWithImages:
         if image not in self.images:
             raise OSError(f"no such image: {image}")
         return {"Id": image}
+
+    def pull(self, image: str, **_: bool) -> Iterator[dict[str, str]]:
+        yield {"status": f"Pulling from {image.partition(':')[0]}"}
+        yield {"error": "Get https://registry.example/v2/: connection refused"}
 
 
 def test_a_torch_for_gpus_gets_a_base_image_with_a_compiler(tmp_path: Path) -> None:
@@ -257,7 +248,16 @@ def test_a_torch_for_gpus_gets_a_base_image_with_a_compiler(tmp_path: Path) -> N
         for needs_compiler in (False, True)
     ]
     assert chosen == ["python:3.11-slim-bookworm", "python:3.11-bookworm", "mine:1", "mine:1"]
-    offline: Any = EngineWithImages("swarmtrain-base:bookworm", "swarmtrain-base:bookworm-compiler")
-    for needs_compiler in (False, True):
-        name = ensure_base_image(offline, None, needs_compiler=needs_compiler, report_progress=lambda _line: None)
-        assert name.endswith("-compiler") is needs_compiler
+
+
+def test_a_base_image_that_cannot_be_pulled_is_an_error_that_names_another() -> None:
+    engine: Any = EngineWithImages("python:3.11-slim-bookworm")
+    for requested, needs_compiler, missing in ((None, True, "python:3.11-bookworm"), ("mine:1", False, "mine:1")):
+        with pytest.raises(ImageError) as caught:
+            ensure_base_image(engine, requested, needs_compiler=needs_compiler, report_progress=lambda _line: None)
+        assert str(caught.value) == (
+            f"image {missing}: the engine does not have this image and cannot pull it: Get https://registry.example/v2/: connection refused"
+        )
+        assert caught.value.hint == (
+            "use --base with an image that the engine has; swarmtrain lab base-image creates one without Docker Hub"
+        )

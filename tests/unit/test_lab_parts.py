@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.errors import LabError
-from swarmtrain.lab import Lab, cpu_share, network, prerequisites, state
+from swarmtrain.lab import Lab, base_image, cpu_share, network, prerequisites, state
 
 
 def test_a_lab_keeps_its_subnet_unless_that_is_taken() -> None:
@@ -155,3 +155,17 @@ def test_a_lab_of_an_older_version_is_read(tmp_path: Path) -> None:
     found = state.read_lab_description(tmp_path)
     assert found is not None
     assert not found.bare
+
+
+def test_only_sources_of_the_suite_are_used(tmp_path: Path) -> None:
+    (tmp_path / "sources.list.d").mkdir()
+    (tmp_path / "sources.list").write_text("# deb nowhere bookworm main\ndeb [signed-by=/key] somewhere bookworm main\n")
+    for name, text in {
+        "debian.sources": "Types: deb\nURIs: somewhere\nSuites: bookworm bookworm-updates\nComponents: main\n",
+        "other.list": "deb elsewhere cloud-sdk-bookworm main\n",
+        "older.sources": "Types: deb\nSuites: bullseye\n",
+        "notes.txt": "deb nowhere bookworm main\n",
+    }.items():
+        (tmp_path / "sources.list.d" / name).write_text(text)
+    assert [file.name for file in base_image.find_apt_sources("bookworm", tmp_path)] == ["sources.list", "debian.sources"]
+    assert base_image.find_apt_sources("trixie", tmp_path) == []
