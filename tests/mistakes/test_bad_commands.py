@@ -58,3 +58,11 @@ def test_run_names(error_case: ErrorCase) -> None:
     error_case(f"swarmtrain generate config.yml --name {'a' * 47}")
     error_case.run_setup("cp config.yml ___.yml")
     error_case("swarmtrain generate ___.yml")
+
+
+def test_a_base_image_of_an_image_that_is_not_built(error_case: ErrorCase) -> None:
+    """Base image of an image that is not built
+
+    `queue up` builds an image, unless `--image` names one.
+    """
+    error_case("swarmtrain queue up --image registry.lab:5000/swarmtrain:0.1 --base python:3.11-slim-bookworm")

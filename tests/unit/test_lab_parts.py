@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,3 +171,35 @@ def test_only_sources_of_the_suite_are_used(tmp_path: Path) -> None:
         (tmp_path / "sources.list.d" / name).write_text(text)
     assert [file.name for file in base_image.find_apt_sources("bookworm", tmp_path)] == ["sources.list", "debian.sources"]
     assert base_image.find_apt_sources("trixie", tmp_path) == []
+
+
+class EngineThatRefusesImports:
+    """A Docker engine without images, whose disk is full. It records the files to import."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+
+    def inspect_image(self, image: str) -> dict[str, str]:
+        raise OSError(f"no such image: {image}")
+
+    def import_image_from_file(self, filename: str, repository: str, tag: str) -> str:
+        self.files.append(filename)
+        return f'{{"error": "{repository}:{tag}: no space left on device"}}\n'
+
+
+@pytest.mark.parametrize("with_compiler", [False, True])
+def test_a_base_image_is_imported_from_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_compiler: bool) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    engine: Any = EngineThatRefusesImports()
+    with pytest.raises(LabError, match="mmdebstrap") as caught:
+        base_image.create_base_image(engine, print, with_compiler=with_compiler)
+    assert caught.value.hint == "apt-get install -y mmdebstrap"
+    packages = f"python3-python3-venv-ca-certificates-libgomp1{'-g++-python3-dev' if with_compiler else ''}"
+    tar = tmp_path / "swarmtrain" / f"base-bookworm-{packages}.tar"
+    tar.parent.mkdir()
+    tar.touch()
+    name = f"swarmtrain-base:bookworm{'-compiler' if with_compiler else ''}"
+    with pytest.raises(LabError, match=f"image {re.escape(name)}: .*no space left on device") as caught:
+        base_image.create_base_image(engine, print, with_compiler=with_compiler)
+    assert (engine.files, caught.value.hint) == ([str(tar)], f"rm {tar}")
