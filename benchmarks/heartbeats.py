@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from benchmarks.measurement import BenchmarkRow, Sample, measure_in_turns
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.coordinator.server import CoordinatorServer
 from swarmtrain.entrypoint.coordinator.state_machine import Coordinator
 from swarmtrain.protocol import PROTOCOL_VERSION, SupervisorResponse
-from swarmtrain.run_key import (
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.run_key import (
     NEXT_NONCE_FIELD,
     REQUEST_PURPOSE,
     RESPONSE_PURPOSE,

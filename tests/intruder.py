@@ -24,7 +24,7 @@ import pytest
 
 from swarmtrain.lab import Lab
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_OUTCOME, EVENT_WORLD_FORMED, PROTOCOL_VERSION, Event
-from swarmtrain.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, open_signed_message
+from swarmtrain.protocol.run_key import REQUEST_PURPOSE, RESPONSE_PURPOSE, build_signed_message, open_signed_message
 
 REFUSAL = {"error": "the request is not signed with the run's key"}
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _REQUEST_TIMEOUT_SECONDS = 15.0
 """Longer than the coordinator waits for a key in one request."""

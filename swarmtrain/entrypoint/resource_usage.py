@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.disk_space import DiskMonitor
 from swarmtrain.entrypoint.gpu_health import THROTTLE_MASK, GpuHealthMonitor
 from swarmtrain.entrypoint.gpu_query import GpuQuery, GpuSample
 from swarmtrain.entrypoint.kernel_log import KernelLog
 from swarmtrain.errors import CoordinatorError
 from swarmtrain.protocol import EVENT_GPU_FAULT, EVENT_USAGE, Event
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _REPORT_INTERVAL_SECONDS = 10.0
 _NO_GPUS = GpuSample()

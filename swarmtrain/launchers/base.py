@@ -18,7 +18,7 @@ from swarmtrain.planning.inventory import Inventory
 from swarmtrain.planning.placement import Placement
 from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 
 if TYPE_CHECKING:
     from swarmtrain.planning.step_estimates import ClusterMeasurement

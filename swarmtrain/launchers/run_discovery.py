@@ -13,7 +13,7 @@ from swarmtrain.launchers.base import Launcher, RunOverview
 from swarmtrain.launchers.common import engine_endpoint
 from swarmtrain.launchers.common.history_store import RecordedRun, find_recorded_run
 from swarmtrain.launchers.registry import create_launcher
-from swarmtrain.run_identity import ID_LENGTH, RunIdentity
+from swarmtrain.protocol.run_identity import ID_LENGTH, RunIdentity
 
 _RUN_ID_PATTERN = re.compile(rf"[0-9a-z]{{{ID_LENGTH}}}")
 

@@ -13,7 +13,7 @@ from swarmtrain.errors import DeliveryError, SwarmtrainError
 from swarmtrain.notifications.channel import CHANNEL_SECRET_PREFIX
 from swarmtrain.notifications.delivery import build_delivery
 from swarmtrain.notifications.notification import TEST_KIND, Notification
-from swarmtrain.run_identity import find_current_owner
+from swarmtrain.protocol.run_identity import find_current_owner
 
 _ID_BYTES = 8
 

@@ -21,6 +21,7 @@ from swarmtrain.planning.inventory import Inventory, Machine
 from swarmtrain.planning.node_selection import PlannedNode, select_nodes
 from swarmtrain.planning.placement import FRESH_PLACEMENT
 from swarmtrain.protocol import LABEL_HOSTS, LABEL_QUEUE_SETTINGS, LABEL_RUN, LABEL_SLOTS, LABEL_STACK, RENDEZVOUS_SERVICE
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.queue_labels import EntryState
 from swarmtrain.queueing.decisions.queue_model import (
     CORES,
@@ -33,7 +34,6 @@ from swarmtrain.queueing.decisions.queue_model import (
 )
 from swarmtrain.queueing.resource_allocation import build_capacity, compute_allocation, compute_running_allocation
 from swarmtrain.render.process_environment import HIDDEN_GPUS_ENV, VISIBLE_DEVICES_VARIABLE
-from swarmtrain.run_identity import RunIdentity
 
 ApiObject = dict[str, Any]
 _OUTSIDE = "a service outside any stack"

@@ -13,11 +13,11 @@ from swarmtrain.launchers.swarm.queue.policy_store import read_policy
 from swarmtrain.planning.inventory import Inventory
 from swarmtrain.planning.node_selection import format_count
 from swarmtrain.planning.plan import Plan
+from swarmtrain.protocol.run_identity import find_current_owner
 from swarmtrain.queueing.decisions.queue_model import CORES, Allocation, Ledger, MachineSupply, OwnerLimit, count_gpus
 from swarmtrain.queueing.queue_service import read_scheduler_status
 from swarmtrain.queueing.queue_state import compute_needs, format_amounts
 from swarmtrain.queueing.resource_allocation import build_capacity
-from swarmtrain.run_identity import find_current_owner
 
 
 def check_queue_request(launcher: Launcher, plan: Plan) -> list[Finding]:

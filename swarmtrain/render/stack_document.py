@@ -43,6 +43,8 @@ from swarmtrain.protocol import (
     ROLE_RENDEZVOUS,
     RUN_KEY_NAME,
 )
+from swarmtrain.protocol.run_identity import ID_LENGTH
+from swarmtrain.protocol.run_key import create_run_key
 from swarmtrain.queue_labels import ENV_QUEUE_STOP, QUEUE_STOP_TEMPLATE
 from swarmtrain.render.mounts import WORKSPACE, build_mounts, build_volumes, escape_go_template
 from swarmtrain.render.process_environment import (
@@ -53,8 +55,6 @@ from swarmtrain.render.process_environment import (
     build_coordinator_env,
     build_node_env,
 )
-from swarmtrain.run_identity import ID_LENGTH
-from swarmtrain.run_key import create_run_key
 
 NETWORK_NAME = "training"
 # Swarm's own limits: docker/swarmkit refuses larger ones.

@@ -4,7 +4,7 @@
         with runtime.local_rank_zero_first():
             ...                     local rank 0 of each node first, then the other ranks
 
-Works under torchrun (including elastic launch), under plain srun or mpirun, and standalone: see swarmtrain.distributed_env.
+Works under torchrun (including elastic launch), under plain srun or mpirun, and standalone: see swarmtrain.protocol.distributed_env.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ValidationError
 
-from swarmtrain import distributed_env
 from swarmtrain.config import Config
 from swarmtrain.config.loader import load_config
 from swarmtrain.config.schema.trainer import DeterminismMode
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.config.validation_errors import convert_validation_error
 from swarmtrain.errors import ConfigError, SwarmtrainError, TrainingError
-from swarmtrain.protocol import ENV_GPUS, ENV_RUN_ID
+from swarmtrain.protocol import ENV_GPUS, ENV_RUN_ID, distributed_env
 from swarmtrain.trainer import collectives, log_setup, out_of_memory
 from swarmtrain.trainer.model import float8
 
@@ -58,7 +57,7 @@ class Runtime:
     secret_paths: Mapping[str, str] = field(default_factory=dict)
     """Path of the file of each secret, by the secret's name."""
     run_id: str = ""
-    """Id of the run (swarmtrain.run_identity); empty if it is unknown."""
+    """Id of the run (swarmtrain.protocol.run_identity); empty if it is unknown."""
 
     @property
     def is_rank_zero(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from swarmtrain import protocol
 from swarmtrain.protocol import EXIT_PLANNED, Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.view.formatting import format_count, format_duration, format_table, format_time
 from swarmtrain.view.run_table import RunRow
 from swarmtrain.view.status import build_status, format_progress

@@ -9,7 +9,7 @@ from swarmtrain.launchers.base import Launcher, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun, list_continued_runs, list_recorded_runs, merge_events
 from swarmtrain.launchers.run_discovery import discover_runs, find_recorded_run_of, find_run_or_record
 from swarmtrain.protocol import EVENT_NODE_JOINED, EVENT_NODE_PROBE, Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.view import history
 from swarmtrain.view.console import print_message
 from swarmtrain.view.live_status import watch_status

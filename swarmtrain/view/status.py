@@ -11,7 +11,7 @@ from swarmtrain import protocol
 from swarmtrain.launchers.base import QUEUED_STATE, TaskState
 from swarmtrain.launchers.task_words import describe_task_reason, format_task_state
 from swarmtrain.protocol import Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.view.formatting import (
     format_age,
     format_count,

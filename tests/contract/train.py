@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 shared = Path("shared")
 state, stop_file = (shared / f"{os.environ['SWARMTRAIN_RUN']}.{name}" for name in ("state", "enough"))

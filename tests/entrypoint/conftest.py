@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.process import start_process
 from swarmtrain.protocol import CoordinatorEnv, Event, NodeEnv, ProbeEnv
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TRAIN = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
 
 state, enough = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])

@@ -12,10 +12,10 @@ from coordinator_thread import ServedCoordinator, serve_coordinator
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.utils.store import barrier, synchronize
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.coordinator_store import CoordinatorStore
 from swarmtrain.errors import CoordinatorError
-from swarmtrain.run_key import create_run_key
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.run_key import create_run_key
 
 KEY = create_run_key()
 TIMEOUT = timedelta(seconds=20)

@@ -81,7 +81,7 @@ _DETECTION_SECONDS = 30.0
 # What the supervisor does: it registers the node, sends heartbeats, and starts the reporter with its default interval.
 _NODE = """
 import sys, time
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.resource_usage import UsageReporter
 coordinator = CoordinatorClient(sys.argv[1])
 coordinator.register_node(sys.argv[2])

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from swarmtrain import coordinator_client, process
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain import process
 from swarmtrain.entrypoint.network_interface import (
     Route,
     choose_advertised_address,
@@ -37,7 +36,8 @@ from swarmtrain.entrypoint.supervisor.elastic_agent import (
 )
 from swarmtrain.entrypoint.supervisor.rank_process import resolve_exit_code
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
-from swarmtrain.protocol import EXIT_PLANNED, PROTOCOL_VERSION, NodeEnv, RunOutcome
+from swarmtrain.protocol import EXIT_PLANNED, PROTOCOL_VERSION, NodeEnv, RunOutcome, coordinator_client
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 ROOT = Path(__file__).parents[2]
 

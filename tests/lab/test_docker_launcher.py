@@ -33,7 +33,7 @@ SECRET = "hush-5d2a"  # noqa: S105
 TRAIN = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

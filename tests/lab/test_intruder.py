@@ -24,7 +24,7 @@ PORT = 29501
 TRAIN = b"""
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

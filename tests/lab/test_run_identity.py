@@ -15,8 +15,8 @@ from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
 from swarmtrain.launchers.swarm import SwarmLauncher
 from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_COORDINATOR_STARTED
+from swarmtrain.protocol.run_identity import RunIdentity, find_current_owner
 from swarmtrain.render.stack_document import render_stack, write_stack
-from swarmtrain.run_identity import RunIdentity, find_current_owner
 from swarmtrain.view.run_table import load_run_table
 
 

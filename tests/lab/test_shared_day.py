@@ -24,8 +24,8 @@ from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.queue.queue_entry import QueueEntry, find_queue_entry
 from swarmtrain.launchers.swarm.queue.submission import SCHEDULER_SERVICE
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_PROGRESS, Event
+from swarmtrain.protocol.run_identity import OWNER_VARIABLE
 from swarmtrain.queueing import queue_service
-from swarmtrain.run_identity import OWNER_VARIABLE
 
 pytestmark = pytest.mark.test_all_only("seven training runs; each part is in tests/lab/test_queue.py and tests/queueing")
 

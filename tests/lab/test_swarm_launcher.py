@@ -32,8 +32,8 @@ from swarmtrain.launchers.swarm import SwarmLauncher, cluster_state
 from swarmtrain.launchers.swarm.timeouts import SwarmTimeouts
 from swarmtrain.operations.runs import remove_run
 from swarmtrain.planning.plan import Plan, build_plan
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.render.stack_document import render_stack, write_stack
-from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.logs import LogFilter, print_logs
 from swarmtrain.view.run_state import show_history
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.test_all_only("one life of a local run is in the contra
 TRAIN = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
 import beside
 asked = []

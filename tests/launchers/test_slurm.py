@@ -20,7 +20,6 @@ from ssh_hosts import start_lab
 
 from swarmtrain.cargo import Cargo, RunFile
 from swarmtrain.config import Config
-from swarmtrain.distributed_env import compute_slurm_base_port
 from swarmtrain.errors import RunNotFound
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.base import LogLine
@@ -29,6 +28,7 @@ from swarmtrain.launchers.slurm import SlurmLauncher, slurm_cli
 from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.process import run_command
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
+from swarmtrain.protocol.distributed_env import compute_slurm_base_port
 from swarmtrain.view.status import build_status
 
 pytestmark = pytest.mark.test_all_only("one life of a run under Slurm is in the contract")
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 TRAIN = """
 import datetime, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

@@ -40,7 +40,7 @@ SECRET = "hush-7f1c"  # noqa: S105
 TRAIN = """
 import datetime, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
 import beside
 shared = pathlib.Path(sys.argv[1])

@@ -7,8 +7,8 @@ from dataclasses import replace
 from swarmtrain.errors import EngineError, RunNotFound
 from swarmtrain.launchers.base import Launcher
 from swarmtrain.launchers.common.history_store import RecordedRun
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.queueing.queue_service import SchedulerStatus
-from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard.cluster_machines import ClusterMachine, MachineAllocation
 from swarmtrain.view.dashboard.cluster_page import ClusterPage
 from swarmtrain.view.dashboard.data_source import RunDataSource

@@ -422,7 +422,7 @@ def compute_contrast(first: str, second: str) -> float:
 TRAIN = """
 import os, pathlib, signal, time
 import torch, torch.distributed as dist
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.protocol import Event
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -17,7 +17,7 @@ from swarmtrain.errors import SwarmtrainError
 from swarmtrain.launchers.base import LogLine, TaskState
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun, build_operation_event
 from swarmtrain.protocol import Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page, prometheus
 from swarmtrain.view.dashboard.curves import MAX_POINTS, Curve, CurveSet
 from swarmtrain.view.dashboard.data_source import open_data_source

@@ -15,7 +15,7 @@ from swarmtrain.config import Config
 from swarmtrain.errors import ComparisonError
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun
 from swarmtrain.protocol import Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.view.dashboard.data_source import RunDataSource
 from swarmtrain.view.dashboard.page_data import PageData, build_page_data_from_events, collect_token_rates
 from swarmtrain.view.dashboard.run_comparison import build_comparison, count_tokens, load_comparison

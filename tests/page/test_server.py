@@ -26,7 +26,7 @@ from swarmtrain import protocol
 from swarmtrain.errors import AmbiguousRun, EngineError, RunNotFound, SwarmtrainError
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.launchers.common.history_store import EVENTS_FILE, RecordedRun
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.view.dashboard import html_page
 from swarmtrain.view.dashboard.access_policy import AccessPolicy, create_access_policy, is_loopback
 from swarmtrain.view.dashboard.cluster_source import ClusterDataSource

@@ -16,9 +16,9 @@ from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.machines.machine_records import read_gpu_ids, record_gpus
 from swarmtrain.launchers.swarm.task_states import build_task_states
 from swarmtrain.protocol import Event
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.queueing.queue_service import SchedulerStatus
 from swarmtrain.queueing.queue_state import QueueReader
-from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.dashboard import cluster_reader
 from swarmtrain.view.dashboard.cluster_machines import SwarmState
 from swarmtrain.view.dashboard.cluster_metrics import render_cluster_metrics

@@ -15,7 +15,7 @@ from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.convergence import find_exec_failures
 from swarmtrain.launchers.swarm.following.update_stream import LogScope, watch_run
 from swarmtrain.protocol import EVENT_OUTCOME, Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 
 EXEC_ERROR = "exec /sbin/docker-init: argument list too long"
 QUEUE_LABEL_PREFIX = "swarmtrain.queue."

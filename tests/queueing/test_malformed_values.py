@@ -18,9 +18,9 @@ from swarmtrain.launchers.common import engine_values
 from swarmtrain.launchers.swarm import cluster_state, deployed_run, task_states
 from swarmtrain.launchers.swarm.queue import queue_entry
 from swarmtrain.protocol import LABEL_ROLE, LABEL_RUN, LABEL_STACK
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.queue_labels import LABEL_QUEUE_LOST
 from swarmtrain.queueing.queue_state import QueueReader
-from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.queue_table import build_queue_table, estimate_queue_starts
 from swarmtrain.view.run_table import build_run_table
 

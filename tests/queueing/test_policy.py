@@ -17,9 +17,9 @@ from swarmtrain.errors import ConfigError
 from swarmtrain.launchers.swarm import cluster_state
 from swarmtrain.launchers.swarm.queue import policy_store
 from swarmtrain.planning.plan import build_plan
+from swarmtrain.protocol.run_identity import OWNER_VARIABLE
 from swarmtrain.queueing import request_checks
 from swarmtrain.queueing.queue_changes import load_policy_text
-from swarmtrain.run_identity import OWNER_VARIABLE
 
 
 @pytest.mark.parametrize(

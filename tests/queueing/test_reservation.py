@@ -12,7 +12,7 @@ from queue_cases import GPU
 
 from swarmtrain.errors import ResourcesReserved, StackError
 from swarmtrain.launchers.swarm.resources.reservation import ResourceRequest, reserve_resources
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 
 _CONSTRAINT = "node.hostname==gpu-0"
 

@@ -24,12 +24,12 @@ from swarmtrain.launchers.swarm.stack_deployment import deploy_stack
 from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.planning.plan import Plan, build_plan
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_PROGRESS, Event
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.queue_labels import ENV_QUEUE_STOP, LABEL_QUEUE_CHANGED, LABEL_QUEUE_LOST, LABEL_QUEUE_STOP, QueueStop
 from swarmtrain.queueing.queue_changes import move_run
 from swarmtrain.queueing.queue_state import QueueReader
 from swarmtrain.queueing.scheduler import LeadershipLost, Scheduler
 from swarmtrain.render.stack_document import render_stack
-from swarmtrain.run_identity import RunIdentity
 
 _CARGO = Cargo((RunFile.from_content("training_code.py", b"train()\n"),), (RunFile.from_content("TOKEN", b"hidden"),))
 

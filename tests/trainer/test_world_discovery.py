@@ -20,7 +20,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 OPEN_MPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable]
 MPICH = ["mpiexec.mpich", "-np", "2", sys.executable]
 FIND_PORT_SCRIPT = (
-    "import os; from swarmtrain import distributed_env; print(distributed_env.detect_torchrun_env(os.environ)['MASTER_PORT'])"
+    "import os; from swarmtrain.protocol import distributed_env; print(distributed_env.detect_torchrun_env(os.environ)['MASTER_PORT'])"
 )
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from swarmtrain import coordinator_client
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import UNRESOLVED_COORDINATOR_TEXT
+from swarmtrain.protocol import UNRESOLVED_COORDINATOR_TEXT, coordinator_client
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 
 class _Handler(socketserver.StreamRequestHandler):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from determined import RendezvousInfo
 
-from swarmtrain.distributed_env import compute_base_port, detect_torchrun_env, expand_hostlist, get_first_host, get_node_name
+from swarmtrain.protocol.distributed_env import compute_base_port, detect_torchrun_env, expand_hostlist, get_first_host, get_node_name
 
 SLURM = {
     "SLURM_JOB_ID": "41",

@@ -24,10 +24,10 @@ from swarmtrain.launchers.ssh.host_connections import StateDirectoryHost
 from swarmtrain.launchers.ssh.run_index import RunRecord
 from swarmtrain.planning.inventory import build_offline_inventory
 from swarmtrain.planning.plan import Plan, build_plan
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.remote_agent import RemoteAgent
 from swarmtrain.render.stack_document import render_stack, write_stack
-from swarmtrain.run_identity import RunIdentity
 
 VALUE = "value-of-a-variable"
 

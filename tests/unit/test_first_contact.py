@@ -15,7 +15,7 @@ from swarmtrain.config.loader import parse_config
 from swarmtrain.errors import RunNotFound
 from swarmtrain.launchers.common.history_store import RecordedRun, build_operation_event
 from swarmtrain.operations.runs import remove_named_run
-from swarmtrain.run_identity import create_run_identity
+from swarmtrain.protocol.run_identity import create_run_identity
 from swarmtrain.view.formatting import remove_control_characters
 
 PROGRAM = [sys.executable, "-m", "swarmtrain"]

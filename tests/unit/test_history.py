@@ -23,8 +23,8 @@ from swarmtrain.launchers.common.history_store import (
 from swarmtrain.launchers.common.local_run_folder import LocalRunFolder
 from swarmtrain.launchers.common.log_recorder import HistoryWriter
 from swarmtrain.protocol import EXIT_PLANNED, Event
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.remote.timestamped_log import open_timestamped_log
-from swarmtrain.run_identity import RunIdentity
 from swarmtrain.view.history import build_history, build_run_list, merge_continued_runs, summarize_run
 from swarmtrain.view.logs import LogFilter, compile_pattern, print_logs
 from swarmtrain.view.run_state import summarize_past_run

@@ -14,7 +14,7 @@ from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.run_discovery import find_run, find_run_or_record
 from swarmtrain.operations import runs
 from swarmtrain.protocol import EVENT_PROGRESS, EVENT_WORLD_FORMED, Event
-from swarmtrain.run_identity import RunIdentity, create_run_identity, find_current_owner, is_valid_run_name
+from swarmtrain.protocol.run_identity import RunIdentity, create_run_identity, find_current_owner, is_valid_run_name
 from swarmtrain.view.run_table import build_run_table
 
 ALICE, BOB = RunIdentity("aaaaaaaaaaaa", "alice", "login1", 60.0), RunIdentity("bbbbbbbbbbbb", "bob", "laptop", 120.0)

@@ -16,11 +16,10 @@ import pytest
 from coordinator_thread import ServedCoordinator, serve_coordinator
 from intruder import FALSE_LEADER, FATAL_FAILURE, REFUSAL, Intruder
 
-from swarmtrain import coordinator_client
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME
-from swarmtrain.run_key import IssuedNonces, SignedMessage, build_signed_message, create_run_key, load_run_key, open_signed_message
+from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, coordinator_client
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.run_key import IssuedNonces, SignedMessage, build_signed_message, create_run_key, load_run_key, open_signed_message
 
 KEY = create_run_key()
 

@@ -12,11 +12,11 @@ import pytest
 from coordinator_thread import ServedCoordinator, serve_coordinator
 from intruder import REFUSAL, Intruder
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.coordinator import server
 from swarmtrain.entrypoint.coordinator.strangers import RefusedRequests, UnverifiedConnections
 from swarmtrain.protocol import EVENT_CHECKPOINT, EVENT_NOTE, Event
-from swarmtrain.run_key import create_run_key
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.run_key import create_run_key
 
 KEY = create_run_key()
 

@@ -15,7 +15,7 @@ from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.common.history_store import RecordedRun
 from swarmtrain.launchers.common.log_recorder import LogRecorder
 from swarmtrain.protocol import Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 
 RECORDED_RUN = RecordedRun("run", RunIdentity("aaaaaaaaaaaa"))
 TIMES = [f"2026-11-21T00:25:15.{index:09d}Z" for index in range(1, 10)]

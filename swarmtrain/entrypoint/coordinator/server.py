@@ -42,8 +42,7 @@ from swarmtrain.protocol import (
     RunOutcome,
     SupervisorResponse,
 )
-from swarmtrain.queue_labels import QueueStop
-from swarmtrain.run_key import (
+from swarmtrain.protocol.run_key import (
     MAX_FIRST_REQUEST_BYTES,
     NEXT_NONCE_FIELD,
     REQUEST_PURPOSE,
@@ -54,6 +53,7 @@ from swarmtrain.run_key import (
     load_run_key,
     open_signed_message,
 )
+from swarmtrain.queue_labels import QueueStop
 
 _MAX_UNVERIFIED_BYTES, _MAX_REQUEST_BYTES = MAX_FIRST_REQUEST_BYTES, 1 << 20
 _CONNECTION_SECONDS = 15.0
@@ -129,7 +129,7 @@ def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
 
 
 class CoordinatorServer:
-    """Serves swarmtrain.coordinator_client.CoordinatorClient: one request and one response, each a JSON line, per connection.
+    """Serves swarmtrain.protocol.coordinator_client.CoordinatorClient: one request and one response, each a JSON line, per connection.
 
     With the run's key `key`, only requests are handled that are signed with it, for a nonce that this server has issued and that no other
     request has used. All methods run in one event loop.

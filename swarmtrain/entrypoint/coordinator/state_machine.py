@@ -67,7 +67,7 @@ _RESERVED_KINDS = {EVENT_OPERATION, EVENT_COORDINATOR_STARTED, EVENT_NODE_LEFT, 
 class Coordinator:
     """State machine of the coordinator of one run. `boot_id` distinguishes its rounds from those of an earlier coordinator process.
 
-    `run_id`: id of the run (swarmtrain.run_identity), for the ranks; empty if it is unknown. `has_notified`: returns whether all
+    `run_id`: id of the run (swarmtrain.protocol.run_identity), for the ranks; empty if it is unknown. `has_notified`: returns whether all
     notifications are delivered or given up.
     """
 

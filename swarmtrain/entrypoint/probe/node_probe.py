@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.assigned_gpus import read_assigned_gpus
 from swarmtrain.entrypoint.gpu_count import list_machine_gpus
 from swarmtrain.entrypoint.gpu_health import find_present_faults
@@ -45,6 +44,7 @@ from swarmtrain.protocol import (
     NodeEnv,
     ProbeEnv,
 )
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _COORDINATOR_TIMEOUT_SECONDS = 600.0
 _PEERS_TIMEOUT_SECONDS = 60.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from datetime import datetime, tzinfo
 
-from swarmtrain.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 
 def use_coordinator_clock(coordinator: CoordinatorClient) -> None:

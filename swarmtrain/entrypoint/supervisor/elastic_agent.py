@@ -20,11 +20,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.resource_usage import find_container_cgroup
 from swarmtrain.entrypoint.supervisor import coordinator_clock, fork_server, rank_process
 from swarmtrain.errors import CoordinatorError
 from swarmtrain.protocol import EVENT_FAILURE, EVENT_NOTE, EXIT_PLANNED, Event, NodeEnv, build_world_key
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs

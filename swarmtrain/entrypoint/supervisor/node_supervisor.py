@@ -19,7 +19,6 @@ import time
 from multiprocessing.context import ForkServerProcess
 from types import FrameType
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint import assigned_gpus, supervisor_watchdog
 from swarmtrain.entrypoint.disk_space import list_written_folders
 from swarmtrain.entrypoint.gpu_count import find_gpu_count_problem
@@ -42,6 +41,7 @@ from swarmtrain.protocol import (
     NodeEnv,
     SupervisorResponse,
 )
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _HEARTBEAT_SECONDS = 1.0
 _RETRY_SECONDS = 0.3

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import PurePath
 from types import FrameType
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError
 from swarmtrain.protocol import EVENT_FAILURE, ConnectingRank, ConnectingWorld, Event, NodeEnv, build_world_key
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _POLL_SECONDS = 5.0
 _DEADLINE_SECONDS = 60.0

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.entrypoint.supervisor.process_group_watch import ProcessGroupWatch
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.process import set_parent_death_signal, set_process_name
@@ -37,6 +36,7 @@ from swarmtrain.protocol import (
     NodeEnv,
     build_world_key,
 )
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _MAX_TRACEBACK_LENGTH = 16_000
 _MAX_ERROR_LENGTH = 500

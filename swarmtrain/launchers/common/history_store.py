@@ -7,8 +7,8 @@
     RUN/history/ID/config.json     the config of the last deploy, without the values of environment variables
     RUN/history/ID/code.diff       diff of the project against its git commit at the last deploy
 
-A name can be used again for another run; the id (swarmtrain.run_identity) tells them apart. The history is only shown to users: no decision
-depends on it.
+A name can be used again for another run; the id (swarmtrain.protocol.run_identity) tells them apart. The history is only shown to
+users: no decision depends on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from swarmtrain.atomic_file import SECRET_MODE, create_private_folder, open_priv
 from swarmtrain.config import Config
 from swarmtrain.launchers.base import LogLine
 from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_RESUMED, EVENT_USAGE, RENDEZVOUS_SERVICE, Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 
 EVENTS_FILE, DIFF_FILE, HISTORY_FOLDER = "events.jsonl", "code.diff", "history"
 TIMESTAMP_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\S+Z) ")

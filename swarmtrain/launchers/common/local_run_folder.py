@@ -19,8 +19,8 @@ from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import StateDirectoryError
 from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common.history_store import RecordedRun, create_run_folder, resolve_state_directory
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.remote.run_folder import LOCK_FILE, HostRunFolder
-from swarmtrain.run_identity import RunIdentity
 
 UNKNOWN_IDENTITY = RunIdentity("unknown")
 """Identity of a run that another version of swarmtrain has deployed."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from swarmtrain.errors import RunNotFound, SwarmtrainError
 from swarmtrain.launchers.base import OVERVIEW_EVENTS, RunOverview, TaskState
 from swarmtrain.protocol import Event
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 
 _THREADS = 8
 

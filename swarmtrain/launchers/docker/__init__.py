@@ -47,10 +47,10 @@ from swarmtrain.protocol import (
     RENDEZVOUS_SERVICE,
     Event,
 )
+from swarmtrain.protocol.run_identity import RunIdentity, create_run_identity
 from swarmtrain.render.compose_file import render_compose
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
-from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 _MAX_NODES = 64
 _DEFAULT_STOP_GRACE_SECONDS = 10

@@ -6,8 +6,8 @@ from typing import Any
 
 from swarmtrain.launchers.swarm.service_specs import build_mount, build_ulimit, normalize_capability, parse_duration_ns
 from swarmtrain.protocol import ENV_RUN_ID
+from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.render.stack_document import NETWORK_NAME, Stack
-from swarmtrain.run_identity import RunIdentity
 
 RequestBody = dict[str, Any]
 

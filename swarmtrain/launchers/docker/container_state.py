@@ -12,7 +12,7 @@ from swarmtrain.errors import EngineError
 from swarmtrain.launchers.base import TaskExit, TaskState
 from swarmtrain.launchers.common.docker_engine import DockerEngine, is_not_found_error
 from swarmtrain.protocol import EXIT_PLANNED, LABEL_CONTAINER, LABEL_HOST, LABEL_NODE, LABEL_RUN, RENDEZVOUS_SERVICE
-from swarmtrain.run_identity import RunIdentity, is_valid_run_name
+from swarmtrain.protocol.run_identity import RunIdentity, is_valid_run_name
 
 FIRST_HOST = "docker0"
 """Host name shown for a run's first node; all nodes run on the engine's machine."""

@@ -41,6 +41,7 @@ from swarmtrain.planning.inventory import Inventory, Machine
 from swarmtrain.planning.placement import FRESH_PLACEMENT, Placement
 from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol.run_identity import RunIdentity, create_run_identity
 from swarmtrain.render.sbatch_script import (
     GRACEFUL_EXIT_SIGNAL,
     JobLayout,
@@ -48,7 +49,6 @@ from swarmtrain.render.sbatch_script import (
     get_job_files_folder,
     render_sbatch_script,
 )
-from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 _MAX_NODES = 10_000
 _POLL_SECONDS = 0.1

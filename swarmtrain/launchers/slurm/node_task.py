@@ -28,7 +28,6 @@ from types import FrameType
 from typing import Any
 
 from swarmtrain.atomic_file import SECRET_MODE, open_private_file, write_text_atomically
-from swarmtrain.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.errors import ProcessError
 from swarmtrain.launchers.slurm.slurm_run_folder import (
     JobAttempt,
@@ -40,6 +39,7 @@ from swarmtrain.launchers.slurm.slurm_run_folder import (
 )
 from swarmtrain.process import run_command, start_process
 from swarmtrain.protocol import ENV_RUN_ID, EXIT_PLANNED, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_RENDEZVOUS
+from swarmtrain.protocol.distributed_env import compute_slurm_base_port, expand_hostlist
 from swarmtrain.remote.timestamped_log import open_timestamped_log
 from swarmtrain.render.process_environment import ENTRYPOINT_MODULE
 from swarmtrain.render.sbatch_script import TERMINATED_FILE

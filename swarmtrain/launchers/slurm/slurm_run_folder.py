@@ -29,8 +29,8 @@ from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.launchers.ssh.host_connections import StateDirectoryHost
 from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_OUTCOME, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
-from swarmtrain.run_identity import RunIdentity, create_run_identity
-from swarmtrain.run_key import create_run_key
+from swarmtrain.protocol.run_identity import RunIdentity, create_run_identity
+from swarmtrain.protocol.run_key import create_run_key
 
 _RECORD_FILE = "slurm.json"
 _SUBMITTED_RECORD_FILE = "run.json"

@@ -41,11 +41,11 @@ from swarmtrain.planning.node_selection import PlannedNode
 from swarmtrain.planning.placement import Placement
 from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import EVENT_OPERATION, PROTOCOL_VERSION, RENDEZVOUS_SERVICE, RUN_KEY_NAME, Event
+from swarmtrain.protocol.run_identity import RunIdentity, create_run_identity
+from swarmtrain.protocol.run_key import create_run_key
 from swarmtrain.remote.process_spec import ProcessSpec
 from swarmtrain.remote.run_folder import EVENTS_FILE, MARKER_FILE
 from swarmtrain.remote.timestamped_log import format_timestamp_prefix
-from swarmtrain.run_identity import RunIdentity, create_run_identity
-from swarmtrain.run_key import create_run_key
 
 _POLL_SECONDS = 0.5
 _STOP_MARGIN_SECONDS = 30.0

@@ -19,7 +19,7 @@ from swarmtrain.launchers.common.history_store import create_run_folder, resolve
 from swarmtrain.launchers.common.local_run_folder import UNKNOWN_IDENTITY, select_dataclass_fields
 from swarmtrain.launchers.ssh.host_connections import LOCALHOST, ConnectionPool, HostGroup
 from swarmtrain.protocol import PROTOCOL_VERSION, RENDEZVOUS_SERVICE
-from swarmtrain.run_identity import RunIdentity
+from swarmtrain.protocol.run_identity import RunIdentity
 
 LOOPBACK = "127.0.0.1"
 

@@ -45,9 +45,9 @@ from swarmtrain.planning.placement import Placement
 from swarmtrain.planning.plan import Plan
 from swarmtrain.planning.step_estimates import ClusterMeasurement
 from swarmtrain.protocol import EVENT_NOTE, EVENT_OUTCOME, RENDEZVOUS_SERVICE, Event, RunOutcome
+from swarmtrain.protocol.run_identity import RunIdentity, create_run_identity
 from swarmtrain.render.mounts import WORKSPACE
 from swarmtrain.render.stack_document import Stack, render_stack
-from swarmtrain.run_identity import RunIdentity, create_run_identity
 
 
 class SwarmLauncher:

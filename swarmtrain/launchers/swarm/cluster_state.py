@@ -15,7 +15,7 @@ from swarmtrain.launchers.swarm.machines.generic_resources import count_resource
 from swarmtrain.launchers.swarm.machines.machine_records import read_gpu_counts
 from swarmtrain.planning.inventory import Inventory, Machine
 from swarmtrain.protocol import ENV_PREFIX, LABEL_ROLE, LABEL_RUN, LABEL_STACK, RENDEZVOUS_SERVICE, ROLE_NODE, ROLE_PROBE
-from swarmtrain.run_identity import RunIdentity, is_valid_run_name
+from swarmtrain.protocol.run_identity import RunIdentity, is_valid_run_name
 
 # Labels on the lock of a run.
 LABEL_LOCK = "swarmtrain.lock.run"

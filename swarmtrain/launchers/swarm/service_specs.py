@@ -16,8 +16,8 @@ from typing import Any
 from swarmtrain.errors import StackError
 from swarmtrain.images.pinning import PinnedImage
 from swarmtrain.protocol import LABEL_STACK, LABEL_STACK_IMAGE
+from swarmtrain.protocol.run_key import create_run_key
 from swarmtrain.render.stack_document import Stack
-from swarmtrain.run_key import create_run_key
 
 ApiSpec = dict[str, Any]
 

@@ -30,8 +30,8 @@ import torch
 import swarmtrain
 from swarmtrain.config import Config
 from swarmtrain.config.user_files import describe_os_error
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CheckpointError
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import just_in_time
 from swarmtrain.trainer.checkpoint.background_task import BackgroundTask

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmtrain import protocol
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError, SwarmtrainError
 from swarmtrain.protocol import Event, RescueAssignment, SurvivorState
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.trainer.checkpoint.storage import commit
 from swarmtrain.trainer.checkpoint.storage.completion_markers import find_missing_markers, pop_completion_markers, write_completion_marker
 from swarmtrain.trainer.runtime import Runtime

@@ -54,7 +54,7 @@ class Manifest:
     validation_loss: float | None = None
     """Validation loss in nats after `step`; None if it was not evaluated."""
     run_id: str = ""
-    """Id of the run (swarmtrain.run_identity); empty if it is unknown. A run that resumes this checkpoint keeps the id."""
+    """Id of the run (swarmtrain.protocol.run_identity); empty if it is unknown. A run that resumes this checkpoint keeps the id."""
     state: dict[str, Any] = field(default_factory=dict)
     """State without tensors: that of a custom script (see trainer/custom/state_tree.py), or the fingerprint of the base model; and, if
     gradients are compressed, which runs have equal losses."""

@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError
 from swarmtrain.protocol import EVENT_FAILURE, Event, build_world_key
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.trainer.health.stop_flag import compute_collective_timeout
 from swarmtrain.trainer.runtime import Runtime
 

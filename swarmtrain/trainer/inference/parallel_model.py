@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from swarmtrain import distributed_env
 from swarmtrain.config import Config
 from swarmtrain.config.schema.topology import TopologyConfig
 from swarmtrain.errors import TrainingError
+from swarmtrain.protocol import distributed_env
 from swarmtrain.trainer.inference.model_source import ModelSource
 from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer

@@ -11,9 +11,9 @@ import threading
 import time
 from collections import deque
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CoordinatorError
 from swarmtrain.protocol import Event
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 LOG = logging.getLogger("swarmtrain")
 _INTERVAL_SECONDS = 0.5

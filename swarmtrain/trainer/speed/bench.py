@@ -27,7 +27,7 @@ from swarmtrain.trainer.custom.model_loop import select_training
 from swarmtrain.trainer.health.step_timer import BACKWARD, DATA, FORWARD, OTHER
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.instrumentation import StepInstruments
-from swarmtrain.trainer.metrics import flops
+from swarmtrain.trainer.metrics import throughput
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.parallel.gradient_compression.powersgd import count_sent_values
 from swarmtrain.trainer.runtime import read_config
@@ -105,7 +105,7 @@ def run_benchmark(session: TrainingSession, *, steps: int, warmup_steps: int) ->
                 tokens += result.loss_tokens
     tokens_per_second, flops_per_token = (
         tokens / sum(step_seconds),
-        flops.compute_flops_per_token(config.transformer_architecture, model.parameter_count),
+        throughput.compute_flops_per_token(config.transformer_architecture, model.parameter_count),
     )
     deciles = quantiles(step_seconds, n=10, method="inclusive") if steps > 1 else step_seconds * 9
     results: dict[str, Any] = {
@@ -124,7 +124,7 @@ def run_benchmark(session: TrainingSession, *, steps: int, warmup_steps: int) ->
     }
     if runtime.device.type == "cuda":
         results["device"] = torch.cuda.get_device_name(runtime.device)
-        if peak := flops.find_peak_flops(results["device"], config.transformer_architecture.precision):
+        if peak := throughput.find_peak_flops(results["device"], config.transformer_architecture.precision):
             results["mfu"] = tokens_per_second * flops_per_token / runtime.world_size / peak
     return results
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from swarmtrain.coordinator_client import CoordinatorClient
 from swarmtrain.errors import CheckpointError
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint.file_digests import FileDigests
 from swarmtrain.trainer.checkpoint.storage import commit, fence, sidecar_files

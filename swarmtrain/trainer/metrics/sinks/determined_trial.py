@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from swarmtrain import distributed_env
 from swarmtrain.errors import TrainingError
-from swarmtrain.protocol import EXIT_PLANNED
+from swarmtrain.protocol import EXIT_PLANNED, distributed_env
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.metrics.sinks.generated_samples import extract_samples
 from swarmtrain.trainer.runtime import Runtime

@@ -4,6 +4,11 @@
     containers --Event--> coordinator --JSON lines--> launcher      (the log of the rendezvous service)
 
 Only constants and dataclasses, standard library only: the entrypoint imports this in images whose other packages may be broken.
+
+coordinator_client   sends messages to the coordinator
+run_key              the secret key that signs them
+run_identity         id and owner of a run
+distributed_env      rank and world size of a process, from its environment variables
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ LABEL_QUEUE_SETTINGS = "swarmtrain.queue.settings"
 # The channels of a run's notifications (the config's section notify), as JSON, on its coordinator.
 LABEL_NOTIFY = "swarmtrain.notify"
 
-# Labels of the run's identity (swarmtrain.run_identity): its id, who brought it up, from which machine, and when (seconds since the epoch).
+# Labels of the run's identity (protocol.run_identity): its id, who brought it up, from which machine, and when (seconds since the epoch).
 LABEL_RUN_ID = "swarmtrain.id"
 LABEL_OWNER = "swarmtrain.owner"
 LABEL_ORIGIN = "swarmtrain.origin"
@@ -172,7 +177,7 @@ class NodeEnv(_EnvironmentMessage):
     module: str = ""
     """Module to start instead of a script; empty: the script."""
     key_file: str = ""
-    """Path of the run's key (swarmtrain.run_key); empty: none."""
+    """Path of the run's key (swarmtrain.protocol.run_key); empty: none."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A node with another version reports both versions and does not start."""
 
@@ -208,9 +213,9 @@ class CoordinatorEnv(_EnvironmentMessage):
     min_nodes: int
     """Minimum number of nodes to train: a flaky node is quarantined if at least this many others are present."""
     run_id: str = ""
-    """Id of the run (swarmtrain.run_identity); empty if it is unknown."""
+    """Id of the run (swarmtrain.protocol.run_identity); empty if it is unknown."""
     key_file: str = ""
-    """Path of the run's key (swarmtrain.run_key); empty: none."""
+    """Path of the run's key (swarmtrain.protocol.run_key); empty: none."""
     protocol: int = PROTOCOL_VERSION
     """Version of the protocol that the launcher uses. A coordinator with another version does not start."""
 
@@ -439,7 +444,7 @@ class SupervisorResponse:
     """Run id (of torch's rendezvous) of the round. Each round has a new id, since a closed rendezvous accepts no further nodes."""
     outcome: RunOutcome | None = None
     run_id: str = ""
-    """Id of the run (swarmtrain.run_identity); empty if it is unknown."""
+    """Id of the run (swarmtrain.protocol.run_identity); empty if it is unknown."""
     wait: bool = False
     """Whether the supervisor must repeat the request, because other nodes are still arriving or this node is quarantined."""
     is_over: bool = False

@@ -1,6 +1,6 @@
 """Client of the coordinator. Each connection carries one request and one response, each as a line of JSON.
 
-If the run has a key, request and response are signed with it (swarmtrain.run_key), for a nonce that the coordinator has issued in its
+If the run has a key, request and response are signed with it (protocol.run_key), for a nonce that the coordinator has issued in its
 previous response to this client, or else in an additional response.
 
 Supervisors send heartbeats, and ranks post events. Each call resolves the host name and opens a new connection, so that a coordinator may
@@ -38,7 +38,7 @@ from swarmtrain.protocol import (
     SupervisorResponse,
     SurvivorState,
 )
-from swarmtrain.run_key import (
+from swarmtrain.protocol.run_key import (
     MAX_FIRST_REQUEST_BYTES,
     NEXT_NONCE_FIELD,
     REQUEST_PURPOSE,
