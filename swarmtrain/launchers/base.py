@@ -229,7 +229,8 @@ class Launcher(Protocol):
         """Return the config (with its hosts) and the cargo (script, files, secrets) with which `run` was deployed.
 
         A new plan can be made from them. Only the digest of a secret can be read back, not its content; the digest suffices if the secret
-        is unchanged. Raises RunNotFound if the run does not exist.
+        is unchanged. Raises RunNotFound if the run does not exist, StackError if its deployment is malformed or another version of
+        swarmtrain wrote it.
         """
         ...
 

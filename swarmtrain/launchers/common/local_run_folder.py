@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmtrain.atomic_file import open_private_file
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import StateDirectoryError
-from swarmtrain.launchers.base import ProgressReporter
+from swarmtrain.launchers.base import Launcher, ProgressReporter
 from swarmtrain.launchers.common.history_store import RecordedRun, create_run_folder, resolve_state_directory
 from swarmtrain.protocol.run_identity import RunIdentity
 from swarmtrain.remote.run_folder import LOCK_FILE, HostRunFolder
 
+_LauncherT = TypeVar("_LauncherT")
 UNKNOWN_IDENTITY = RunIdentity("unknown")
 """Identity of a run that another version of swarmtrain has deployed."""
 
@@ -46,6 +48,14 @@ def translate_os_errors() -> Iterator[None]:
     except OSError as error:
         hint = "store the runs in another folder with: export XDG_STATE_HOME=FOLDER"
         raise StateDirectoryError(describe_os_error(error), place=str(error.filename or resolve_state_directory()), hint=hint) from None
+
+
+def translate_os_errors_in_methods(launcher_class: type[_LauncherT]) -> type[_LauncherT]:
+    """Class decorator: apply `translate_os_errors` to the methods of the interface Launcher that the class itself defines."""
+    for name, method in list(vars(launcher_class).items()):
+        if inspect.isfunction(method) and name in vars(Launcher) and not name.startswith("_"):
+            setattr(launcher_class, name, translate_os_errors()(method))
+    return launcher_class
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from swarmtrain.launchers.common.container_logs import EXEC_HINT, MAX_EXEC_FAILU
 from swarmtrain.launchers.common.docker_engine import DockerEngine, build_exec_argv, is_not_found_error
 from swarmtrain.launchers.common.engine_values import translate_malformed_deployment
 from swarmtrain.launchers.common.history_store import RecordedRun
-from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors
+from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors_in_methods
 from swarmtrain.launchers.common.log_recorder import record_log_lines
 from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_or_compose_file
@@ -58,8 +58,9 @@ _STOP_MARGIN_SECONDS = 60.0
 _START_CHECK_SECONDS = 0.5
 
 
+@translate_os_errors_in_methods
 class DockerLauncher:
-    """Launcher for containers on one Docker engine. Implements swarmtrain.launchers.base.Launcher.
+    """Launcher for containers on one Docker engine. Implements swarmtrain.launchers.base.Launcher, which documents each method.
 
     Commands that change a run are serialized on one machine; commands from two machines are not,
     but the engine refuses to create two containers of the same name.
@@ -74,20 +75,17 @@ class DockerLauncher:
 
     @staticmethod
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write the Compose file of `plan` to `output`. Return text for the user, with the command that starts the run."""
         return write_stack_or_compose_file(plan, render_compose(plan), output)
 
     @property
     def location(self) -> str:
-        """Description of the backend in messages: the Docker engine and its address."""
         return f"the engine at {self._engine.endpoint}"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
-        """Return an inventory with more machines than any plan needs, all of which are this engine's machine."""
+        """There are more machines than any plan needs, all of which are the machine of this engine."""
         return Inventory(self.location, (Machine(host="the engine"),) * _MAX_NODES)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Return the problems of the engine: a missing GPU runtime, a missing image (a warning), more ranks than cores (a warning)."""
         engine_info, image = self._engine.get("/info"), plan.config.runner.docker_config.docker_container
         uses_mounts = bool(plan.config.runner.docker_config.docker_mounts)
         findings = engine_variants.collect_findings(engine_info, self.location, uses_overlay=False, uses_mounts=uses_mounts)
@@ -105,10 +103,7 @@ class DockerLauncher:
         return findings
 
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy_run` would make.
-
-        Raises EngineError if the engine does not answer, StackError if a file of the plan is empty.
-        """
+        """Raises EngineError if the engine does not answer, StackError if a file of the plan is empty."""
         existing = container_state.list_containers(self._engine, plan.run)
         desired = render_compose(plan)
         unchanged = _find_unchanged_containers(desired, existing, self._find_image_id(plan))
@@ -124,9 +119,7 @@ class DockerLauncher:
                 starts.append(Action("start", name, "has exited"))
         return [*removals, *starts]
 
-    @translate_os_errors()
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Create, replace, start and remove the containers that differ from `plan`. Raises SwarmtrainError if that fails."""
         self._deployed_at[plan.run] = time.time()
         image = pull_image_if_missing(self._engine.client, plan.config.runner.docker_config.docker_container, report_progress)["Id"]
         desired = render_compose(plan)
@@ -196,7 +189,6 @@ class DockerLauncher:
             self._engine.post_with_deferred_signals("/networks/create", body)
 
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo with which the run was deployed, read from its containers. Raises RunNotFound, StackError."""
         existing = self._list_existing_containers(run)
         node = next((container for name, container in existing.items() if name != RENDEZVOUS_SERVICE), None)
         if node is None:
@@ -218,31 +210,25 @@ class DockerLauncher:
             return config.model_copy(update={"runner": runner}), cargo
 
     def read_identity(self, run: str) -> RunIdentity:
-        """Return the identity in the labels of the run's containers. Raises RunNotFound if the run does not exist."""
         return container_state.find_identity(self._list_existing_containers(run))
 
     def read_placement(self, run: str) -> Placement:
-        """Return an empty placement: all nodes are on one machine."""
         return FRESH_PLACEMENT
 
     def list_runs(self) -> list[str]:
-        """Return the names of the runs on this engine, sorted."""
         return container_state.list_runs(self._engine)
 
     def read_overviews(self) -> list[RunOverview]:
-        """Return an overview of each run."""
         return read_overviews(self)
 
     def list_terminating_runs(self) -> list[str]:
-        """Return an empty list: a run exists until its last container is removed."""
+        """Always empty: a run exists until its last container is removed."""
         return []
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each container, nodes first. Raises RunNotFound if the run does not exist."""
         return [container.to_task_state() for container in self._list_existing_containers(run).values()]
 
     def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
-        """Return the coordinator's events so far. Raises RunNotFound if the run does not exist."""
         existing = self._list_existing_containers(run)
         coordinator = existing.get(RENDEZVOUS_SERVICE)
         if coordinator is None:
@@ -253,7 +239,6 @@ class DockerLauncher:
         return [event for line in lines if (event := line.parse_event())]
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
         recorded_run = RecordedRun(run, self.read_identity(run))
         since = self._deployed_at.get(run, time.time())
         return update_stream.watch_run(self._engine, recorded_run, lambda: container_state.list_containers(self._engine, run), since)
@@ -268,7 +253,6 @@ class DockerLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound if the run does not exist."""
         from swarmtrain.launchers.docker.update_stream import stream_logs
 
         existing = self._list_existing_containers(run)
@@ -285,16 +269,10 @@ class DockerLauncher:
         return (line.to_log_line() for line in heapq.merge(*node_lines, key=lambda line: line.time))
 
     def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
-        """Return the `docker exec` command for the container of the node. Raises RunNotFound if the run does not exist."""
         container = self._list_existing_containers(run)[node]
         return NodeCommand(tuple(build_exec_argv(self._engine.build_cli_argv(), container.id, argv, with_terminal=with_terminal)))
 
-    @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Request that the ranks save a checkpoint and exit. The coordinator keeps running, and a deploy resumes the run.
-
-        Raises RunNotFound if the run does not exist.
-        """
         self._list_existing_containers(run)
         with hold_run_lock(run, report_progress):
             self._stop_containers(
@@ -302,9 +280,8 @@ class DockerLauncher:
             )
         report_progress(f"{run} stopped")
 
-    @translate_os_errors()
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Stop all containers and remove the run; named volumes are kept. Raises RunNotFound if the run does not exist."""
+        """Named volumes are kept."""
         self._list_existing_containers(run)
         with hold_run_lock(run, report_progress):
             self._remove_run(run, report_progress)

@@ -43,7 +43,7 @@ class _LocalRunIndex(RunIndex):
 
 
 class LocalLauncher(SshLauncher):
-    """Launcher for runs on this machine. Implements swarmtrain.launchers.base.Launcher."""
+    """Launcher for runs on this machine. Implements swarmtrain.launchers.base.Launcher, which documents each method."""
 
     runner_type = "local"
     capabilities = find_capabilities("local")
@@ -54,15 +54,13 @@ class LocalLauncher(SshLauncher):
 
     @property
     def location(self) -> str:
-        """Description of the backend in messages: this machine."""
         return "this machine"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
-        """Return an inventory with more machines than any plan needs, all of which are this machine."""
+        """There are more machines than any plan needs, all of which are this machine."""
         return Inventory("this machine", (Machine(host=LOCALHOST),) * _MAX_NODES)
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Return a finding if torch is not installed, and a warning if there are more ranks than cores and no GPUs."""
         findings = []
         if importlib.util.find_spec("torch") is None:
             hint = "pip install 'swarmtrain[train]'"
@@ -73,7 +71,6 @@ class LocalLauncher(SshLauncher):
         return findings
 
     def read_placement(self, run: str) -> Placement:
-        """Return an empty placement: all nodes are on this machine."""
         return FRESH_PLACEMENT
 
     def _resolve_host(self, node: PlannedNode) -> str:

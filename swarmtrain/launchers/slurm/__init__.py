@@ -22,7 +22,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import EngineError, StackError
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common.history_store import resolve_run_folder
-from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors
+from swarmtrain.launchers.common.local_run_folder import hold_run_lock, translate_os_errors, translate_os_errors_in_methods
 from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.slurm import slurm_cli
 from swarmtrain.launchers.slurm.slurm_run_folder import (
@@ -56,17 +56,17 @@ _CLEANUP_SECONDS = 30.0  # time for Slurm to clean up after a job
 _FINAL_LINES = 10
 
 
+@translate_os_errors_in_methods
 class SlurmLauncher:
-    """Launcher for runs under Slurm. Implements swarmtrain.launchers.base.Launcher."""
+    """Launcher for runs under Slurm. Implements swarmtrain.launchers.base.Launcher, which documents each method."""
 
     capabilities = find_capabilities("slurm")
 
     @staticmethod
     @translate_os_errors()
     def write_deployment_file(plan: Plan, output: Path) -> str:
-        """Write the sbatch script of `plan` to `output`, with the suffix .sbatch, and the files that it needs to the run's folder.
+        """The file is the sbatch script that `deploy_run` would submit. Also writes the files that it needs to the run's folder.
 
-        The script is the one that `deploy_run` would submit. Return text for the user: the paths, and the command that submits the script.
         Raises StateDirectoryError if a file cannot be written.
         """
         folder, output = SlurmRunFolder(resolve_run_folder(plan.run)), output.with_suffix(".sbatch")
@@ -79,16 +79,13 @@ class SlurmLauncher:
 
     @property
     def location(self) -> str:
-        """Description of the backend in messages: Slurm."""
         return "Slurm"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
-        """Return an inventory with more machines than any plan needs: Slurm chooses the actual machines when the job starts."""
+        """There are more machines than any plan needs: Slurm chooses the actual machines when the job starts."""
         return Inventory("Slurm", (Machine(host="any"),) * _MAX_NODES)
 
-    @translate_os_errors()
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Return a finding if Slurm would reject the job; inside an allocation, if the allocation has too few nodes."""
         if allocation_id := slurm_cli.find_allocation_id():
             allocated_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", _MAX_NODES))
             shortage = Finding(
@@ -104,9 +101,7 @@ class SlurmLauncher:
             return [Finding("Slurm", error.message, error.hint)]
         return []
 
-    @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy_run` would make to the job."""
         folder = SlurmRunFolder(resolve_run_folder(plan.run))
         previous = folder.find_record()
         if previous is None or not is_job_active(previous, plan.run):
@@ -119,12 +114,8 @@ class SlurmLauncher:
             Action("submit", "a job", "resumes from that checkpoint"),
         ]
 
-    @translate_os_errors()
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Submit the job. If a job of the run exists and differs, its ranks first save a checkpoint and exit.
-
-        Raises SwarmtrainError if that fails.
-        """
+        """If a job of the run exists and differs, its ranks first save a checkpoint and exit."""
         folder = SlurmRunFolder(resolve_run_folder(plan.run))
         with hold_run_lock(folder.run, report_progress):
             previous = folder.find_record()
@@ -163,49 +154,36 @@ class SlurmLauncher:
             report_progress(f"job {job_id} submitted; Slurm's output is in {run_folder.path / 'slurm.out'}")
         run_folder.remove_job_files(kept_folder=record.files)
 
-    @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo that the run was deployed with. Raises RunNotFound."""
         return SlurmRunFolder(resolve_run_folder(run)).load_deployment()
 
-    @translate_os_errors()
     def read_identity(self, run: str) -> RunIdentity:
-        """Return the identity in the run's record. Raises RunNotFound."""
         return SlurmRunFolder(resolve_run_folder(run)).read_job_record().identity
 
     def read_placement(self, run: str) -> Placement:
-        """Return an empty placement: Slurm places the nodes of each job."""
+        """Always empty: Slurm places the nodes of each job."""
         return FRESH_PLACEMENT
 
-    @translate_os_errors()
     def list_runs(self) -> list[str]:
-        """Return the names of the user's runs under Slurm, sorted."""
         return list_slurm_runs()
 
     def read_overviews(self) -> list[RunOverview]:
-        """Return an overview of each run."""
         return read_overviews(self)
 
     def list_terminating_runs(self) -> list[str]:
-        """Return an empty list: a run under Slurm is listed until its removal is complete."""
+        """Always empty: a run is listed until its removal is complete."""
         return []
 
-    @translate_os_errors()
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each node, and of the coordinator. Raises RunNotFound, EngineError."""
         folder = _open_existing_run_folder(run)
         return [TaskState(name, **state) for name in folder.list_process_names() if (state := folder.describe_process_state(name))]
 
     def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
-        """Return the coordinator's events so far. Raises RunNotFound."""
         _open_existing_run_folder(run)
         return update_stream.read_events(SlurmHost(), run, since, tail)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        """Yield updates of the run, across requeues, until the outcome, the end of the job, or the run's removal.
-
-        Raises RunNotFound if the run does not exist.
-        """
+        """Continues across requeues. Also ends when the job ends."""
         return _stream_run_updates(_open_existing_run_folder(run))
 
     def stream_logs(
@@ -218,15 +196,13 @@ class SlurmLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. `report_progress` reports when Slurm does not answer."""
         hosts = _connect_run_folder(_open_existing_run_folder(run))
         return update_stream.stream_logs(*hosts, run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress)
 
-    @translate_os_errors()
     def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
-        """Return the srun command that runs `argv` as a further step of the job on the host of the node, in its container if it has one.
+        """The command runs as a further step of the job, in the node's container if it has one.
 
-        Raises RunNotFound if the run does not exist, and StackError if the node has not started.
+        Raises StackError if the node has not started.
         """
         folder = SlurmRunFolder(resolve_run_folder(run))
         record = folder.read_job_record()
@@ -238,20 +214,15 @@ class SlurmLauncher:
             (*slurm_cli.build_step_argv(record.job, node_state.host, with_terminal=with_terminal), *prefix, *argv), cwd=record.cwd
         )
 
-    @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Request that the ranks save a checkpoint and exit, and end the job. A deploy submits a new job that resumes the run.
-
-        Raises RunNotFound if the run does not exist.
-        """
+        """Also ends the job: a deploy submits a new one, which resumes the run."""
         folder = _open_existing_run_folder(run)
         with hold_run_lock(folder.run, report_progress):
             _stop_job(folder.read_job_record(), run)
         report_progress(f"{run} stopped")
 
-    @translate_os_errors()
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """End the job and remove the run; events and logs stay in its folder. Raises RunNotFound."""
+        """The events and logs stay in the folder of the run."""
         folder = _open_existing_run_folder(run)
         with hold_run_lock(folder.run, report_progress):
             _stop_job(folder.read_job_record(), run)

@@ -28,7 +28,7 @@ from swarmtrain.config.schema.runner_types import find_capabilities
 from swarmtrain.errors import HostError, RunNotFound, StackError, SwarmtrainError
 from swarmtrain.launchers.base import Action, Finding, LogLine, NodeCommand, ProgressReporter, RunOverview, RunUpdate, TaskState
 from swarmtrain.launchers.common.history_store import RecordedRun
-from swarmtrain.launchers.common.local_run_folder import translate_os_errors
+from swarmtrain.launchers.common.local_run_folder import translate_os_errors_in_methods
 from swarmtrain.launchers.common.run_overviews import read_overviews
 from swarmtrain.launchers.common.stack_file import write_stack_file
 from swarmtrain.launchers.ssh import plan_checks, update_stream
@@ -92,8 +92,9 @@ class DesiredState:
         return (host, name) not in self.unchanged or (name not in host_state["alive"] and (state is None or state["state"] != "complete"))
 
 
+@translate_os_errors_in_methods
 class SshLauncher:
-    """Launcher for runs on hosts reached over SSH. Implements swarmtrain.launchers.base.Launcher."""
+    """Launcher for runs on hosts reached over SSH. Implements swarmtrain.launchers.base.Launcher, which documents each method."""
 
     runner_type = "ssh"
     capabilities = find_capabilities("ssh")
@@ -105,11 +106,10 @@ class SshLauncher:
 
     @property
     def location(self) -> str:
-        """Description of the backend in messages: the hosts of the run."""
         return "its hosts"
 
     def read_inventory(self, runner: RunnerConfig) -> Inventory:
-        """Return an inventory of the hosts in the config, by default this machine, with the GPUs of each. A host may be unavailable."""
+        """The machines are the hosts in the config, by default this machine. A host may be unavailable."""
         interpreter = _resolve_interpreter(runner)
         names = [host.name for host in list_hosts(runner)]
         with self._connections.build_host_group(names, dict.fromkeys(names, interpreter)) as host_group:
@@ -127,14 +127,11 @@ class SshLauncher:
         return Inventory("the hosts that the config lists, over SSH" if runner.hosts else "this machine", tuple(machines))
 
     def check_plan(self, plan: Plan) -> list[Finding]:
-        """Return the problems of each host that would prevent nodes from running on it."""
         with self._connect_planned_hosts(plan) as host_group:
             is_deployed = plan.run in self.list_runs()
             return plan_checks.collect_findings(plan, host_group, ports=() if is_deployed else (plan.master_port,))
 
-    @translate_os_errors()
     def plan_changes(self, plan: Plan) -> list[Action]:
-        """Return the changes that `deploy_run` would make to the processes on the hosts."""
         with self._connect_all_hosts(plan) as host_group:
             desired = self._compute_desired_state(plan, host_group)
         removals = [
@@ -152,9 +149,7 @@ class SshLauncher:
             )
         return [*removals, *starts]
 
-    @translate_os_errors()
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
-        """Start, restart and stop the processes that differ from `plan`. Raises SwarmtrainError if that fails."""
         with self._connect_all_hosts(plan) as host_group, _hold_run_lock(host_group, plan.run, report_progress):
             desired = self._compute_desired_state(plan, host_group)
             is_first_deploy = not any(host_state["marker"] for host_state in desired.host_states.values())
@@ -235,12 +230,8 @@ class SshLauncher:
         else:
             self._index.remove_record(run)
 
-    @translate_os_errors()
     def load_deployment(self, run: str) -> tuple[Config, Cargo]:
-        """Return the config and cargo with which the run was deployed, from the first reachable host.
-
-        Raises RunNotFound; HostError; StackError if another version of swarmtrain has deployed the run.
-        """
+        """Reads from the first reachable host. Raises HostError if no host is reachable."""
         record, host_group = self._index.read_record_and_hosts(run)
         record.check_protocol(run)
         names = ["deployed.json", *(f"code/{name}" for name in record.code), *(f"secrets/{name}" for name in record.secrets)]
@@ -257,33 +248,26 @@ class SshLauncher:
                 return Config.from_json(files["deployed.json"].decode()), Cargo(code, secrets)
         raise last_error or RunNotFound("has no hosts", place=f"run {run}")
 
-    @translate_os_errors()
     def read_identity(self, run: str) -> RunIdentity:
-        """Return the identity in the run's record on this machine. Raises RunNotFound."""
         return self._index.read_record(run).identity
 
-    @translate_os_errors()
     def read_placement(self, run: str) -> Placement:
-        """Return the hosts of the nodes, and of the coordinator, from the index on this machine. Raises RunNotFound."""
+        """Reads the index on this machine."""
         record = self._index.read_record(run)
         return Placement(record.nodes, record.coordinator_host)
 
-    @translate_os_errors()
     def list_runs(self) -> list[str]:
-        """Return the names of the runs that were deployed from this machine, sorted."""
         return self._index.list_runs()
 
     def read_overviews(self) -> list[RunOverview]:
-        """Return an overview of each run."""
         return read_overviews(self)
 
-    @translate_os_errors()
     def list_terminating_runs(self) -> list[str]:
-        """Return the names of runs whose removal is incomplete, because some of their hosts could not be reached."""
+        """Some hosts of these runs could not be reached."""
         return self._index.list_runs(terminating=True)
 
     def list_tasks(self, run: str) -> list[TaskState]:
-        """Return the state of each process, nodes first, including those on unreachable hosts. Raises RunNotFound."""
+        """Includes the processes on unreachable hosts."""
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
             host_states, failed = host_group.collect_results_and_errors(lambda host: host.call_agent("inspect_run", run=run))
@@ -292,13 +276,11 @@ class SshLauncher:
         return [states.get(name) or TaskState(name, record.get_displayed_host(name), "starting") for name in record.hosts_by_process]
 
     def read_events(self, run: str, since: float | None = None, tail: int | None = None) -> list[Event]:
-        """Return the coordinator's events so far. Raises RunNotFound, HostError."""
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group:
             return update_stream.read_events(host_group.hosts[record.coordinator_host], run, since, tail)
 
     def watch_run(self, run: str) -> Iterator[RunUpdate]:
-        """Yield updates of the run until its outcome or removal. Raises RunNotFound if the run does not exist."""
         return update_stream.watch_run(*self._index.read_record_and_hosts(run), run)
 
     def stream_logs(
@@ -311,17 +293,11 @@ class SshLauncher:
         node: str | None = None,
         report_progress: ProgressReporter | None = None,
     ) -> Iterator[LogLine]:
-        """Yield the output of all nodes. Raises RunNotFound. `report_progress` reports hosts that do not answer."""
         return update_stream.stream_logs(
             *self._index.read_record_and_hosts(run), run, follow=follow, tail=tail, since=since, node=node, report_progress=report_progress
         )
 
-    @translate_os_errors()
     def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
-        """Return the command that runs `argv` over SSH where the node runs: in its container, or with its environment on its host.
-
-        Raises RunNotFound, HostError.
-        """
         record, host_group = self._index.read_record_and_hosts(run)
         if node not in record.nodes:
             raise RunNotFound("unknown node", place=f"run {run} {node}")
@@ -337,24 +313,18 @@ class SshLauncher:
             return NodeCommand(tuple(command))
         return NodeCommand(("ssh", "-t" if with_terminal else "-T", "--", host_name, shlex.join(command)))
 
-    @translate_os_errors()
     def stop_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Request the ranks to save and exit.
-
-        The coordinator keeps running, and a deploy resumes the run. Raises RunNotFound, StackError.
-        """
+        """Raises StackError if a host is unreachable: its processes keep running."""
         record, host_group = self._index.read_record_and_hosts(run)
         with host_group, _hold_run_lock(host_group, run, report_progress):
             if failed := _stop_nodes(host_group, run, record):
                 raise _build_unreachable_hosts_error(failed, run, "stop")
         report_progress(f"{run} stopped")
 
-    @translate_os_errors()
     def tear_down_run(self, run: str, report_progress: ProgressReporter) -> None:
-        """Stop all processes and remove the run, after downloading its events and logs. Raises RunNotFound if the run does not exist.
+        """Downloads events and logs first. Files on an unreachable host stay there.
 
-        Files on an unreachable host stay there, and the raised StackError names the host: call this method again when the host is
-        reachable.
+        The raised StackError names the host: call this method again when the host is reachable.
         """
         record, host_group = self._index.read_record_and_hosts(run)
         recorded_run = RecordedRun(run, record.identity)

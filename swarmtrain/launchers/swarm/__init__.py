@@ -100,7 +100,7 @@ class SwarmLauncher:
         return read_measurements(self._engine)
 
     def plan_changes(self, plan: Plan) -> list[ReconcileStep]:
-        """Return the steps that `deploy_run` would take, in order; str() formats each step. Raises ImageError, StackError, EngineError."""
+        """str() formats each step. Raises ImageError, StackError, EngineError."""
         return self._plan_reconcile_steps(plan, self._build_stack_specs(plan), create_run_identity(), is_queued=self.queues_run(plan))
 
     def deploy_run(self, plan: Plan, report_progress: ProgressReporter) -> None:
@@ -183,7 +183,7 @@ class SwarmLauncher:
         return (line.to_log_line() for line in lines if line.parse_event() is None)
 
     def build_node_command(self, run: str, node: str, argv: Sequence[str], *, with_terminal: bool) -> NodeCommand:
-        """Return the `docker exec` command for the node's container: on the engine of its host, which docker reaches over SSH."""
+        """The command reaches the engine of the host over SSH."""
         services = [service for service in cluster_state.list_run_services(self._engine, run) if service.get_short_name(run) == node]
         task = cluster_state.find_newest_task(cluster_state.list_tasks(self._engine, run), services[0].id) if services else None
         if task is None or not task.container_id:
