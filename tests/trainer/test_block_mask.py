@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from swarmtrain.trainer.model.attention.block_mask import build_block_mask
+from swarmtrain.trainer.model.attention.flex import build_block_mask
 from swarmtrain.trainer.model.attention.visibility import Visibility
 
 CPU = torch.device("cpu")
 MEMORY_SCRIPT = """
 import resource, torch
-from swarmtrain.trainer.model.attention.block_mask import build_block_mask
+from swarmtrain.trainer.model.attention.flex import build_block_mask
 from swarmtrain.trainer.model.attention.visibility import Visibility
 
 def build(length):

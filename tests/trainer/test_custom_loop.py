@@ -25,7 +25,7 @@ import swarmtrain.trainer
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
 from swarmtrain.protocol import EXIT_PLANNED
 from swarmtrain.trainer.custom.data_sharding import ShardedLoader
-from swarmtrain.trainer.custom.state_tree import flatten_state, unflatten_state
+from swarmtrain.trainer.custom.user_state import flatten_state, unflatten_state
 
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 

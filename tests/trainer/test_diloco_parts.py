@@ -18,10 +18,17 @@ from swarmtrain.config.loader import parse_config
 from swarmtrain.config.schema.optimizer import DilocoConfig, Quantization
 from swarmtrain.errors import ConfigError, TrainingError
 from swarmtrain.trainer import Optimizer, Transformer, collectives, parallelize, start_runtime
-from swarmtrain.trainer.diloco.exchange import MAX_BUCKET_ELEMENTS, PendingMean, PseudoGradientExchange
+from swarmtrain.trainer.diloco.exchange import (
+    BLOCK_SIZE,
+    MAX_BUCKET_ELEMENTS,
+    PendingMean,
+    PseudoGradientExchange,
+    compute_encoded_size,
+    decode_tensor,
+    encode_tensor,
+)
 from swarmtrain.trainer.diloco.learner import Learner
 from swarmtrain.trainer.diloco.optimizer import DilocoOptimizer, DilocoTrainingState, assign_fragments, list_starting_fragments
-from swarmtrain.trainer.diloco.quantization import BLOCK_SIZE, compute_encoded_size, decode_tensor, encode_tensor
 from swarmtrain.trainer.health.step_timer import StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout
 from swarmtrain.trainer.model.objective import EmbeddingObjective

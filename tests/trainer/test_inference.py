@@ -20,8 +20,7 @@ from swarmtrain.config.schema.transformer_architecture import TransformerArchite
 from swarmtrain.errors import EXIT_ERROR, CheckpointError, TrainingError
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.inference import evaluation, generation, model_source
-from swarmtrain.trainer.inference.generation import SamplingParams
-from swarmtrain.trainer.inference.kv_cache import enable_kv_cache
+from swarmtrain.trainer.inference.generation import SamplingParams, enable_kv_cache
 from swarmtrain.trainer.inference.text_stream import TextStream
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize.tokenizer_backends import ByteTokenizer

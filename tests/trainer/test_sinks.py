@@ -24,8 +24,8 @@ from worlds import LocalWorld, merge_config
 
 from swarmtrain.trainer.metrics.sinks import Sink
 from swarmtrain.trainer.metrics.sinks.csv_table import CsvTable
-from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
+from swarmtrain.trainer.metrics.sinks.metrics_lines import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.tensorboard import EventFile
 
 Points = list[tuple[int, str, float]]

@@ -56,7 +56,7 @@ class Manifest:
     run_id: str = ""
     """Id of the run (swarmtrain.protocol.run_identity); empty if it is unknown. A run that resumes this checkpoint keeps the id."""
     state: dict[str, Any] = field(default_factory=dict)
-    """State without tensors: that of a custom script (see trainer/custom/state_tree.py), or the fingerprint of the base model; and, if
+    """State without tensors: that of a custom script (see trainer/custom/user_state.py), or the fingerprint of the base model; and, if
     gradients are compressed, which runs have equal losses."""
     format: int = FORMAT_VERSION
 

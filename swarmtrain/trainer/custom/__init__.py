@@ -13,9 +13,8 @@ Five lines make a custom script resume after any failure, and two lines log its 
 
 Works under every launcher, under plain torchrun, srun or mpirun, and in one process. run.log() also works without the other lines.
 
-user_state        state to save: any object with a state_dict()
+user_state        state to save: any object with a state_dict(), which is split into tensors and JSON
 data_sharding     shard the samples of a DataLoader over any number of ranks; read data that cannot be sharded one batch ahead
-state_tree        split a state_dict() into tensors and JSON
 training_loop     what the two loops have in common: progress, checkpoints when they are due, stop of all ranks
 script_loop       steps on any data, for the objects that a custom script registers
 model_loop        steps of a parallel model on token files

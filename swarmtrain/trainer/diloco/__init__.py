@@ -5,12 +5,9 @@ one rank can train several learners one after another, and several ranks can tra
 TopologyConfig.assign_learners). So the result depends on the number of learners, and not on the number of ranks.
 
 learner         the state of one learner on this rank
-quantization    pseudo-gradients as bytes
-fragments       the parts of the model that are exchanged, and when
-exchange        the mean pseudo-gradient of all learners
-optimizer       inner optimizers, outer optimizer and global parameters
+exchange        the mean pseudo-gradient of all learners, which are exchanged as bytes
+optimizer       inner optimizers, outer optimizer and global parameters, and what is saved of them in checkpoints
 step            one optimizer step of all learners
-training_state  what is saved in checkpoints
 
 Sources: Douillard et al. 2023, DiLoCo (arXiv 2311.08105); 2025, Streaming DiLoCo (arXiv 2501.18512).
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.inference.kv_cache import CachedPrefix, enable_kv_cache
+from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.random_seeds import derive_seed
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
@@ -92,7 +92,7 @@ def generate_tokens(
         documents = (torch.arange(longest, device=device) >= document_starts).long()
     generators = [torch.Generator().manual_seed(derive_seed(sampling_params.seed, number)) for number in range(len(prompts))]
     finished = [False] * len(prompts)
-    with enable_kv_cache(model, longest + max(token_budgets)) if use_cache else nullcontext(CachedPrefix()) as prefix:
+    with enable_kv_cache(model, longest + max(token_budgets)) if use_cache else nullcontext(_CachedPrefix()) as prefix:
         for token_count in range(1, max(token_budgets) + 1):
             logits = gather_logits(model.compute_next_token_logits(tokens, documents)).float().cpu()
             if not logits.isfinite().all():
@@ -123,3 +123,55 @@ def _sample_token(logits: Tensor, sampling_params: SamplingParams, generator: to
     # The most likely token is always kept, regardless of top_p.
     probabilities[(probabilities.cumsum(0) - probabilities >= sampling_params.top_p).logical_and(torch.arange(len(probabilities)) > 0)] = 0
     return int(tokens[probabilities.multinomial(1, generator=generator)])
+
+
+class _CachedPrefix:
+    """The cached part of each sequence: its first `cached_length` tokens."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.cached_length = 0
+
+    def select_ranges(self, length: int) -> tuple[range, ...] | None:
+        """Return the positions of the new tokens in sequences of `length` tokens; None if all tokens are new."""
+        return (range(self.cached_length, length),) if self.cached_length else None
+
+
+class _LayerCache:
+    """Cached keys and values of one attention layer."""
+
+    def __init__(self, prefix: _CachedPrefix, capacity: int) -> None:
+        self._prefix, self._capacity = prefix, capacity
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        batch, heads, new_length, size = key.shape
+        if self._buffers is None:
+            self._buffers = key.new_empty(batch, heads, self._capacity, size), value.new_empty(batch, heads, self._capacity, size)
+        end = self._prefix.cached_length + new_length
+        for buffer, new_values in zip(self._buffers, (key, value), strict=True):
+            buffer[:, :, self._prefix.cached_length : end] = new_values
+        keys, values = self._buffers
+        return keys[:, :, :end], values[:, :, :end]
+
+
+@contextmanager
+def enable_kv_cache(model: Transformer, capacity: int) -> Iterator[_CachedPrefix]:
+    """Context manager that adds a KV cache to `model`, for up to `capacity` tokens per sequence.
+
+    The cache stores the attention keys and values of earlier tokens, so that they are computed only once. The model uses it through the
+    interface for context parallelism: it computes only a part of each sequence, the new tokens, and reads the keys and values of the other
+    tokens from the cache. The context manager yields a _CachedPrefix. After each forward pass, the caller sets its `cached_length`.
+    """
+    previous, prefix = model.sequence_shard, _CachedPrefix()
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    model.sequence_shard = prefix
+    for layer in layers:
+        layer.gather_key_value = _LayerCache(prefix, capacity)
+    try:
+        yield prefix
+    finally:
+        model.sequence_shard = previous
+        for layer in layers:
+            layer.gather_key_value = None

@@ -9,7 +9,7 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.health.step_timer import VALIDATION, StepTimer
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.generation import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
-from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample
+from swarmtrain.trainer.metrics.sinks.metrics_lines import GeneratedSample
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.random_seeds import derive_seed
 from swarmtrain.trainer.runtime import Runtime

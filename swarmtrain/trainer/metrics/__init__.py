@@ -25,8 +25,8 @@ from swarmtrain.trainer.metrics.event_sender import EventSender
 from swarmtrain.trainer.metrics.memory_usage import read_memory_usage
 from swarmtrain.trainer.metrics.sinks import Sinks, get_metrics_folder
 from swarmtrain.trainer.metrics.sinks.determined_trial import DeterminedTrial
-from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample
 from swarmtrain.trainer.metrics.sinks.jsonl import append_missing_step_metrics
+from swarmtrain.trainer.metrics.sinks.metrics_lines import SAMPLES_KEY, GeneratedSample
 from swarmtrain.trainer.metrics.throughput import Throughput, compute_flops_per_token, find_peak_flops
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.parallel.mesh import Mesh

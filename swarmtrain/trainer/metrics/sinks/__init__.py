@@ -1,7 +1,7 @@
 """Metric sinks: metrics.jsonl, metrics.csv, TensorBoard, W&B, a Determined trial and sinks of other packages, in any combination.
 
 A sink receives metrics lines: mappings of metric names to numbers, with the step under `step`. A line may also have samples that were
-generated from prompts (see generated_samples.py).
+generated from prompts (see metrics_lines.py).
 
 Each world opens its sinks again, and no step appears twice in a sink: lines of steps after the resumed step, which an earlier world has
 written, are discarded, and the lines of the resumed step are written again from metrics.jsonl. So all sinks receive the same values, even
@@ -18,8 +18,8 @@ from swarmtrain.config.entry_points import METRICS_SINK_GROUP, list_entry_points
 from swarmtrain.config.schema.logger import LoggerConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.metrics.sinks.csv_table import CsvTable
-from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.jsonl import MetricsFile
+from swarmtrain.trainer.metrics.sinks.metrics_lines import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.tensorboard import EventFile
 from swarmtrain.trainer.metrics.sinks.wandb_run import WandbRun
 from swarmtrain.trainer.runtime import Runtime

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
+from swarmtrain.trainer.metrics.sinks.metrics_lines import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
 from swarmtrain.trainer.runtime import Runtime
 

@@ -15,7 +15,7 @@ from typing import Any
 from swarmtrain.errors import TrainingError
 from swarmtrain.protocol import EXIT_PLANNED, distributed_env
 from swarmtrain.trainer import collectives
-from swarmtrain.trainer.metrics.sinks.generated_samples import extract_samples
+from swarmtrain.trainer.metrics.sinks.metrics_lines import extract_samples
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")

@@ -11,7 +11,7 @@ from typing import Any
 
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
+from swarmtrain.trainer.metrics.sinks.metrics_lines import ResumeHistory
 from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
 
 FILE_NAME = "metrics.jsonl"

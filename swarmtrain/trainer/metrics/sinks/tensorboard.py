@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
-from swarmtrain.trainer.metrics.sinks.generated_samples import GeneratedSample, extract_samples
+from swarmtrain.trainer.metrics.sinks.metrics_lines import GeneratedSample, ResumeHistory, extract_samples
 from swarmtrain.trainer.metrics.sinks.record_file import RecordFile
 from swarmtrain.trainer.runtime import Runtime
 

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 from swarmtrain.config import Config
 from swarmtrain.config.user_files import describe_os_error
 from swarmtrain.errors import TrainingError
-from swarmtrain.trainer.metrics.sinks.earlier_metrics import ResumeHistory
-from swarmtrain.trainer.metrics.sinks.generated_samples import SAMPLES_KEY, GeneratedSample, extract_samples
+from swarmtrain.trainer.metrics.sinks.metrics_lines import SAMPLES_KEY, GeneratedSample, ResumeHistory, extract_samples
 from swarmtrain.trainer.runtime import Runtime
 
 LOG = logging.getLogger("swarmtrain")

@@ -5,8 +5,7 @@ attention_method  the interface of attention methods
 selection         the choice of a method
 dense             torch's scaled_dot_product_attention, without or with a mask
 varlen            flash attention on documents and windows
-flex              flex attention
-block_mask        the masks of flex attention
+flex              flex attention, and its masks of blocks
 """
 
 from __future__ import annotations
