@@ -68,8 +68,15 @@ def _measure_signatures(key: bytes) -> float:
 
 @contextmanager
 def _serve_coordinator(key: bytes) -> Iterator[CoordinatorClient]:
-    budget = {"max_restarts": 1, "max_restarts_per_hour": 1, "min_nodes": 1}
-    coordinator = Coordinator(run="bench", boot_id="bench", run_id="", **budget, clock=time.monotonic, publish_event=lambda event: None)
+    coordinator = Coordinator(
+        run="bench",
+        boot_id="bench",
+        max_restarts=1,
+        max_restarts_per_hour=1,
+        min_nodes=1,
+        clock=time.monotonic,
+        publish_event=lambda event: None,
+    )
     loop, server = asyncio.new_event_loop(), CoordinatorServer(coordinator, key)
     port = loop.run_until_complete(server.listen("127.0.0.1", 0))
     thread = threading.Thread(target=loop.run_forever)
