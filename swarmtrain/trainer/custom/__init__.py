@@ -277,7 +277,7 @@ class Run:
             exit_stack=self.training_stack,
         )
         self._is_open, self._resumed_step, self.step = True, loop.progress.step, loop.progress.step
-        if loop.stop_is_agreed:
+        if loop.any_rank_requests_stop:
             self.save_and_exit()
 
     def steps(

@@ -72,7 +72,7 @@ class ModelLoop(TrainingLoop):
         """
         self.model, self._data, self._validation_data = model, data, validation_data
         self._collective_timeout = CollectiveTimeout(model.mesh.process_groups)
-        self._training = select_training(runtime, model, optimizer, data)
+        self._training = choose_training_method(runtime, model, optimizer, data)
         self._instruments = exit_stack.enter_context(StepInstruments(runtime, model, self._training.optimizer, self._collective_timeout))
         self._peer_monitor = exit_stack.enter_context(PeerMonitor(model.mesh.process_groups, runtime.device))
         _check_same_data_on_all_ranks(runtime, data, validation_data)
@@ -109,12 +109,12 @@ class ModelLoop(TrainingLoop):
         return self.progress.step >= self.runtime.config.trainer.train_iterations
 
     @property
-    def stop_is_agreed(self) -> bool:
+    def any_rank_requests_stop(self) -> bool:
         """Whether a stop was requested on any rank before the last step."""
         return not self.is_done and (self._result.stop_requested if self._result else self._is_stopped_at_start)
 
     @property
-    def save_is_agreed(self) -> bool:
+    def any_rank_requests_save(self) -> bool:
         """Whether a checkpoint is due by the clock of rank 0."""
         return self._result is not None and self._result.save_requested
 
@@ -248,7 +248,7 @@ class ModelLoop(TrainingLoop):
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingMethod:
     """How the steps of a run train its model: as a whole, or by learners (DiLoCo)."""
 
     optimizer: StatefulOptimizer
@@ -265,11 +265,11 @@ class Training:
         return self.apply_gradients(model, self.compute_gradients(model, request), request)
 
 
-def select_training(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset) -> Training:
+def choose_training_method(runtime: Runtime, model: ParallelModel, optimizer: Optimizer, data: TokenDataset) -> TrainingMethod:
     """Return how the config trains `model`. `optimizer`: its optimizer, or the inner optimizer of the first local learner."""
     trainable_only = not runtime.config.trainer.save_frozen_parameters
     if runtime.config.topology.learners is None:
-        return Training(
+        return TrainingMethod(
             optimizer,
             TrainingState(model, optimizer, trainable_only),
             lambda model, request: compute_gradients(runtime, model, optimizer, data, request),
@@ -277,7 +277,7 @@ def select_training(runtime: Runtime, model: ParallelModel, optimizer: Optimizer
             lambda *_: None,
         )
     learners = DilocoOptimizer(runtime, model, optimizer)
-    return Training(
+    return TrainingMethod(
         learners,
         DilocoTrainingState(model, learners, trainable_only),
         lambda model, request: learners_step.compute_gradients(runtime, model, learners, data, request),

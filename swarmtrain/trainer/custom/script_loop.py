@@ -92,12 +92,12 @@ class ScriptLoop(TrainingLoop):
         return self._is_done
 
     @property
-    def stop_is_agreed(self) -> bool:
+    def any_rank_requests_stop(self) -> bool:
         """Whether a stop was requested on any rank; False while gradients are accumulated, which no checkpoint has."""
         return self._all_reduce_stop_and_save_flags().stop_requested and not self._is_accumulating()
 
     @property
-    def save_is_agreed(self) -> bool:
+    def any_rank_requests_save(self) -> bool:
         """Whether a checkpoint is due by the clock of rank 0."""
         return self._all_reduce_stop_and_save_flags().save_requested
 

@@ -47,12 +47,12 @@ class TrainingLoop(ABC):
 
     @property
     @abstractmethod
-    def stop_is_agreed(self) -> bool:
+    def any_rank_requests_stop(self) -> bool:
         """Whether a stop was requested on any rank."""
 
     @property
     @abstractmethod
-    def save_is_agreed(self) -> bool:
+    def any_rank_requests_save(self) -> bool:
         """Whether any rank requests a checkpoint of this step."""
 
     def can_save(self) -> bool:
@@ -75,7 +75,7 @@ class TrainingLoop(ABC):
     def stop_requested(self) -> bool:
         """Whether a stop was requested on any rank."""
         self._called_names.add("stop_requested")
-        return self.stop_is_agreed
+        return self.any_rank_requests_stop
 
     def check_required_calls(self) -> None:
         """Raise TrainingError if the body of the loop has not made all `required_calls`."""
@@ -96,7 +96,7 @@ class TrainingLoop(ABC):
             )
         if metric is not None:
             self.progress = self.progress.with_validation_loss(metric)
-        is_due = self.save_is_agreed or self._save_interval.is_due_by_schedule(
+        is_due = self.any_rank_requests_save or self._save_interval.is_due_by_schedule(
             self.progress.step, self.progress.consumed_samples, has_validation_loss=self.progress.validation_loss is not None
         )
         has_new_step = self.checkpoint_manager.save_dir is not None and self.checkpoint_manager.latest_step != self.progress.step

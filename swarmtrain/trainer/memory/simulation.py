@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import Precision
-from swarmtrain.trainer.custom.model_loop import select_training
+from swarmtrain.trainer.custom.model_loop import choose_training_method
 from swarmtrain.trainer.health.step_timer import StepTimer
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.memory.allocation_tracker import AllocationKind, AllocationTracker, MemoryPeak
@@ -32,7 +32,7 @@ def simulate_memory_peaks(config: Config, world_size: int, rank: int) -> tuple[M
     with simulate_rank(config, world_size, rank) as runtime, tracker.track_allocations():
         model = build_simulated_model(runtime)
         data = SyntheticSamples(config)
-        training = select_training(runtime, model, _TrackedOptimizer(model, config, tracker), data)
+        training = choose_training_method(runtime, model, _TrackedOptimizer(model, config, tracker), data)
         tracker.assign_allocation_kind(training.optimizer.collect_state_tensors().values(), AllocationKind.optimizer_state)
         startup_end = tracker.get_allocation_history_position()
         step = config.topology.powersgd.start_step + 1  # PowerSGD compresses no gradients before

@@ -84,7 +84,7 @@ class RunReporter:
             mesh.replica_count,
             f"{model.parameter_count:,}",
         )
-        self._report_resumed(step, resumed_from, run_id)
+        self._report_resume(step, resumed_from, run_id)
         self._flops_per_token, self._replica_count = (
             compute_flops_per_token(config.transformer_architecture, model.parameter_count),
             mesh.replica_count,
@@ -99,13 +99,13 @@ class RunReporter:
     def report_script_start(self, step: int, resumed_from: Path | None, run_id: str, generation: int, parameter_count: int) -> None:
         """Report that the training of a custom script starts after `step`: as report_start, without its model and sinks."""
         self._report_environment(generation, parameter_count, None)
-        self._report_resumed(step, resumed_from, run_id)
+        self._report_resume(step, resumed_from, run_id)
 
     def open_sinks(self, step: int) -> None:
         """Open the sinks of a run that resumes from `step`. Raises TrainingError if a sink cannot be opened."""
         self._sinks.open(self._runtime, step)
 
-    def _report_resumed(self, step: int, resumed_from: Path | None, run_id: str) -> None:
+    def _report_resume(self, step: int, resumed_from: Path | None, run_id: str) -> None:
         if resumed_from and self._runtime.is_rank_zero:
             LOG.info("resuming from step %d, from %s", step, resumed_from)
             self._post_event(protocol.EVENT_RESUMED, step=step, path=str(resumed_from), run_id=run_id)

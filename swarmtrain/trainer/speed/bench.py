@@ -23,7 +23,7 @@ import torch
 from swarmtrain.config import Config
 from swarmtrain.config.schema.fields.gradient_compression import PowerSgdConfig
 from swarmtrain.config.schema.topology import DataParallelType
-from swarmtrain.trainer.custom.model_loop import select_training
+from swarmtrain.trainer.custom.model_loop import choose_training_method
 from swarmtrain.trainer.health.step_timer import BACKWARD, DATA, FORWARD, OTHER
 from swarmtrain.trainer.health.stop_flag import CollectiveTimeout, StopFlag
 from swarmtrain.trainer.instrumentation import StepInstruments
@@ -90,7 +90,10 @@ def run_benchmark(session: TrainingSession, *, steps: int, warmup_steps: int) ->
     """
     runtime, model, data = session.runtime, session.model, session.data
     config, step_seconds, phase_seconds, tokens = runtime.config, [], [], 0
-    training, collective_timeout = select_training(runtime, model, session.optimizer, data), CollectiveTimeout(model.mesh.process_groups)
+    training, collective_timeout = (
+        choose_training_method(runtime, model, session.optimizer, data),
+        CollectiveTimeout(model.mesh.process_groups),
+    )
     with StopFlag() as stop, StepInstruments(runtime, model, training.optimizer, collective_timeout) as instruments:
         timer = instruments.start_step_timer(data, 0)
         for number in range(1, warmup_steps + steps + 1):
