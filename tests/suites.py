@@ -3,8 +3,8 @@
 Without --all it runs the gate: the suites that have no reason in SUITES to be left out, without the tests that are marked
 `test_all_only`. With --all it runs everything, and randomized tests draw new examples from a seed that is printed.
 
-Four suites run in parallel, since tests with a lab or several processes mostly wait. The output of a suite is printed when the suite
-has ended, or streamed if it is the only one.
+Three suites run in parallel: that uses two cores fully. The output of a suite is printed when the suite has ended, or streamed if it is
+the only one.
 
 With CI=true a skipped test fails the run: a CI machine must be able to run every test.
 """
@@ -135,7 +135,7 @@ _HUNG_PATTERN = re.compile(r'File ".*?(?P<path>tests/\w+/test_\w+\.py)", line (?
 _LINE_WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
 _MIN_MEMORY_BYTES = 18 * 2**30
-_PARALLEL_SUITES = 4
+_PARALLEL_SUITES = 3
 
 
 def main() -> int:
@@ -202,12 +202,16 @@ def run_suites(names: list[str], *, include_all: bool) -> int:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The result of a suite: its exit code, its counts by word, its seconds, and a line for each test that failed or hung."""
+    """The result of a suite: its exit code, its counts by word, its seconds, and a line for each test that failed or hung.
+
+    `cpu_seconds`: of its processes, without those of a lab's engines.
+    """
 
     name: str
     code: int
     counts: dict[str, int]
     seconds: float
+    cpu_seconds: float
     failure_lines: list[str]
 
     @property
@@ -220,7 +224,8 @@ class SuiteResult:
 
     def __str__(self) -> str:
         outcome = "FAILED" if self.code else "FAILED: nothing may be skipped here" if self._is_skipped_in_ci else "ok"
-        return f"{self.name:12} {self.seconds:7.1f} s  {', '.join(f'{count} {word}' for word, count in self.counts.items()):40} {outcome}"
+        counts = ", ".join(f"{count} {word}" for word, count in self.counts.items())
+        return f"{self.name:12} {self.seconds:7.1f} s  {self.cpu_seconds:7.1f} s of CPU  {counts:40} {outcome}"
 
 
 def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResult:
@@ -251,7 +256,8 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
         lines.append(line)
         if stream_output:
             print(line, end="", flush=True)
-    code = process.wait()
+    _, status, usage = os.wait4(process.pid, 0)
+    code = process.returncode = os.waitstatus_to_exitcode(status)
     shutil.rmtree(folder, ignore_errors=True)  # memory, for the suites that still run
     if not stream_output:
         print(f"\n--- {name}\n{''.join(lines)}", end="", flush=True)
@@ -260,7 +266,7 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     for number, word in _COUNT_PATTERN.findall(last):
         key = "failed" if word.startswith("error") else word
         counts[key] = counts.get(key, 0) + int(number)
-    return SuiteResult(name, code, counts, time.monotonic() - started, list_failures(lines))
+    return SuiteResult(name, code, counts, time.monotonic() - started, usage.ru_utime + usage.ru_stime, list_failures(lines))
 
 
 def list_failures(lines: list[str]) -> list[str]:

@@ -120,6 +120,7 @@ def test_an_outcome_that_a_node_knows_is_notified_again_with_the_same_id(small_r
 
 
 def test_a_stop_ends_the_wait_of_a_node_for_a_lost_coordinator(small_run: Any, receiver: Receiver) -> None:
+    receiver.statuses = [500] * 100  # the coordinator does not end before it is killed
     start_failing_run(small_run, receiver, node_count=1)
     small_run.wait_for_event("left")
     small_run.coordinator.kill()

@@ -79,9 +79,9 @@ def test_a_name_that_does_not_resolve_is_logged_for_the_launcher(
     assert capsys.readouterr().err == ""  # a coordinator that is starting has a name
     resolver.names.clear()
     with pytest.raises(CoordinatorError, match="Name or service not known"):
-        client.wait_until_reachable(0.5)
+        client.wait_until_reachable(2.0)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
+    assert 2 <= len(lines) <= 10  # every 0.2 s, less often on a busy machine
     assert all(line.startswith(f"{UNRESOLVED_COORDINATOR_TEXT} rendezvous for 0.2 s: ") for line in lines)
 
 
