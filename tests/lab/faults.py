@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -104,10 +105,12 @@ def _slow_link(scene: ChaosRun) -> None:
 def _fill_disk(scene: ChaosRun) -> None:
     """Fill the shared disk, so that no byte is free when the next checkpoint is due."""
     ballast = scene.lab.shared_disk / "ballast"
-    free_space = os.statvfs(ballast.parent)
     try:
-        with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free_space.f_bavail * free_space.f_frsize)
+        with ballast.open("wb", buffering=0) as file:
+            for size in (2**20, 2**12):  # until it is full: the run writes, too, so its free space is not known in advance
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
         scene.wait_for_step(scene.step + SAVE_INTERVAL + 20)
     finally:
         ballast.unlink()
