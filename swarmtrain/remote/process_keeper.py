@@ -44,6 +44,7 @@ class ProcessKeeper:
         self.state_path = spec_path.with_suffix(".state")
         self.stop_requested = False
         self.restarts = 0
+        self.pending_state: ProcessState | None = None
         self.folder_monitor = FolderMonitor(spec_path.parent, check_seconds)
         self.is_folder_deleted = False
 
@@ -79,6 +80,7 @@ class ProcessKeeper:
         """
         exit_requested = False
         while True:
+            self._write_pending_state()
             if not self.stop_requested and self.folder_monitor.is_deleted():
                 self._handle_deleted_folder(child)
             if self.stop_requested and not exit_requested:
@@ -136,9 +138,15 @@ class ProcessKeeper:
             time.sleep(0.05)
 
     def _write_process_state(self, state: str, exit_code: int | None = None) -> None:
-        write_text_atomically(
-            self.state_path, json.dumps(asdict(ProcessState(os.getpid(), state, exit_code, self.restarts))), mode=SECRET_MODE
-        )
+        self.pending_state = ProcessState(os.getpid(), state, exit_code, self.restarts)
+        self._write_pending_state()
+
+    def _write_pending_state(self) -> None:
+        """Write the newest state. If it cannot be written, it stays pending: a full disk must not end the process."""
+        if self.pending_state is not None:
+            with contextlib.suppress(OSError):
+                write_text_atomically(self.state_path, json.dumps(asdict(self.pending_state)), mode=SECRET_MODE)
+                self.pending_state = None
 
     def _handle_stop_signal(self, *_: Any) -> None:
         self.stop_requested = True

@@ -33,7 +33,7 @@ def keeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     argv = ["sh", "-c", _CHILD_PROGRAM, str(child_file)]
     ProcessSpec("node0", argv, {}, "/", str(folder / "log"), str(folder / "log"), "").save(folder / "node0.spec")
     process = subprocess.Popen([sys.executable, "-c", _KEEPER_PROGRAM, str(folder / "node0.spec")], cwd="/")
-    wait_until(lambda: child_file.exists() and child_file.read_text().strip().isdigit())
+    wait_until(lambda: child_file.exists() and child_file.read_text().strip().isdigit() and (folder / "node0.state").exists())
     yield process
     process.kill()
     process.wait()
