@@ -32,6 +32,8 @@ def start_scheduler(
     from swarmtrain.operations import queue
     from swarmtrain.view.output import print_result
 
+    if image and base_image:
+        raise typer.BadParameter("--image and --base cannot be combined: --base is for an image that is built")
     print_result(queue.start_scheduler(image, base_image), as_json=json)
 
 

@@ -32,10 +32,6 @@ def start_scheduler(image: str | None, base_image: str | None) -> SchedulerStatu
 
     `base_image`: that of the image that is built; by default Python's official one. Raises SwarmtrainError.
     """
-    if image and base_image:
-        raise StackError(
-            "only applies to an image that is built, but --image names one", place="queue up --base", hint="omit one of the two"
-        )
     engine = DockerEngine(timeout=_ENGINE_TIMEOUT_SECONDS)
     with show_progress("starting the scheduler of the queue", interrupt_hint="run swarmtrain queue up again") as report_progress:
         return queue_service.start_scheduler(engine, image or _build_image(engine, base_image, report_progress), report_progress)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from error_cases import ErrorCase
 
+from swarmtrain import errors
+
 CHAPTER = "The command line"
 
 
@@ -65,4 +67,8 @@ def test_a_base_image_of_an_image_that_is_not_built(error_case: ErrorCase) -> No
 
     `queue up` builds an image, unless `--image` names one.
     """
-    error_case("swarmtrain queue up --image registry.lab:5000/swarmtrain:0.1 --base python:3.11-slim-bookworm")
+    error_case(
+        "swarmtrain queue up --image registry.lab:5000/swarmtrain:0.1 --base python:3.11-slim-bookworm",
+        code=errors.EXIT_USAGE,
+        expect_hint=False,
+    )
