@@ -22,7 +22,7 @@ from typing import Any, Self, get_type_hints
 
 from swarmtrain import __version__
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Version of the messages in this module. It is increased by each change after which an earlier launcher, node or coordinator would
 misread a message.
 """
@@ -31,6 +31,8 @@ ENV_KEY_FILE = f"{ENV_PREFIX}KEY_FILE"
 """Variable with the path of the run's key; empty if only the run's own processes can reach its ports."""
 ENV_RUN_ID = f"{ENV_PREFIX}RUN_ID"
 """Variable with the id of the run, for its coordinator and its ranks; empty if it is unknown."""
+ENV_WORLD = f"{ENV_PREFIX}WORLD"
+"""Variable of a rank with the key of its world (WorldAssignment)."""
 ENV_GPUS = f"{ENV_PREFIX}GPUS"
 """Variable that is set on a node whose run uses GPUs: the number of GPUs that the plan assumes, followed by + if there may be more."""
 ENV_SIMULATED_GPUS = f"{ENV_PREFIX}SIMULATED_GPUS"
@@ -311,11 +313,6 @@ retry may succeed. Absent: a retry may succeed, but a failure that recurs at the
 """
 
 
-def build_world_key(environ: Mapping[str, str]) -> str:
-    """Return the key of the world of the rank with the environment `environ`: equal for all ranks of a world, unique to each world."""
-    return f"{environ['TORCHELASTIC_RUN_ID']}/{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-
-
 _COLLATERAL_PATTERN = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|broken pipe|remote process|DistNetworkError|DistStoreError|ncclRemoteError"
     r"|socket timeout|timed out (after )?waiting|watchdog caught|SIGTERM|gloo/transport|connectFullMesh|(read|write) error \[",
@@ -421,6 +418,43 @@ class ConnectingWorld:
 
 
 @dataclass(frozen=True)
+class WorldRequest:
+    """Request of a node's agent for ranks in the next world."""
+
+    node: str
+    agent: str
+    """Random id of the agent: another agent of the same node is another member."""
+    round: str
+    previous_world: str
+    """Key of the world that the agent has left; empty before its first."""
+    slots: int
+    """Number of ranks of the node."""
+    address: str
+    """Address at which the other nodes reach rank 0, if it is on this node."""
+    port: int
+    """Free port for rank 0."""
+    min_nodes: int
+    max_nodes: int
+
+
+@dataclass(frozen=True)
+class WorldAssignment:
+    """The coordinator's response to a WorldRequest."""
+
+    world: str = ""
+    """Key of the world: equal for all its ranks, unique to each world. Empty while it has not formed."""
+    group_rank: int = 0
+    """Index of the node in the world."""
+    node_count: int = 0
+    address: str = ""
+    port: int = 0
+    has_equal_slots: bool = False
+    """Whether all nodes of the world have the same number of ranks."""
+    is_round_over: bool = False
+    """Whether no world will form in this round any more."""
+
+
+@dataclass(frozen=True)
 class RescueAssignment:
     """The coordinator's response to a surviving rank: which ranks write a just-in-time checkpoint of which step."""
 
@@ -441,7 +475,7 @@ class SupervisorResponse:
     """The coordinator's response to a supervisor. The supervisor stops if `outcome` is set; otherwise it joins round `round`."""
 
     round: str
-    """Run id (of torch's rendezvous) of the round. Each round has a new id, since a closed rendezvous accepts no further nodes."""
+    """Id of the round. The agents of all nodes are started anew in each round, in which one world follows another."""
     outcome: RunOutcome | None = None
     run_id: str = ""
     """Id of the run (swarmtrain.protocol.run_identity); empty if it is unknown."""

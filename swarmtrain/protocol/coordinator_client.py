@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from io import BufferedRWPair
 from typing import Any
@@ -37,6 +36,8 @@ from swarmtrain.protocol import (
     RunOutcome,
     SupervisorResponse,
     SurvivorState,
+    WorldAssignment,
+    WorldRequest,
 )
 from swarmtrain.protocol.run_key import (
     MAX_FIRST_REQUEST_BYTES,
@@ -113,6 +114,24 @@ class CoordinatorClient:
         """
         return self._send_supervisor_request("leave", node=node, exit_code=exit_code)
 
+    def request_world(self, request: WorldRequest) -> WorldAssignment:
+        """Wait for at most 5 s for the next world, and return the ranks of a node in it. An agent repeats the request until then.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
+        return WorldAssignment(**self._send_request("request_world", **asdict(request)))
+
+    def is_world_over(self, world: str) -> bool:
+        """Wait for at most 5 s until the ranks of `world` must end, and return whether they must.
+
+        Raises CoordinatorError if the coordinator cannot be reached.
+        """
+        return bool(self._send_request("is_world_over", world=world)["is_over"])
+
+    def end_world(self, world: str) -> None:
+        """Report that ranks have left `world`, so that the others must end, too. Raises CoordinatorError if it cannot be reached."""
+        self._send_request("end_world", world=world)
+
     def report_connecting_rank(self, rank: ConnectingRank) -> ConnectingWorld:
         """Report a rank that waits in init_process_group, or no longer does. Return the state of its world.
 
@@ -161,28 +180,15 @@ class CoordinatorClient:
     def measure_clock_offset(self) -> float:
         """Return by how many seconds this machine's wall clock is ahead of the coordinator's (negative if behind).
 
-        Raises CoordinatorError if the coordinator cannot be reached.
+        The sample with the shortest round trip counts; the error is at most half of that round trip. Raises CoordinatorError if the
+        coordinator cannot be reached.
         """
-        return self._measure_offset_of_clock("time", time.time)
+        return min(self._sample_clock_offset() for _ in range(_OFFSET_SAMPLES))[1]
 
-    def measure_monotonic_offset(self) -> float:
-        """Return the seconds to add to this machine's time.monotonic() to get the coordinator's.
-
-        Raises CoordinatorError if the coordinator cannot be reached.
-        """
-        return -self._measure_offset_of_clock("monotonic", time.monotonic)
-
-    def _measure_offset_of_clock(self, response_field: str, clock: Callable[[], float]) -> float:
-        """Return this machine's clock minus the coordinator's in seconds, from the sample with the shortest round trip.
-
-        The error is at most half of that round trip.
-        """
-        return min(self._sample_clock_offset(response_field, clock) for _ in range(_OFFSET_SAMPLES))[1]
-
-    def _sample_clock_offset(self, response_field: str, clock: Callable[[], float]) -> tuple[float, float]:
-        sent_at = clock()
-        coordinator_time = float(self._send_request("ping")[response_field])
-        received_at = clock()
+    def _sample_clock_offset(self) -> tuple[float, float]:
+        sent_at = time.time()
+        coordinator_time = float(self._send_request("ping")["time"])
+        received_at = time.time()
         return received_at - sent_at, (sent_at + received_at) / 2 - coordinator_time
 
     def wait_until_reachable(self, timeout: float) -> None:

@@ -56,7 +56,7 @@ class Interruption:
     ranks: Mapping[str, Sequence[int]]
     """Ranks of each node of the world."""
     key: str = ""
-    """Key of the world (protocol.build_world_key)."""
+    """Key of the world (protocol.WorldAssignment)."""
     causes: list[RootCause] = field(default_factory=list)
 
     @property

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +25,7 @@ from swarmtrain.entrypoint.network_interface import (
 )
 from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, find_permanent_problems
 from swarmtrain.entrypoint.supervisor import fork_server, node_supervisor
-from swarmtrain.entrypoint.supervisor.elastic_agent import (
-    DeathReporter,
-    build_shutdown_setting,
-    compute_shutdown_timeout,
-    make_node_identity_unique,
-)
+from swarmtrain.entrypoint.supervisor.elastic_agent import compute_shutdown_timeout
 from swarmtrain.entrypoint.supervisor.rank_process import resolve_exit_code
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
 from swarmtrain.protocol import EXIT_PLANNED, PROTOCOL_VERSION, NodeEnv, RunOutcome, coordinator_client
@@ -115,42 +107,11 @@ def test_ranks_get_less_than_the_whole_grace(grace: float, timeout: int) -> None
     assert compute_shutdown_timeout(grace) == timeout
 
 
-@dataclass
-class _LaunchConfigOfTorch211:
-    """The fields that matter of LaunchConfig in torch 2.11."""
-
-    local_addr: str | None = None
-
-
-def test_the_shutdown_timeout_is_set_in_all_supported_versions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = pytest.importorskip("torch.distributed.launcher.api")
-    multiprocessing = pytest.importorskip("torch.distributed.elastic.multiprocessing")
-    parameters = inspect.signature(multiprocessing.PContext.close).parameters
-    assert [(name, each.default) for name, each in parameters.items()][1:] == [("death_sig", None), ("timeout", 30)]
-    monkeypatch.setattr(multiprocessing.PContext.close, "__defaults__", (None, 30))
-    assert build_shutdown_setting(api.LaunchConfig, 7) == {"shutdown_timeout": 7}
-    assert build_shutdown_setting(_LaunchConfigOfTorch211, 7) == {}
-    assert inspect.signature(multiprocessing.PContext.close).parameters["timeout"].default == 7
-
-
 @pytest.mark.parametrize(("code", "exit_code"), [(None, 0), (0, 0), (75, 75), ("no data", 1), (256, 0), (-1, 255)])
 def test_exit_codes_are_those_of_the_interpreter(code: Any, exit_code: int) -> None:
     assert resolve_exit_code(SystemExit(code)) == exit_code
     script = f"import sys; sys.exit({code!r})"
     assert subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False).returncode == exit_code
-
-
-def test_the_log_record_by_which_torch_reports_a_death_is_as_we_read_it() -> None:
-    api = pytest.importorskip("torch.distributed.elastic.multiprocessing.api")
-    source = Path(api.__file__).read_text()
-    assert '"failed (exitcode: %s)"\n                " local_rank: %s (pid: %s)"' in source
-    assert "logger = logging.getLogger(__name__)" in source
-
-
-def test_a_planned_exit_and_other_records_are_no_deaths(tmp_path: Path) -> None:
-    reporter = DeathReporter(build_node_env(tmp_path), logs_specs=None)
-    for message, args in (("failed (exitcode: %s) local_rank: %s", (EXIT_PLANNED, 0)), ("Closing process %s via %s", (1, 2))):
-        reporter.emit(logging.LogRecord("t", logging.ERROR, "f", 1, message, args, None))
 
 
 @pytest.mark.parametrize("arguments", [[], ["look"], ["agent"], ["node", "again"]])
@@ -304,15 +265,3 @@ def test_a_node_with_another_protocol_than_the_coordinator_reports_both_versions
     ):
         client.wait_until_reachable(20)
     assert time.monotonic() - begun < 10, "waiting would not help"
-
-
-def test_an_agent_never_has_the_identity_of_an_earlier_one() -> None:
-    """In a restarted container, torch would derive the same identity again: from the address, the process id and a counter."""
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-
-    identities = set()
-    for _ in range(3):
-        make_node_identity_unique()
-        identities.add(DynamicRendezvousHandler._node_desc_generator.generate("10.0.0.1"))
-    assert len(identities) == 3
-    assert {(identity.addr, identity.pid) for identity in identities} == {("10.0.0.1", os.getpid())}

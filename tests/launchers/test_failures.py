@@ -24,7 +24,7 @@ import pytest
 from fault_suspects import read_recording
 
 from swarmtrain.entrypoint.resource_usage import Cgroup
-from swarmtrain.entrypoint.supervisor.elastic_agent import describe_out_of_memory
+from swarmtrain.entrypoint.supervisor.rank_exit import describe_out_of_memory
 from swarmtrain.view.known_failures import FAILURE_SIGNATURES, FailureEvidence, identify_failure
 from swarmtrain.view.why import diagnose_failure
 

@@ -41,6 +41,8 @@ from swarmtrain.protocol import (
     Event,
     RunOutcome,
     SupervisorResponse,
+    WorldAssignment,
+    WorldRequest,
 )
 from swarmtrain.protocol.run_key import (
     MAX_FIRST_REQUEST_BYTES,
@@ -57,7 +59,9 @@ from swarmtrain.queue_labels import QueueStop
 
 _MAX_UNVERIFIED_BYTES, _MAX_REQUEST_BYTES = MAX_FIRST_REQUEST_BYTES, 1 << 20
 _CONNECTION_SECONDS = 15.0
-"""Seconds from the start of a connection to its end. A request may wait 5 s for a key of the store."""
+"""Seconds from the start of a connection to its end. A request may wait 5 s for a world or for a key of the store."""
+_HOLD_SECONDS = 5.0
+"""Maximum seconds for which a request waits for a world, or for its end."""
 _BACKLOG = 256
 _TICK_SECONDS = 0.2
 _PORT_HINT = "stop the process that listens there, or set runner.master_port to a free port"
@@ -145,6 +149,7 @@ class CoordinatorServer:
         self.finished = asyncio.Event()
         """Set when the response that the run is over was sent to the last node."""
         self._listener: asyncio.Server | None = None
+        self._world_state, self._world_changed = coordinator.world_state, asyncio.Event()
 
     async def listen(self, host: str, port: int) -> int:
         """Listen at this address, and return the port. Raises OSError."""
@@ -160,7 +165,7 @@ class CoordinatorServer:
         """Handle the JSON object `request` and return the response. Raises ValueError, KeyError or TypeError if it is malformed."""
         match request.pop("op"):
             case "ping":
-                return {"time": time.time(), "monotonic": time.monotonic()}
+                return {"time": time.time()}
             case "report_connecting_rank":
                 return asdict(self._coordinator.record_connecting_rank(ConnectingRank(**request)))
             case "post":
@@ -171,10 +176,24 @@ class CoordinatorServer:
                 return asdict(self._handle_supervisor_request(op, request))
             case "store":
                 return await self._round_stores.handle_request(request)
+            case "request_world" | "is_world_over" | "end_world" as op:
+                return await self._handle_agent_request(op, request)
             case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
                 return self._rescue_arbiter.handle_request(op, request)
             case op:
                 raise ValueError(f"unknown operation: {op}")
+
+    async def _handle_agent_request(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+        if op == "request_world":
+            world_request = WorldRequest(**request)
+            await self._wait_for_world(lambda: self._coordinator.assign_world(world_request) != WorldAssignment())
+            return asdict(self._coordinator.assign_world(world_request))
+        world = str(request["world"])
+        if op == "end_world":
+            self._coordinator.end_world(world)
+            return {}
+        await self._wait_for_world(lambda: self._coordinator.is_world_over(world))
+        return {"is_over": self._coordinator.is_world_over(world)}
 
     def _handle_supervisor_request(self, op: str, request: dict[str, Any]) -> SupervisorResponse:
         node = request["node"]
@@ -191,7 +210,23 @@ class CoordinatorServer:
         if report := self._refused_requests.take_report():
             self._coordinator.handle_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": report}))
         self._coordinator.process_timeouts()
+        self._wake_waiting_agents()
         return self._coordinator.is_finished
+
+    async def _wait_for_world(self, has_come: Callable[[], bool]) -> None:
+        """Wait for at most 5 s until `has_come`, which depends on the coordinator's `world_state`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HOLD_SECONDS):
+                while not has_come():
+                    self._wake_waiting_agents()
+                    await self._world_changed.wait()
+
+    def _wake_waiting_agents(self) -> None:
+        """Wake all requests that wait for a world or for its end, if that may have come."""
+        if self._coordinator.world_state != self._world_state:
+            self._world_state = self._coordinator.world_state
+            self._world_changed.set()
+            self._world_changed = asyncio.Event()
 
     async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection. What a stranger sends, or does not send, has no traceback."""
@@ -240,7 +275,9 @@ class CoordinatorServer:
         try:
             request = json.loads(body)
             if (version := request.pop("protocol", None)) == PROTOCOL_VERSION:
-                return await self.dispatch_request(request)
+                response = await self.dispatch_request(request)
+                self._wake_waiting_agents()
+                return response
             return {"protocol": PROTOCOL_VERSION, "error": f"the request uses protocol {version}, not {PROTOCOL_VERSION}"}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}

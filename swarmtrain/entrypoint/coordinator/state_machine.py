@@ -1,8 +1,7 @@
 """State machine of the coordinator: decides which rendezvous round is current, and the outcome of the run.
 
 A pure state machine: `publish_event` publishes its events, `clock` returns the time (seconds, monotonic). The rules:
-- A round is used until a node reports it closed, or until all nodes have exited after a stop request; N nodes that close the same round
-  start one new round.
+- A round is used until a node reports it closed; N nodes that close the same round start one new round.
 - A failed world consumes one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before resets the count of
   `max_restarts`, but not that of `max_restarts_per_hour`. When no restart is left, the run has failed, and the first failure of its last
   world is the reason. The same exception at the same step twice in a row is a bug and ends the run, whatever the budget.
@@ -10,9 +9,9 @@ A pure state machine: `publish_event` publishes its events, `clock` returns the 
 - After one node has finished, the others cannot form that world again: if one of them fails, the run has failed.
 - An outcome is final: a coordinator that replaces one that was lost adopts the outcome that a node knows.
 
-membership.py tracks which nodes are present and decides when a round begins, event_log.py limits the rate of log lines, world_tracker.py
-tracks worlds, their failures and the ranks that wait for their process group, restart_budget.py limits failures, and node_quarantine.py
-excludes flaky nodes.
+membership.py tracks which nodes are present, world_assembly.py assigns them to worlds, event_log.py limits the rate of log lines,
+world_tracker.py tracks worlds, their failures and the ranks that wait for their process group, restart_budget.py limits failures, and
+node_quarantine.py excludes flaky nodes.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from swarmtrain.entrypoint.coordinator.event_log import EventLogWriter
-from swarmtrain.entrypoint.coordinator.membership import Membership, RendezvousBarrier
+from swarmtrain.entrypoint.coordinator.membership import Membership
 from swarmtrain.entrypoint.coordinator.node_quarantine import NodeQuarantine, is_machine_failure
 from swarmtrain.entrypoint.coordinator.restart_budget import RestartBudget
+from swarmtrain.entrypoint.coordinator.world_assembly import WorldAssembly
 from swarmtrain.entrypoint.coordinator.world_tracker import ConnectingRanks, FailureCause, ReportedFailures, WorldTracker
 from swarmtrain.failure_text import describe_error
 from swarmtrain.protocol import (
@@ -50,6 +50,8 @@ from swarmtrain.protocol import (
     EventResponse,
     RunOutcome,
     SupervisorResponse,
+    WorldAssignment,
+    WorldRequest,
 )
 
 LINGER_SECONDS = 2.0
@@ -58,6 +60,8 @@ STABLE_WORLD_SECONDS = 300.0
 """Seconds that a world must run to count as progress, for scripts that report no steps."""
 COLLATERAL_GRACE_SECONDS = 3.0
 """Seconds to wait for the root cause if only collateral failures were reported so far."""
+ROOT_CAUSE_SECONDS = 1.0
+"""Seconds for which the ranks of a world run on after a collateral failure: the rank that caused it may not have reported it yet."""
 SILENT_SECONDS = 2.5
 """Seconds without a heartbeat after which a node counts as the reason for collateral failures. Less than COLLATERAL_GRACE_SECONDS."""
 
@@ -90,7 +94,7 @@ class Coordinator:
         self._clock, self._has_notified = clock, has_notified
         self._event_log = EventLogWriter(publish_event, clock)
         self._membership = Membership(clock)
-        self._barrier = RendezvousBarrier(clock)
+        self._assembly = WorldAssembly(clock)
         self._worlds = WorldTracker()
         self._connecting_ranks = ConnectingRanks(clock)
         self._reported_failures = ReportedFailures()
@@ -154,9 +158,35 @@ class Coordinator:
                 self._set_done_outcome(self._worlds.newest.node_count)
         if round == self.round or self._outcome:
             return self.supervisor_response
-        expected_nodes = self._membership.responsive_nodes - self._quarantine.quarantined_nodes
-        wait = node in self._quarantine.quarantined_nodes or not self._barrier.register_arrival(self.round, node, expected_nodes)
-        return replace(self.supervisor_response, wait=wait)
+        return replace(self.supervisor_response, wait=node in self._quarantine.quarantined_nodes)
+
+    @property
+    def world_state(self) -> tuple[object, ...]:
+        """What the responses to agents that wait for a world, or for its end, depend on."""
+        return self._assembly.state, self.round, self._outcome
+
+    def assign_world(self, request: WorldRequest) -> WorldAssignment:
+        """Return the ranks of a node in the next world; an assignment without a world if it has not formed yet."""
+        if request.round != self.round or self._outcome:
+            return WorldAssignment(is_round_over=True)
+        self._assembly.add_request(request)
+        self._update_assembly()
+        return self._assembly.get_assignment(request)
+
+    def is_world_over(self, world: str) -> bool:
+        """Return whether the ranks of `world` must end. Supervisors end the agents of a round that is over."""
+        return self._has_run_failed or self._assembly.is_over(world)
+
+    def end_world(self, world: str) -> None:
+        """End `world`, because ranks have left it after a stop request."""
+        self._assembly.end_world(world)
+
+    def _update_assembly(self) -> None:
+        self._assembly.update(
+            self._membership.responsive_nodes,
+            self._quarantine.quarantined_nodes,
+            can_interrupt=not self._worlds.has_finished_node,
+        )
 
     def record_node_exit(self, node: str, exit_code: int) -> SupervisorResponse:
         """Record a node's exit and return the response. A node that has exited with an outcome repeats the call until the run is over.
@@ -170,14 +200,12 @@ class Coordinator:
         return replace(self.supervisor_response, is_over=self.is_over)
 
     def _handle_node_exit(self, node: str, exit_code: int) -> None:
-        self._barrier.forget_node(node)
+        self._assembly.forget_node(node, has_finished=exit_code == 0)
         self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": node, "exit_code": exit_code}))
         if exit_code == EXIT_PLANNED:
             self._membership_changing = True
             self._quarantine.clear_failure_record(node)
             self._reported_gpu_faults = {fault for fault in self._reported_gpu_faults if fault[0] != node}
-            if self._membership.has_no_active_nodes:
-                self._round_number += 1  # nodes that resume the run need not wait until torch's rendezvous forgets these
         if exit_code == 0 and (world := self._worlds.newest):
             world.finished_nodes.add(node)
             finished_nodes = [member for member in world.members if self._membership.has_node_finished(member)]
@@ -216,7 +244,7 @@ class Coordinator:
         elif event.kind == EVENT_SCRIPT_RETURNED:
             self._record_returned_rank(event)
         elif event.kind == EVENT_NODE_JOINED:
-            self._barrier.expect_node(str(event.data["node"]))
+            self._assembly.expect_node(str(event.data["node"]))
             self._worlds.record_address(str(event.data["node"]), str(event.data.get("address")))
             self._event_log.write_event(event)
         else:
@@ -227,6 +255,7 @@ class Coordinator:
     def process_timeouts(self) -> None:
         """Process timeouts: declare silent nodes lost, and fail the run once the wait for a root cause is over."""
         for name in self._membership.remove_lost_nodes():
+            self._assembly.forget_node(name, has_finished=False)
             self._event_log.write_event(Event(EVENT_NODE_LEFT, {"node": name, "exit_code": None}))
             if name in self._worlds.unfinished_nodes:
                 self._fail_run_with_incomplete_world(f"{name} was lost")
@@ -241,6 +270,7 @@ class Coordinator:
         self._event_log.write_pending_progress()
         if self._give_up_at is not None and self._clock() >= self._give_up_at:
             self._fail_run()
+        self._update_assembly()
 
     def _record_returned_rank(self, event: Event) -> None:
         node, world = str(event.data["node"]), self._worlds.newest
@@ -266,6 +296,7 @@ class Coordinator:
     def _record_failure(self, event: Event) -> bool:
         """Record a failure event. Return whether the failure's reason was already reported."""
         cause = self._worlds.attribute_failure(event.data, self.round)
+        self._assembly.end_world(cause.world, ROOT_CAUSE_SECONDS if cause.is_collateral else 0.0)
         is_known = self._reported_failures.record_failure_reason(cause)
         if self._reported_failures.record_failure_report(cause, event.data) and not self._has_run_failed:
             self._event_log.write_event(Event(EVENT_FAILURE, cause.data))

@@ -1,6 +1,6 @@
 """Tracks the worlds of a run: those that are forming, the newest that has formed, their failures, and the ranks that wait.
 
-Pure: time comes from `clock` (seconds, monotonic). A world is identified by its key (protocol.build_world_key), a failure by its world,
+Pure: time comes from `clock` (seconds, monotonic). A world is identified by its key (protocol.WorldAssignment), a failure by its world,
 node and rank.
 """
 

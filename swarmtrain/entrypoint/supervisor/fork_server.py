@@ -25,6 +25,8 @@ from swarmtrain.process import set_parent_death_signal, set_process_name
 _CONTEXT = multiprocessing.get_context("forkserver")
 _FORKSERVER_NAME = "forkserver"
 _FORKSERVER_DIED_CODE = 255
+_forked_forkserver_pid = 0
+"""Process id of the forkserver that `use_forked_forkserver` has forked from this process."""
 
 
 def preload_forkserver() -> None:
@@ -60,6 +62,13 @@ def wait_for_exit_code(process: ForkServerProcess, timeout: float) -> int | None
     return -signal.SIGKILL if process.exitcode == _FORKSERVER_DIED_CODE else process.exitcode
 
 
+def read_rank_exit_code(process: ForkServerProcess) -> int | None:
+    """Return the exit code of a process that this process's forked forkserver has started, as `wait_for_exit_code` without a wait."""
+    if process.exitcode == _FORKSERVER_DIED_CODE and not os.waitid(os.P_PID, _forked_forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        return _FORKSERVER_DIED_CODE  # the exit code of the process: the server is alive
+    return wait_for_exit_code(process, 0.0)
+
+
 def has_rank_processes(agent: ForkServerProcess) -> bool:
     """Return whether `agent` has rank processes, or descendants of them. Also True if processes cannot be listed."""
     process_names = set()
@@ -93,8 +102,10 @@ def use_forked_forkserver() -> Iterator[None]:
 
 def _fork_forkserver(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Fork multiprocessing's forkserver, and return its pid. The child runs the last of `args`, the code that follows `-c`."""
+    global _forked_forkserver_pid  # noqa: PLW0603  # this process has one
     parent = os.getpid()
     if pid := os.fork():
+        _forked_forkserver_pid = pid
         return pid
     try:
         set_parent_death_signal()

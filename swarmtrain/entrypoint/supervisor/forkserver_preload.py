@@ -11,10 +11,7 @@ import gc
 import importlib
 import os
 import re
-import sys
-import traceback
 from pathlib import Path
-from types import TracebackType
 
 from swarmtrain.process import set_parent_death_signal, set_process_name
 from swarmtrain.protocol import NodeEnv
@@ -25,19 +22,9 @@ set_parent_death_signal()
 set_process_name("torch-preloaded")
 
 
-def _print_unexpected_exception(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Exception hook that suppresses the error of a rank that was starting when its agent exited and removed its semaphores."""
-    frames = traceback.extract_tb(trace)
-    if not (isinstance(error, FileNotFoundError) and frames and "multiprocessing" in frames[-1].filename):
-        sys.__excepthook__(error_type, error, trace)
-
-
-sys.excepthook = _print_unexpected_exception
-
-
 def _list_modules_to_preload() -> tuple[str, ...]:
     """Return the modules to preload. The trainer takes as long to import as torch, so it is included only if the script uses it."""
-    base_modules = "torch.distributed.launcher.api", "swarmtrain.entrypoint.supervisor.elastic_agent"
+    base_modules = "swarmtrain.entrypoint.supervisor.rank_agent", "swarmtrain.entrypoint.supervisor.rendezvous_handler"
     try:
         trainer_import = _TRAINER_IMPORT_PATTERN.search(Path(NodeEnv.from_env(os.environ).script).read_bytes())
     except OSError:

@@ -27,6 +27,7 @@ from swarmtrain.entrypoint.preflight_checks import compute_threads_per_rank, fin
 from swarmtrain.entrypoint.resource_usage import UsageReporter
 from swarmtrain.entrypoint.supervisor import fork_server
 from swarmtrain.entrypoint.supervisor.elastic_agent import run_agent
+from swarmtrain.entrypoint.supervisor.rank_exit import format_signal
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, CoordinatorError
 from swarmtrain.process import raise_open_file_limit
 from swarmtrain.protocol import (
@@ -214,10 +215,7 @@ class Supervisor:
         agent.join()
 
     def _report_agent_killed(self, round: str, signal_number: int) -> None:
-        try:
-            name = signal.Signals(signal_number).name
-        except ValueError:
-            name = f"signal {signal_number}"
+        name = format_signal(signal_number)
         error = f"this node's agent was killed by {name}"
         _log_message(error)
         self.coordinator.try_post_event(Event(EVENT_FAILURE, {"node": self.env.node, "round": round, "signal": name, "error": error}))

@@ -18,7 +18,7 @@ from pathlib import PurePath
 from types import FrameType
 
 from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import EVENT_FAILURE, ConnectingRank, ConnectingWorld, Event, NodeEnv, build_world_key
+from swarmtrain.protocol import ENV_WORLD, EVENT_FAILURE, ConnectingRank, ConnectingWorld, Event, NodeEnv
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _POLL_SECONDS = 5.0
@@ -47,7 +47,7 @@ class ProcessGroupWatch:
         self._main_thread_id = threading.main_thread().ident
         environ = os.environ
         self._rank = ConnectingRank(
-            build_world_key(environ),
+            environ[ENV_WORLD],
             int(environ["WORLD_SIZE"]),
             int(environ["RANK"]),
             env.node,

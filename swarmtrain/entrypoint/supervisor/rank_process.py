@@ -1,47 +1,65 @@
 """Process of one rank: runs the user's script as torchrun would, and reports to the coordinator how it ended.
 
-Called by torch's agent in a process forked from the forkserver. The script sees torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR …) and swarmtrain's (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). The script need not import swarmtrain.
+Called in a process that the node's agent (rank_agent) forks from its forkserver. The script sees torchrun's environment (RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR …) and swarmtrain's (SWARMTRAIN_COORDINATOR, SWARMTRAIN_CONFIG …). The script need not import swarmtrain.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import io
 import multiprocessing.util
 import os
 import runpy
 import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
+from swarmtrain.entrypoint.supervisor.numa_binding import bind_to_gpu
 from swarmtrain.entrypoint.supervisor.process_group_watch import ProcessGroupWatch
 from swarmtrain.errors import SwarmtrainError
 from swarmtrain.process import set_parent_death_signal, set_process_name
 from swarmtrain.protocol import (
+    ENV_WORLD,
     EVENT_FAILURE,
-    EVENT_SCRIPT_RETURNED,
     EVENT_WORLD_FORMED,
     EXIT_PLANNED,
     PERMANENT_BEFORE_FIRST_STEP,
     Event,
-    EventResponse,
     NodeEnv,
-    build_world_key,
 )
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _MAX_TRACEBACK_LENGTH = 16_000
 _MAX_ERROR_LENGTH = 500
 _BRIEF_ERROR_LENGTH = 80
-_TERMINATION_WAIT_SECONDS = 20.0
+
+
+def run_rank_process(environment: Mapping[str, str], stdout: str, stderr: str, numa: str) -> None:
+    """Run a rank with the variables `environment`, and with its output in the files `stdout` and `stderr`, to its end.
+
+    `numa`: mode of the binding to CPUs near its GPU; empty: none. The exit code is that of the user's script.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    os.environ |= environment
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, descriptor)
+        os.close(file)
+    if numa:
+        bind_to_gpu(numa, int(environment["LOCAL_RANK"]))
+    try:
+        record(run_rank)()
+    except SystemExit:
+        raise
+    except BaseException:  # noqa: BLE001  # run_rank has reported it
+        raise SystemExit(1) from None
 
 
 def run_rank() -> None:
@@ -49,12 +67,10 @@ def run_rank() -> None:
     set_parent_death_signal()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored in the forkserver that this process is forked from
     set_process_name(f"rank {os.environ['RANK']}")
-    sys.excepthook = sys.__excepthook__  # the forkserver's hook is not meant for the script
     env = NodeEnv.from_env(os.environ)
     _enable_line_buffering()
     _reseed_numpy()
     _keep_process_groups_alive()
-    response = EventResponse()
     ProcessGroupWatch(env).start()
     try:
         if os.environ["LOCAL_RANK"] == "0":
@@ -64,20 +80,15 @@ def run_rank() -> None:
         code = resolve_exit_code(system_exit)
         if code not in (0, EXIT_PLANNED):
             error = system_exit.code if isinstance(system_exit.code, str) else f"exit code {code}"
-            response = CoordinatorClient(env.coordinator).try_post_event(build_failure_event(env, error=error, exit_code=code))
+            CoordinatorClient(env.coordinator).try_post_event(build_failure_event(env, error=error, exit_code=code))
         if code:
-            raise  # after SystemExit(0), torch's agent would wait forever for our return value
+            raise
     except BaseException as error:
-        response = _report_error(env, error)
+        _report_error(env, error)
         raise
     finally:
         _run_atexit_functions()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the script's own handler could keep this process alive for 30 s
-        if response.run_failed:
-            _wait_for_termination()
-    CoordinatorClient(env.coordinator).try_post_event(
-        Event(EVENT_SCRIPT_RETURNED, {"node": env.node, "rank": int(os.environ["RANK"]), "world": build_world_key(os.environ)})
-    )
 
 
 def build_world_event(env: NodeEnv) -> Event:
@@ -86,7 +97,7 @@ def build_world_event(env: NodeEnv) -> Event:
     return Event(
         EVENT_WORLD_FORMED,
         {
-            "world": build_world_key(os.environ),
+            "world": os.environ[ENV_WORLD],
             "world_size": int(os.environ["WORLD_SIZE"]),
             "nodes": int(os.environ["GROUP_WORLD_SIZE"]),
             "ranks": {env.node: list(range(first, first + count))},
@@ -97,7 +108,7 @@ def build_world_event(env: NodeEnv) -> Event:
 def build_failure_event(env: NodeEnv, **facts: Any) -> Event:
     """Return the failure event of this rank."""
     rank_fields = {"node": env.node, "rank": int(os.environ["RANK"]), "local_rank": int(os.environ["LOCAL_RANK"])}
-    return Event(EVENT_FAILURE, {**rank_fields, "world": build_world_key(os.environ), **facts})
+    return Event(EVENT_FAILURE, {**rank_fields, "world": os.environ[ENV_WORLD], **facts})
 
 
 def resolve_exit_code(system_exit: SystemExit) -> int:
@@ -119,38 +130,16 @@ def classify_error_permanence(error: BaseException, code_folder: str) -> bool | 
 def _run_script(env: NodeEnv) -> None:
     sys.argv = [env.module or env.script, *env.script_args]
     code_folder = Path(env.code_folder).absolute()
-    with _intercept_os_exit():
-        if env.module:
-            sys.path[:0] = [str(code_folder), str(Path.cwd())]  # python -m searches the working folder
-            runpy.run_module(env.module, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[:0] = dict.fromkeys([str(Path(env.script).absolute().parent), str(code_folder)])
-            runpy.run_path(env.script, run_name="__main__")
+    if env.module:
+        sys.path[:0] = [str(code_folder), str(Path.cwd())]  # python -m searches the working folder
+        runpy.run_module(env.module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[:0] = dict.fromkeys([str(Path(env.script).absolute().parent), str(code_folder)])
+        runpy.run_path(env.script, run_name="__main__")
 
 
-@contextmanager
-def _intercept_os_exit() -> Iterator[None]:
-    """Turn a call of os._exit(0) by the script into a normal exit. Some scripts call it to skip a slow shutdown.
-
-    torch's agent waits for our return value, and would wait forever for a process that exits with 0 without returning.
-    """
-    original_exit, process = os._exit, os.getpid()
-
-    def exit_process(status: int) -> NoReturn:
-        if status or os.getpid() != process or threading.current_thread() is not threading.main_thread():
-            original_exit(status)
-        atexit._clear()
-        raise SystemExit(0)
-
-    os._exit = exit_process
-    try:
-        yield
-    finally:
-        os._exit = original_exit
-
-
-def _report_error(env: NodeEnv, error: BaseException) -> EventResponse:
-    """Post an error to the coordinator, and print it unless another rank has already reported it. Return the coordinator's response."""
+def _report_error(env: NodeEnv, error: BaseException) -> None:
+    """Post an error to the coordinator, and print it unless another rank has already reported it."""
     if isinstance(error, SwarmtrainError):
         reason, trace, full_text = str(error).replace("\n", "; "), "", error.plain_text
     else:
@@ -167,18 +156,12 @@ def _report_error(env: NodeEnv, error: BaseException) -> EventResponse:
         facts["permanent"] = permanence
     response = CoordinatorClient(env.coordinator).try_post_event(build_failure_event(env, **facts))
     sys.stderr.write(f"exits after another rank failed: {reason[:_BRIEF_ERROR_LENGTH]}\n" if response.is_known else full_text)
-    return response
 
 
 def _build_error_hint(error: BaseException) -> str | None:
     if isinstance(error, SwarmtrainError):
         return error.hint
     return "install it in the image; list your own files in runner.code" if isinstance(error, ImportError) else None
-
-
-def _wait_for_termination() -> None:
-    """Wait until this node is stopped. If this rank exited, torch's agent would restart it, although the run is over."""
-    time.sleep(_TERMINATION_WAIT_SECONDS)
 
 
 def _enable_line_buffering() -> None:
@@ -200,16 +183,24 @@ def _keep_process_groups_alive() -> None:
     The destructor of gloo's group waits for a thread that may need the GIL at that moment. A script that destroys its process group before
     the last object that refers to it, such as DistributedDataParallel, would hang in 40 % of the runs.
     """
-    distributed_c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if distributed_c10d is None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None:
         return
-    original_destroy, kept_groups = distributed_c10d.destroy_process_group, []
+    kept_groups = []
 
-    def destroy_process_group(group: object = None) -> None:
-        kept_groups.extend(distributed_c10d._world.pg_map)
-        original_destroy(group)
+    def keep_groups(function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def call(*arguments: object, **options: object) -> object:
+            kept_groups.append(distributed.group.WORLD)
+            kept_groups.append(result := function(*arguments, **options))
+            return result
 
-    distributed_c10d.destroy_process_group = sys.modules["torch.distributed"].destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+        return call
+
+    for name in ("new_group", "destroy_process_group"):
+        kept = keep_groups(getattr(distributed, name))
+        setattr(distributed, name, kept)
+        setattr(distributed.distributed_c10d, name, kept)
 
 
 def _run_atexit_functions() -> None:

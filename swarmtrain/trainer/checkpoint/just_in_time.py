@@ -123,7 +123,7 @@ def _run_rescue(
         progress.step, optimizer.is_prepared, part, len(holders), runtime.world_size, disk_of_rank[runtime.rank], len(set(disk_of_rank))
     )
     with _RescueClient(
-        CoordinatorClient(runtime.coordinator_address), protocol.build_world_key(os.environ), runtime.rank, survivor_state, disk_of_rank
+        CoordinatorClient(runtime.coordinator_address), os.environ[protocol.ENV_WORLD], runtime.rank, survivor_state, disk_of_rank
     ) as rescue_client:
         last_attempt, saved_step = 0, None
         while not (rescue := rescue_client.latest_assignment).is_finished:

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import Self
 
 from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import EVENT_FAILURE, Event, build_world_key
+from swarmtrain.protocol import ENV_WORLD, EVENT_FAILURE, Event
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
 from swarmtrain.trainer.health.stop_flag import compute_collective_timeout
 from swarmtrain.trainer.runtime import Runtime
@@ -129,12 +129,12 @@ class Watchdog:
 
     def _post_failure(self, error: str, traceback_text: str) -> None:
         runtime = self._runtime
-        if runtime.coordinator_address and "TORCHELASTIC_RUN_ID" in os.environ:
+        if runtime.coordinator_address and ENV_WORLD in os.environ:
             rank_fields = {
                 "node": runtime.node,
                 "rank": runtime.rank,
                 "local_rank": runtime.local_rank,
-                "world": build_world_key(os.environ),
+                "world": os.environ[ENV_WORLD],
             }
             with suppress(CoordinatorError):
                 CoordinatorClient(runtime.coordinator_address).post_event(
