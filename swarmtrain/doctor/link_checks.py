@@ -25,7 +25,7 @@ def _check_name_resolution(results: ProbeResults) -> Iterator[Finding]:
         }
         if slow_lookups:
             lookup_times = ", ".join(f"{peer} after {seconds:.1f} s" for peer, seconds in slow_lookups.items())
-            why = "each rendezvous round resolves these names many times"
+            why = "each new world resolves these names many times"
             yield Finding(
                 results.describe_node(name), f"slow DNS: {lookup_times}", "run systemctl restart docker on that node", fatal=False, why=why
             )

@@ -1,7 +1,7 @@
 """Store of torch's agents that the coordinator keeps, instead of a TCPStore, which has no authentication.
 
-The agents agree in it on the members of a world and on the address of rank 0, and torch's rendezvous keeps a pickled state in it. The
-coordinator accepts requests only from the run's own processes, which sign them with the run's key.
+The agents wait for each other in it at the end of a world, and agree on ranks if nodes have different numbers of them. The coordinator
+accepts requests only from the run's own processes, which sign them with the run's key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Value = str | bytes
 
 
 class CoordinatorStore(Store):
-    """Implements torch's Store, for one rendezvous round. Values are bytes.
+    """Implements torch's Store, for one round of the coordinator. Values are bytes.
 
     torch keeps no reference to the Python object behind a PrefixStore: the creator must keep one.
     Each method raises DistNetworkError if the coordinator cannot be reached, and DistStoreError if a key is not set within `timeout`.

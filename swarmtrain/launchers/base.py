@@ -84,6 +84,8 @@ class LogLine:
     text: str
     rank: int | None = None
     time: float = 0.0
+    is_interim: bool = False
+    """Whether a later line replaces this one: it is a state of a progress bar."""
 
 
 QUEUED_STATE = "queued"

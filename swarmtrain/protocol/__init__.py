@@ -242,6 +242,8 @@ class SurvivorState:
     """Total number of file systems to which the ranks would save."""
 
 
+INTERIM_SUFFIX = "\033[K"
+"""End of a line of a node's output that a later line replaces: the state of a progress bar. A terminal shows nothing of it."""
 UNRESOLVED_COORDINATOR_TEXT = "swarmtrain: cannot resolve the name of the coordinator"
 """Start of the log line of a node that cannot resolve the coordinator's name, which follows. An event could not reach the coordinator."""
 
@@ -361,7 +363,7 @@ class RunOutcome:
     hint: str = ""
     """Hint for the user about the next step; empty if the failure has none."""
     round: str = ""
-    """Rendezvous round that the outcome has ended. It distinguishes the outcomes of two deploys of one run."""
+    """Round that the outcome has ended. It distinguishes the outcomes of two deploys of one run."""
 
     @property
     def is_success(self) -> bool:

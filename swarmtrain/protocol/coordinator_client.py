@@ -100,7 +100,7 @@ class CoordinatorClient:
         return self._send_supervisor_request("beat", node=node)
 
     def report_round_closed(self, node: str, round: str) -> SupervisorResponse:
-        """Report that the rendezvous round `round` ("" before the first) is closed for `node`. Return the response, with the next round.
+        """Report that the round `round` ("" before the first) is closed for `node`. Return the response, with the next round.
 
         Raises CoordinatorError if the coordinator cannot be reached.
         """

@@ -59,7 +59,7 @@ class RankPlacement:
 def gather_run_report(runtime: Runtime, generation: int, parameter_count: int, mesh: Mesh | None) -> ReportFields:
     """Gather the placement of all ranks, and return the run report. Collective: all ranks must call it.
 
-    `generation`: generation of the current world (rendezvous round). `mesh`: mesh of the model; None for a custom script, whose batches
+    `generation`: generation of the current world. `mesh`: mesh of the model; None for a custom script, whose batches
     have no known number of tokens.
     """
     placements = collectives.all_gather_values(asdict(_collect_rank_placement(runtime, mesh)))

@@ -44,11 +44,12 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 def print_logs(run: str | None, log_filter: LogFilter, *, follow: bool, as_json: bool = False) -> None:
     """Print the lines that `log_filter` selects, each as a JSON object if `as_json`; with `follow`, continue until the run ends.
 
+    A progress bar is one line of the output, with its last state; with `follow`, its states are printed, too.
     For a run that is down, the output stored on this machine is printed. Raises SwarmtrainError if the run or the node is unknown, or the
     output cannot be read.
     """
     for line in _read_log_lines(run, log_filter, follow=follow):
-        if line in log_filter:
+        if line in log_filter and (follow or not line.is_interim):
             print(json.dumps(asdict(line)), flush=True) if as_json else print_log_line(line)  # noqa: T201  # a line of output
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from swarmtrain.entrypoint.coordinator.membership import NODE_LOST_SECONDS
-from swarmtrain.entrypoint.coordinator.state_machine import COLLATERAL_GRACE_SECONDS, LINGER_SECONDS, STABLE_WORLD_SECONDS, Coordinator
+from swarmtrain.entrypoint.coordinator.state_machine import (
+    COLLATERAL_GRACE_SECONDS,
+    LINGER_SECONDS,
+    ROOT_CAUSE_SECONDS,
+    STABLE_WORLD_SECONDS,
+    Coordinator,
+)
 from swarmtrain.protocol import (
     EVENT_CHECKPOINT,
     EVENT_FAILURE,
@@ -28,6 +34,8 @@ from swarmtrain.protocol import (
     Event,
     EventResponse,
     RunOutcome,
+    WorldAssignment,
+    WorldRequest,
 )
 
 PEER = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
@@ -81,16 +89,94 @@ def harness() -> CoordinatorHarness:
     return harness
 
 
-def test_a_run_that_was_stopped_resumes_in_a_new_round(harness: CoordinatorHarness) -> None:
-    """torch's rendezvous lists the stopped agents for some seconds: in their round, the new ones would have to wait."""
-    coordinator = harness.coordinator
-    coordinator.record_node_exit("node0", EXIT_PLANNED)
-    assert coordinator.round == "b-1"
-    coordinator.record_node_exit("node1", EXIT_PLANNED)
-    assert coordinator.round == "b-2"
-    for node in ("node0", "node1"):
-        coordinator.register_node(node)
-    assert {coordinator.close_round(node, "").round for node in ("node0", "node1")} == {"b-2"}
+class TwoNodesInAWorld(CoordinatorHarness):
+    """Two nodes whose agents are in the world `world`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.nodes = ["node0", "node1"]
+        for node in self.nodes:
+            self.coordinator.register_node(node)
+        self.advance_time(3)  # the coordinator has heard from all nodes
+        self.world = self.request_worlds()
+        self.post_world(self.world, *self.nodes)
+
+    def request_worlds(self, previous_world: str = "") -> str:
+        """Request the next world for all nodes, and return its key; empty if it does not form."""
+        requests = [
+            WorldRequest(node, f"agent {node}", self.coordinator.round, previous_world, 2, "10.0.0.1", 4000, min_nodes=2, max_nodes=2)
+            for node in self.nodes
+        ]
+        for node in self.nodes:
+            self.coordinator.record_heartbeat(node)
+        return [self.coordinator.assign_world(request) for request in requests][-1].world
+
+    @property
+    def is_world_over(self) -> bool:
+        return self.coordinator.is_world_over(self.world)
+
+
+def test_a_failure_ends_its_world_and_the_next_one_forms() -> None:
+    harness = TwoNodesInAWorld()
+    assert harness.world == "b-1/1"
+    harness.post_failure("b-1/0", "node1", 2)
+    assert not harness.is_world_over
+    harness.post_failure(harness.world, "node1", 2)
+    assert harness.is_world_over
+    assert harness.request_worlds(harness.world) == "b-1/2"
+    harness.post_failure(harness.world, "node0", 0, PEER)
+    assert not harness.coordinator.is_world_over("b-1/2")
+
+
+def test_a_world_runs_on_after_a_collateral_failure_until_its_cause_may_be_known() -> None:
+    harness = TwoNodesInAWorld()
+    harness.post_failure(harness.world, "node0", 0, PEER)
+    assert not harness.is_world_over
+    harness.advance_time(ROOT_CAUSE_SECONDS + 0.1)
+    assert harness.is_world_over
+    harness = TwoNodesInAWorld()
+    harness.post_failure(harness.world, "node0", 0, PEER)
+    harness.post_failure(harness.world, "node1", 2)
+    assert harness.is_world_over
+
+
+def test_ranks_that_have_left_after_a_stop_request_end_their_world_without_a_failure() -> None:
+    harness = TwoNodesInAWorld(max_restarts=0)
+    harness.coordinator.end_world(harness.world)
+    assert harness.is_world_over
+    assert harness.request_worlds(harness.world) == "b-1/2"
+    assert harness.outcome is None
+
+
+def test_a_lost_agent_and_a_lost_node_end_their_world() -> None:
+    harness = TwoNodesInAWorld()
+    harness.coordinator.handle_event(Event(EVENT_FAILURE, {"node": "node1", "round": "b-1", "signal": "SIGKILL", "error": "killed"}))
+    assert harness.is_world_over
+    harness = TwoNodesInAWorld()
+    harness.advance_time(NODE_LOST_SECONDS - 1)
+    harness.coordinator.record_heartbeat("node0")
+    assert not harness.is_world_over
+    harness.advance_time(2)
+    assert harness.is_world_over
+
+
+def test_a_run_that_is_done_lets_its_ranks_return_and_one_that_has_failed_ends_them() -> None:
+    harness = TwoNodesInAWorld()
+    harness.coordinator.handle_event(Event(EVENT_TRAINING_FINISHED, {"step": 1}))
+    assert not harness.is_world_over
+    assert harness.coordinator.assign_world(
+        WorldRequest("node0", "agent", "b-1", harness.world, 2, "10.0.0.1", 4000, min_nodes=2, max_nodes=2)
+    ) == WorldAssignment(is_round_over=True)
+    harness = TwoNodesInAWorld()
+    harness.post_failure("another world", "node0", permanent=True)
+    assert harness.is_world_over
+
+
+def test_an_agent_of_an_earlier_round_gets_no_world() -> None:
+    harness = TwoNodesInAWorld()
+    request = WorldRequest("node0", "agent", "b-1", harness.world, 2, "10.0.0.1", 4000, min_nodes=2, max_nodes=2)
+    assert harness.coordinator.close_round("node1", "b-1").round == "b-2"
+    assert harness.coordinator.assign_world(request).is_round_over
 
 
 def test_nodes_that_close_the_same_round_start_one_new_round(harness: CoordinatorHarness) -> None:

@@ -68,7 +68,7 @@ def choose_as_torch(machine: SimulatedMachine, mode: str, gpu: int, allowed_cpus
 
     listdir = os.listdir
     with monkeypatch.context() as patch:
-        patch.setattr(torch_binding, "open", lambda path: Path(relocate(path)).open(), raising=False)
+        patch.setattr(torch_binding, "open", lambda path: Path(relocate(path)).open(), raising=False)  # noqa: SIM115  # torch closes it
         patch.setattr(torch_binding.os, "listdir", lambda path: listdir(relocate(path)))
         patch.setattr(torch_binding.os, "sched_getaffinity", lambda _: allowed_cpus)
         patch.setattr(torch_binding.torch.cuda, "device_count", lambda: len(machine.numa_nodes_of_gpus))

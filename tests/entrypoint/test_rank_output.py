@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from swarmtrain.entrypoint.supervisor.rank_output import RankOutput
+from swarmtrain.launchers.base import LogLine
+from swarmtrain.launchers.common.history_store import parse_log_line
+from swarmtrain.protocol import INTERIM_SUFFIX
 
 
 class Output:
@@ -67,7 +70,16 @@ def test_no_rank_swallows_the_lines_of_another_that_draws_a_progress_bar(output:
     output.write(0, b"\r\n")
     lines = output.stop()
     assert [line for line in lines if line.startswith(b"[rank 1] ")] == [f"[rank 1] line {step}".encode() for step in range(12)]
-    assert [line for line in lines if line.startswith(b"[rank 0] ")] == [b"[rank 0] 11 of 12"]
+    bar = [line for line in lines if line.startswith(b"[rank 0] ") and not line.endswith(INTERIM_SUFFIX.encode())]
+    assert bar == [b"[rank 0] 11 of 12"]
+
+
+def test_carriage_returns_at_the_end_of_a_state_and_before_a_line_end(output: Output) -> None:
+    for content in (b"one\r", b"two\r", b"three\r\n", b"four\r", b"\n", b"\r\r\n"):
+        output.write(0, content)
+        time.sleep(0.2)
+    lines = [line for line in output.stop() if not line.endswith(INTERIM_SUFFIX.encode())]
+    assert lines == [b"[rank 0] three", b"[rank 0] four", b"[rank 0] "]
 
 
 def test_long_lines_and_bytes_that_are_no_text_survive(output: Output) -> None:
@@ -83,7 +95,7 @@ def test_long_lines_and_bytes_that_are_no_text_survive(output: Output) -> None:
 
 def test_every_line_of_a_rank_that_writes_fast_is_printed_in_order(output: Output) -> None:
     def write_lines(rank: int) -> None:
-        for line in range(20_000):
+        for line in range(5_000):
             output.write(rank, f"{line}\n".encode())
 
     threads = [threading.Thread(target=write_lines, args=(rank,)) for rank in (0, 1)]
@@ -94,4 +106,19 @@ def test_every_line_of_a_rank_that_writes_fast_is_printed_in_order(output: Outpu
     lines = output.stop()
     for rank in (0, 1):
         prefix = f"[rank {rank}] "
-        assert [line for line in lines if line.startswith(prefix.encode())] == [f"{prefix}{line}".encode() for line in range(20_000)]
+        assert [line for line in lines if line.startswith(prefix.encode())] == [f"{prefix}{line}".encode() for line in range(5_000)]
+
+
+def test_a_progress_bar_is_printed_once_per_second_and_its_last_state_as_a_line(output: Output) -> None:
+    end, step = time.monotonic() + 2.5, 0
+    while time.monotonic() < end:
+        step += 1
+        output.write(0, f"\rstep {step}".encode())
+        time.sleep(0.01)
+    interim_lines = output.read().splitlines()
+    assert 1 <= len(interim_lines) <= 4
+    assert all(line.startswith(b"[rank 0] step ") and line.endswith(INTERIM_SUFFIX.encode()) for line in interim_lines)
+    output.write(0, b"\rdone\nnext\n")
+    assert output.stop()[-2:] == [b"[rank 0] done", b"[rank 0] next"]
+    assert parse_log_line("node0", interim_lines[0].decode()) == LogLine("node0", interim_lines[0][9:-3].decode(), 0, is_interim=True)
+    assert parse_log_line("node0", "[rank 0] done") == LogLine("node0", "done", 0)

@@ -1,4 +1,4 @@
-"""Key-value stores of torch's agents, one for each rendezvous round. Agents use them through swarmtrain.entrypoint.coordinator_store.
+"""Key-value stores of torch's agents, one for each round. Agents use them through swarmtrain.entrypoint.coordinator_store.
 
 Values are bytes, in JSON as text in which each character is one byte (latin-1).
 """

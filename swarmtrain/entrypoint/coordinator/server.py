@@ -174,9 +174,7 @@ class CoordinatorServer:
                 return asdict(self._coordinator.handle_event(event))
             case "join" | "beat" | "close" | "leave" as op:
                 return asdict(self._handle_supervisor_request(op, request))
-            case "store":
-                return await self._round_stores.handle_request(request)
-            case "request_world" | "is_world_over" | "end_world" as op:
+            case "store" | "request_world" | "is_world_over" | "end_world" as op:
                 return await self._handle_agent_request(op, request)
             case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
                 return self._rescue_arbiter.handle_request(op, request)
@@ -184,6 +182,8 @@ class CoordinatorServer:
                 raise ValueError(f"unknown operation: {op}")
 
     async def _handle_agent_request(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+        if op == "store":
+            return await self._round_stores.handle_request(request)
         if op == "request_world":
             world_request = WorldRequest(**request)
             await self._wait_for_world(lambda: self._coordinator.assign_world(world_request) != WorldAssignment())

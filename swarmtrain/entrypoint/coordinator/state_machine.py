@@ -1,7 +1,7 @@
-"""State machine of the coordinator: decides which rendezvous round is current, and the outcome of the run.
+"""State machine of the coordinator: decides which world is current, and the outcome of the run.
 
 A pure state machine: `publish_event` publishes its events, `clock` returns the time (seconds, monotonic). The rules:
-- A round is used until a node reports it closed; N nodes that close the same round start one new round.
+- A round, in which one world follows another, is used until an agent has ended; N nodes that report its end start one new round.
 - A failed world consumes one of `max_restarts`, no matter how many of its ranks fail. A step higher than any before resets the count of
   `max_restarts`, but not that of `max_restarts_per_hour`. When no restart is left, the run has failed, and the first failure of its last
   world is the reason. The same exception at the same step twice in a row is a bug and ends the run, whatever the budget.
@@ -154,7 +154,7 @@ class Coordinator:
             elif not self._worlds.has_finished_node:
                 self._round_number += 1
             elif self._worlds.newest and self._worlds.newest.is_finished and node in self._worlds.newest.members:
-                # torch's agent restarted ranks that had returned, because a node was waiting to join: nothing is left to run.
+                # its agent was lost when all ranks had returned: nothing is left to run
                 self._set_done_outcome(self._worlds.newest.node_count)
         if round == self.round or self._outcome:
             return self.supervisor_response

@@ -106,7 +106,7 @@ class WorldTracker:
     def attribute_failure(self, failure: Mapping[str, Any], round: str) -> FailureCause:
         """Return the failure cause of an event, attributed to its world and to the failed rank.
 
-        Another rank may have reported the failure. `round` is the current rendezvous round, by which the failure of an agent is
+        Another rank may have reported the failure. `round` is the current round, by which the failure of an agent is
         attributed: an agent does not know its world. The field `peer` is added if the error contains the address of another node.
         """
         attributed = {key: value for key, value in failure.items() if key != "failed_rank"}

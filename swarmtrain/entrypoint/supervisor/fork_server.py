@@ -3,7 +3,7 @@
     supervisor ── forkserver ── agent ── its own forkserver ── ranks
 
 The servers are multiprocessing's forkservers. An agent's forkserver is forked from the agent, which has all modules imported, so ranks need
-no imports. Ranks are descendants of their agent, so that they are killed with it. The agent of the next rendezvous round is forked from the
+no imports. Ranks are descendants of their agent, so that they are killed with it. The agent of the next round is forked from the
 supervisor's forkserver.
 """
 

@@ -49,7 +49,7 @@ _RETRY_SECONDS = 0.3
 _COORDINATOR_TIMEOUT_SECONDS = 600.0  # the rendezvous service may still be pulling its image
 _COORDINATOR_RESTART_SECONDS = 300.0  # a swarm needs a minute to notice that a manager is lost, and to start its services elsewhere
 _EXIT_REPORT_SECONDS = 15.0
-_FAILURE_GRACE_SECONDS = 10.0  # a failed run has nothing new to save; torch's agent may wait for lost peers
+_FAILURE_GRACE_SECONDS = 10.0  # a failed run has nothing new to save; a script may wait for lost peers
 _NO_RANKS_GRACE_SECONDS = 3.0  # an agent without ranks has nothing to save; if it hangs on a lost store, it ignores signals
 _DONE_GRACE_SECONDS = 330.0  # torch's agents wait up to 300 s for each other at their end
 _STABLE_AGENT_SECONDS = 30.0
@@ -151,7 +151,7 @@ class Supervisor:
         return route
 
     def _run_round(self, round: str, run_id: str, route: Route) -> int:
-        """Run one agent for the rendezvous round `round`, and return its exit code (negative: killed by that signal)."""
+        """Run one agent for the round `round`, and return its exit code (negative: killed by that signal)."""
         started_at = time.monotonic()
         environment = {**route.build_interface_environment(os.environ), ENV_RUN_ID: run_id}
         self.agent_stop_requested, self.kill_agent_at, self.last_response_at = False, float("inf"), time.monotonic()

@@ -29,7 +29,7 @@ from swarmtrain import __version__
 from swarmtrain.atomic_file import SECRET_MODE, create_private_folder, open_private_file, write_text_atomically
 from swarmtrain.config import Config
 from swarmtrain.launchers.base import LogLine
-from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_RESUMED, EVENT_USAGE, RENDEZVOUS_SERVICE, Event
+from swarmtrain.protocol import EVENT_OPERATION, EVENT_PROGRESS, EVENT_RESUMED, EVENT_USAGE, INTERIM_SUFFIX, RENDEZVOUS_SERVICE, Event
 from swarmtrain.protocol.run_identity import RunIdentity
 
 EVENTS_FILE, DIFF_FILE, HISTORY_FOLDER = "events.jsonl", "code.diff", "history"
@@ -223,8 +223,8 @@ def merge_events(recorded_events: Iterable[Event], live_events: Iterable[Event])
 
 def parse_log_line(node: str, text: str, timestamp: float = 0.0) -> LogLine:
     """Return the text of one line of a node's log as a LogLine, with its rank if a rank wrote it."""
-    match = _RANK_PATTERN.match(text)
-    return LogLine(node, text[match.end() :] if match else text, int(match[1]) if match else None, timestamp)
+    match, content = _RANK_PATTERN.match(text), text.removesuffix(INTERIM_SUFFIX)
+    return LogLine(node, content[match.end() :] if match else content, int(match[1]) if match else None, timestamp, content != text)
 
 
 def parse_timestamped_log_line(node: str, text: str, previous_timestamp: float = 0.0) -> LogLine:

@@ -1,6 +1,6 @@
 """Checkpoints: save and restore model and optimizer atomically, with any number of ranks and in any topology.
 
-A world is the set of ranks of one rendezvous round: each restart of a run forms a new world.
+A world is a set of ranks that train together: each restart of a run forms a new world.
 
 training_state      what is saved: model and optimizer, or the state of a custom script
 manifest            everything except tensors, as JSON, with digests of all files
@@ -102,7 +102,7 @@ class SavedCheckpoint:
 
 
 class CheckpointManager:
-    """Saves and finds the checkpoints of a run, for one world (the ranks of one rendezvous round).
+    """Saves and finds the checkpoints of a run, for one world.
 
     All methods are collective (every rank must call them), unless documented otherwise.
     """

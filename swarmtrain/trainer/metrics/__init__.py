@@ -70,7 +70,7 @@ class RunReporter:
     def report_start(self, step: int, resumed_from: Path | None, run_id: str, generation: int, model: ParallelModel) -> None:
         """Report that training of `model` starts after `step`, and open the sinks. Collective: all ranks must call it.
 
-        `generation`: generation of the current world (rendezvous round). `resumed_from`: path of the checkpoint from which training
+        `generation`: generation of the current world. `resumed_from`: path of the checkpoint from which training
         resumes; None if it starts from scratch. `run_id`: id of the run, for its checkpoints. Raises TrainingError if a sink cannot be
         opened.
         """

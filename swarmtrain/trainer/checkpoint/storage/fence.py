@@ -1,4 +1,4 @@
-"""Fencing of checkpoints: only the newest world can commit them. A world is the set of ranks of one rendezvous round.
+"""Fencing of checkpoints: only the newest world can commit them. A world is a set of ranks that train together.
 
 When a world starts, it claims a generation (a fencing token) that is higher than all earlier generations, and creates the file
 `fence/GENERATION` in save_dir. If an older world still trains, for example after a network partition, it finds the higher generation
