@@ -138,9 +138,13 @@ def test_environment_and_arguments(both: BothLaunchers) -> None:
     ],
 )
 def test_exit_codes(both: BothLaunchers, end: str, codes: dict[int, int]) -> None:
-    script = f"import os, signal, sys, time\nprint('here', flush=True)\nif os.environ['RANK'] == '1':\n    {end}\n"
+    script = (
+        "import os, signal, sys, time\nprint('here', flush=True)\nother_has_started = __file__ + '.started'\n"
+        f"if os.environ['RANK'] == '1':\n    while not os.path.exists(other_has_started): time.sleep(0.05)\n    {end}\n"
+        "open(other_has_started, 'w').close()\n"
+    )
     if codes:
-        script += "else:\n    time.sleep(60)\n"
+        script += "time.sleep(60)\n"
     expected, actual = both.run_both(script)
     assert expected.exit_codes.items() >= codes.items()
     assert actual.exit_codes == codes
