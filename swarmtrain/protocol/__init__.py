@@ -477,7 +477,7 @@ class SupervisorResponse:
     """The coordinator's response to a supervisor. The supervisor stops if `outcome` is set; otherwise it joins round `round`."""
 
     round: str
-    """Id of the round. The agents of all nodes are started anew in each round, in which one world follows another."""
+    """Id of the round. The agents of all nodes are restarted in each round, in which one world follows another."""
     outcome: RunOutcome | None = None
     run_id: str = ""
     """Id of the run (swarmtrain.protocol.run_identity); empty if it is unknown."""
