@@ -286,9 +286,10 @@ def _explain_failure(launcher: Launcher, run: str, outcome: RunOutcome) -> None:
 def scale_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
     """Deploy the run's new plan, and wait until a world of all nodes that can start has formed.
 
-    Raises StackError if no such world forms in time.
+    Raises StackError if no such world forms in time, or if the nodes of the run use another version of the protocol.
     """
     events = launcher.read_events(plan.run)
+    _check_protocol(plan.run, events)
     seen_count = len(events)
     node_count = len(plan.available_nodes)
     if _is_training_on_node_count(events, node_count) and not launcher.plan_changes(plan):
@@ -300,6 +301,17 @@ def scale_run(launcher: Launcher, plan: Plan, *, assume_yes: bool) -> None:
         interrupt_hint=f"{plan.run} continues; swarmtrain status {plan.run}",
     ) as report_progress:
         _wait_for_world(launcher, deployed, seen_count, report_progress)
+
+
+def _check_protocol(run: str, events: Sequence[Event]) -> None:
+    """Raise StackError if the newest coordinator of `run` uses another version of the protocol: new nodes could not join the others."""
+    coordinator = next((event for event in reversed(events) if event.kind == protocol.EVENT_COORDINATOR_STARTED), None)
+    if coordinator is not None and coordinator.data.get("protocol") != protocol.PROTOCOL_VERSION:
+        raise StackError(
+            "its nodes have another version of swarmtrain than this machine, so further nodes could not join them",
+            place=f"run {run}",
+            hint="scale it with that version, or replace all of its nodes: swarmtrain deploy CONFIG with an image of this version",
+        )
 
 
 def _is_training_on_node_count(events: Sequence[Event], node_count: int) -> bool:

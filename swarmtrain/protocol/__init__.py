@@ -249,7 +249,7 @@ UNRESOLVED_COORDINATOR_TEXT = "swarmtrain: cannot resolve the name of the coordi
 
 
 # Event kinds. The comment above each lists its fields.
-# run, run_id
+# run, run_id, protocol: PROTOCOL_VERSION of the coordinator
 EVENT_COORDINATOR_STARTED = "coordinator"
 # node, host, address, interface, slots
 EVENT_NODE_JOINED = "joined"

@@ -19,9 +19,12 @@ from pathlib import Path
 import pytest
 from processes import find_run_pids
 
+from swarmtrain.errors import StackError
 from swarmtrain.launchers.base import Launcher, LogLine, TaskState
 from swarmtrain.launchers.common.history_store import find_recorded_run
 from swarmtrain.launchers.registry import create_launcher
+from swarmtrain.launchers.scaling import ScaleRequest, plan_scaled_run
+from swarmtrain.operations import runs
 from swarmtrain.protocol import RENDEZVOUS_SERVICE, Event
 from swarmtrain.remote.process_spec import ProcessState
 
@@ -108,6 +111,14 @@ def test_a_run_of_processes_of_the_previous_version_is_operated(
     assert list_states(launcher) == dict.fromkeys([*names, RENDEZVOUS_SERVICE], "running")
     update_types = read_update_types(launcher, lambda seen: {Event, TaskState} <= seen)
     assert LogLine not in update_types  # output from before is not new
+    with pytest.raises(StackError) as refused:
+        runs.scale_run(launcher, plan_scaled_run(launcher, "demo", ScaleRequest(node_count=3)), assume_yes=True)
+    assert refused.value.message in (
+        "its nodes have another version of swarmtrain than this machine, so further nodes could not join them",
+        "its record was written by another version of swarmtrain",
+    )
+    assert "swarmtrain d" in (refused.value.hint or "")
+    assert list_states(launcher) == dict.fromkeys([*names, RENDEZVOUS_SERVICE], "running")
     launcher.stop_run("demo", print)
     assert list_states(launcher) == {**dict.fromkeys(names, "shutdown"), RENDEZVOUS_SERVICE: "running"}
     launcher.tear_down_run("demo", print)

@@ -44,6 +44,7 @@ from swarmtrain.protocol import (
     EVENT_WORLD_FORMED,
     EXIT_PLANNED,
     PERMANENT_BEFORE_FIRST_STEP,
+    PROTOCOL_VERSION,
     ConnectingRank,
     ConnectingWorld,
     Event,
@@ -107,7 +108,7 @@ class Coordinator:
         self._best_step = -1
         self._outcome: RunOutcome | None = None
         self._outcome_at = 0.0
-        self._event_log.write_event(Event(EVENT_COORDINATOR_STARTED, {"run": run, "run_id": run_id}))
+        self._event_log.write_event(Event(EVENT_COORDINATOR_STARTED, {"run": run, "run_id": run_id, "protocol": PROTOCOL_VERSION}))
 
     @property
     def round(self) -> str:
