@@ -32,7 +32,7 @@ class Membership:
 
     def __contains__(self, name: object) -> bool:
         """Return whether the node `name` is a member: it has neither exited nor been declared lost."""
-        return name in self.members
+        return name in self._nodes and not self._nodes[str(name)].has_left
 
     @property
     def members(self) -> set[str]:
@@ -40,7 +40,8 @@ class Membership:
 
     @property
     def responsive_nodes(self) -> set[str]:
-        return {name for name in self.members if self._clock() - self._nodes[name].last_heartbeat <= NODE_RESPONSIVE_SECONDS}
+        earliest = self._clock() - NODE_RESPONSIVE_SECONDS
+        return {name for name, node in self._nodes.items() if not node.has_left and node.last_heartbeat >= earliest}
 
     def find_silent_nodes(self, seconds: float) -> set[str]:
         """Return the members that have sent no heartbeat for more than `seconds` seconds, including those that are lost."""

@@ -25,6 +25,8 @@ RESCUE_SETTLE_SECONDS = 1.0
 """Seconds to wait for reports of further nodes if each node has its own disk: a node without a copy later receives it over the network."""
 SURVIVOR_LOST_SECONDS = 5.0
 """Seconds without a report after which a surviving rank is considered lost."""
+_DECISION_INTERVAL_SECONDS, _LARGE_WORLD_RANKS = 0.05, 256
+"""Minimum seconds between two attempts to choose writers of a large world while reports are missing: each takes time for every rank."""
 _MAX_WORLDS = 8
 
 
@@ -35,6 +37,7 @@ class _BrokenWorld:
     dead_ranks: set[int] = field(default_factory=set)
     last_reports: dict[int, float] = field(default_factory=dict)
     rescue: RescueAssignment = field(default_factory=RescueAssignment)
+    decided_at: float = float("-inf")
     saved_ranks: set[int] = field(default_factory=set)
     """Ranks that are the first writer of a disk and have finished the current attempt."""
 
@@ -68,7 +71,10 @@ class RescueArbiter:
     @property
     def is_rescue_pending(self) -> bool:
         """Whether surviving ranks are writing a just-in-time checkpoint, so that a new world must wait for it."""
-        return any(not world.rescue.is_finished and self._list_alive_ranks(world) for world in self._worlds.values())
+        return any(
+            not world.rescue.is_finished and any(self._is_alive(world, rank) for rank in world.survivor_states)
+            for world in self._worlds.values()
+        )
 
     def record_surviving_rank(self, world_key: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Record that rank `rank` of the world `world_key` is alive and holds `state`. Return the assignment of writers."""
@@ -101,9 +107,14 @@ class RescueArbiter:
         return self._worlds.setdefault(key, _BrokenWorld(self._clock()))
 
     def _assign_checkpoint_writers(self, world: _BrokenWorld) -> None:
-        alive, previous = self._list_alive_ranks(world), world.rescue
-        if previous.writers and alive.keys() >= set(previous.writers):
+        previous, reported_count = world.rescue, len(world.survivor_states) + len(world.dead_ranks)
+        if previous.writers and all(self._is_alive(world, rank) for rank in previous.writers):
             return
+        world_size = next(iter(world.survivor_states.values())).world_size
+        if _LARGE_WORLD_RANKS < world_size > reported_count and self._clock() - world.decided_at < _DECISION_INTERVAL_SECONDS:
+            return  # another report follows
+        world.decided_at = self._clock()
+        alive = {rank: state for rank, state in world.survivor_states.items() if self._is_alive(world, rank)}
         any_state, elapsed = next(iter(alive.values())), self._clock() - world.started_at
         all_reported = len(alive.keys() | world.dead_ranks) == any_state.world_size
         no_more_expected = all_reported or elapsed > RESCUE_DECISION_TIMEOUT_SECONDS
@@ -119,12 +130,8 @@ class RescueArbiter:
         else:
             world.rescue = RescueAssignment(attempt=previous.attempt)
 
-    def _list_alive_ranks(self, world: _BrokenWorld) -> dict[int, SurvivorState]:
-        return {
-            rank: state
-            for rank, state in world.survivor_states.items()
-            if rank not in world.dead_ranks and self._clock() - world.last_reports[rank] <= SURVIVOR_LOST_SECONDS
-        }
+    def _is_alive(self, world: _BrokenWorld, rank: int) -> bool:
+        return rank not in world.dead_ranks and self._clock() - world.last_reports[rank] <= SURVIVOR_LOST_SECONDS
 
 
 def choose_checkpoint_writers(survivor_states: dict[int, SurvivorState], *, are_reports_complete: bool) -> tuple[int, tuple[int, ...]]:

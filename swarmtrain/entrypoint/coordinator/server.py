@@ -62,7 +62,7 @@ _CONNECTION_SECONDS = 15.0
 """Seconds from the start of a connection to its end. A request may wait 5 s for a world or for a key of the store."""
 _HOLD_SECONDS = 5.0
 """Maximum seconds for which a request waits for a world, or for its end."""
-_BACKLOG = 256
+_BACKLOG = 4096
 _TICK_SECONDS = 0.2
 _PORT_HINT = "stop the process that listens there, or set runner.master_port to a free port"
 _EXIT_STOP_REQUESTED = 128 + signal.SIGTERM

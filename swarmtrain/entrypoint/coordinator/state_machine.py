@@ -170,8 +170,8 @@ class Coordinator:
         """Return the ranks of a node in the next world; an assignment without a world if it has not formed yet."""
         if request.round != self.round or self._outcome:
             return WorldAssignment(is_round_over=True)
-        self._assembly.add_request(request)
-        self._update_assembly()
+        if self._assembly.add_request(request):
+            self._update_assembly()
         return self._assembly.get_assignment(request)
 
     def is_world_over(self, world: str) -> bool:

@@ -5,12 +5,14 @@ Pure: time comes from `clock` (seconds, monotonic).
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _MAX_CONNECTIONS_PER_ADDRESS = 256
 """More than the ranks of a machine, which may all report to the coordinator at once."""
-_MAX_CONNECTIONS = 512
+_MAX_CONNECTIONS = 8192
+"""More than the ranks of 1,000 machines, which all report the loss of a peer at once."""
 _REPORT_INTERVALS_SECONDS = (60.0, 3600.0)
 """Seconds between the first two reports of refused requests, and the longest interval. Each interval is twice the one before."""
 _MAX_COUNTED_ADDRESSES = 1000
@@ -23,7 +25,8 @@ class UnverifiedConnections:
     """
 
     def __init__(self, max_per_address: int = _MAX_CONNECTIONS_PER_ADDRESS, max_total: int = _MAX_CONNECTIONS) -> None:
-        self._max_per_address, self._max_total = max_per_address, max_total
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_per_address, self._max_total = max_per_address, min(max_total, open_files // 2)
         self._connections: dict[int, tuple[str, Callable[[], None]]] = {}
         """Address and close function of each connection, by its number, the oldest first."""
         self._numbers_by_address: dict[str, dict[int, None]] = {}

@@ -65,19 +65,23 @@ class WorldAssembly:
         if self._world and name in self._world.members and not has_finished:
             self.end_world(self._world.key)
 
-    def add_request(self, request: WorldRequest) -> None:
-        """Record that the agent of a node waits for the next world of its round. An agent repeats its request while it waits."""
+    def add_request(self, request: WorldRequest) -> bool:
+        """Record that the agent of a node waits for the next world of its round. An agent repeats its request while it waits.
+
+        Return False if the newest world is the one that it requests.
+        """
         if request.round != self._round:
             self._round, self._world, self._requests = request.round, None, {}
         member = self._world.members.get(request.node) if self._world else None
         if self._world and member:
             if member.agent == request.agent and request.previous_world != self._world.key:
-                return  # the response with its assignment was lost
+                return False  # the response with its assignment was lost, or is about to be sent
             self.end_world(self._world.key)
         if not self._requests:
             self._first_request_at = self._clock()
         self._announced.pop(request.node, None)
         self._requests[request.node], self._requested_at[request.node] = request, self._clock()
+        return True
 
     def get_assignment(self, request: WorldRequest) -> WorldAssignment:
         """Return the ranks of the node that has made `request`; an assignment without a world if it has not formed yet."""

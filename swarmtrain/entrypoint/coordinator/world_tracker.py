@@ -110,7 +110,7 @@ class WorldTracker:
         attributed: an agent does not know its world. The field `peer` is added if the error contains the address of another node.
         """
         attributed = {key: value for key, value in failure.items() if key != "failed_rank"}
-        for node, ranks in (self.newest.ranks if self.newest else {}).items():
+        for node, ranks in self.newest.ranks.items() if self.newest and "failed_rank" in failure else ():
             if failure.get("failed_rank") in ranks:
                 attributed |= {"node": node, "rank": failure["failed_rank"], "local_rank": ranks.index(failure["failed_rank"])}
         if peer := find_peer_node(str(failure.get("error")), str(attributed.get("node")), self._addresses):
