@@ -13,6 +13,7 @@ from interrupt import CHANGES, EFFECTS, ROOT, SIGNALS, interrupt_at_each_event, 
 from swarm_helpers import RUN, print_line
 
 from swarmtrain.lab import Lab
+from swarmtrain.lab.base_image import create_base_image
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state, teardown
 
@@ -115,7 +116,8 @@ def test_a_lab_is_complete_or_absent(create_lab: Callable[[str], Lab], tmp_path:
 def test_a_build_ends_with_its_command(project: Path, engine: DockerEngine, image: str) -> None:
     before = {item["Id"] for item in engine.get("/images/json")}
     tag = "registry.lab:5000/interrupted:test"
-    ended = interrupt_at_line("Step", "image", "build", str(ROOT), "--tag", tag, cwd=project)
+    base = create_base_image(engine.client, print_line)
+    ended = interrupt_at_line("Step", "image", "build", str(ROOT), "--tag", tag, "--base", base, cwd=project)
     assert (ended.code, "Traceback" in ended.err) == (130, False)
     assert tag not in [name for item in engine.get("/images/json") if item["Id"] not in before for name in item["RepoTags"] or ()]
     ended = interrupt_at_line("pushing", "image", "push", image, cwd=project, delay=0.5)
