@@ -35,6 +35,25 @@ FATAL_FAILURE = json.dumps(
 FALSE_LEADER = json.dumps(
     {"op": "store", "protocol": PROTOCOL_VERSION, "round": "b-1", "command": "set", "key": "MASTER_ADDR", "value": "192.0.2.1"}
 )
+# What a client of a TCPStore sends first, and the store answers with the same number (VALIDATE and PING in torch's TCPStoreBackend.hpp).
+GREETING = struct.pack("=BI", 0, 0x3C85F7CE) + struct.pack("=BI", 13, 42)
+STORE_ANSWER = struct.pack("=I", 42).hex()
+GREETING_PROGRAM = """
+import json, os, socket, sys
+os.setuid(int(sys.argv[1]))
+answers = []
+for host, port in json.loads(sys.argv[2]):
+    connection = socket.socket()
+    connection.settimeout(2)
+    try:
+        connection.connect((host, port))
+        connection.send(bytes.fromhex(sys.argv[3]))
+        answers.append(connection.recv(4).hex())
+    except OSError as error:
+        answers.append(type(error).__name__)
+    connection.close()
+print(json.dumps(answers))
+"""
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s
 _RESETS, _HELD_CONNECTIONS = 50, 20
 
@@ -131,6 +150,23 @@ class Intruder:
     def _open_stream(self) -> Iterator[BufferedRWPair]:
         with self.connect() as connection, connection.makefile("rwb") as stream:
             yield stream
+
+
+def greet_stores(addresses: Sequence[tuple[str, int]], *, user: int, enter: Sequence[str] = ()) -> list[str]:
+    """Greet a TCPStore at each address, as a program of `user` on this machine, or where the command `enter` runs one.
+
+    Return what the program receives from each: bytes as hexadecimal, or the name of an error.
+    """
+    argv = [*enter, sys.executable, "-c", GREETING_PROGRAM, str(user), json.dumps(addresses), GREETING.hex()]
+    answers: list[str] = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
+    return answers
+
+
+def list_listeners(enter: Sequence[str] = ()) -> list[tuple[str, int]]:
+    """Return the addresses on which programs listen on this machine, or where the command `enter` runs one."""
+    lines = subprocess.run([*enter, "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+    addresses = [line.split()[1].split(":") for line in lines if line.split()[3] == "0A"]
+    return [(socket.inet_ntoa(int(host, 16).to_bytes(4, sys.byteorder)), int(port, 16)) for host, port in addresses]
 
 
 def request_nonce(stream: BufferedRWPair, key: bytes) -> str:

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -136,6 +137,8 @@ _LINE_WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
 _MIN_MEMORY_BYTES = 18 * 2**30
 _PARALLEL_SUITES = 3
+_PROCESSES: list[subprocess.Popen[str]] = []
+_STOP_REQUESTED = threading.Event()
 
 
 def main() -> int:
@@ -152,6 +155,7 @@ def main() -> int:
         # A signal that is ignored here, because of nohup or a start in the background, would also be ignored by all child processes.
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: stop_suites())
     with keep_files_in_memory(), tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as shelf:
         os.environ["SWARMTRAIN_TEST_IMAGE_CACHE"] = shelf
         if include_all:
@@ -200,6 +204,13 @@ def run_suites(names: list[str], *, include_all: bool) -> int:
     return int(failed > 0)
 
 
+def stop_suites() -> None:
+    """Interrupt the running suites, so that their labs are taken down, and start no other."""
+    _STOP_REQUESTED.set()
+    for process in _PROCESSES:
+        process.send_signal(signal.SIGINT)
+
+
 @dataclass(frozen=True)
 class SuiteResult:
     """The result of a suite: its exit code, its counts by word, its seconds, and a line for each test that failed or hung.
@@ -234,6 +245,8 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     A suite that the gate leaves out runs completely if it is named.
     """
     started = time.monotonic()
+    if _STOP_REQUESTED.is_set():
+        return SuiteResult(name, 1, {}, 0.0, 0.0, [f"{name} was not started"])
     print(f"--- {name} begins", flush=True)
     suite = SUITES[name]
     markers = [] if include_all or suite.test_all_only else ["-m", "not test_all_only"]
@@ -251,6 +264,7 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     process = subprocess.Popen(
         argv, cwd=ROOT.parent, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
+    _PROCESSES.append(process)
     lines = []
     for line in process.stdout or ():
         lines.append(line)

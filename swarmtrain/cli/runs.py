@@ -170,7 +170,10 @@ def show_logs(
     grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Print only lines that match.", show_default=False)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print each line as a JSON object: node, text, rank, time.")] = False,
 ) -> None:
-    """Print the logs of all nodes as one stream, ordered by time. For a removed run, print the records kept on this machine."""
+    """Print the logs of all nodes as one stream, ordered by time. For a removed run, print the records kept on this machine.
+
+    Of a progress bar, the last state is printed; with --follow, also the states before, at most one per second.
+    """
     from swarmtrain.view.formatting import parse_time
     from swarmtrain.view.logs import LogFilter, compile_pattern, print_logs
 

@@ -143,8 +143,9 @@ class CoordinatorClient:
     def report_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
         """Report the state of surviving rank `rank` of the failed world `world`. Return the ranks that write a checkpoint.
 
-        The rank calls this repeatedly until the just-in-time checkpoint is finished; if the calls stop, the rank counts as lost. Raises
-        CoordinatorError if the coordinator cannot be reached.
+        To a rank that does not write, the coordinator responds when this has changed, or after 2 s. The rank calls this repeatedly until
+        the just-in-time checkpoint is finished; if the calls stop, the rank counts as lost. Raises CoordinatorError if the coordinator
+        cannot be reached.
         """
         response = self._send_request("report_surviving_rank", world=world, rank=rank, state=asdict(state))
         return RescueAssignment(**{**response, "writers": tuple(response["writers"])})

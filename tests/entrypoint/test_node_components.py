@@ -142,6 +142,14 @@ def test_a_node_without_its_script_reports_to_the_coordinator_and_exits_for_good
     assert small_run.read_events("outcome")[0].data["reason"].startswith("node0: the script /no/script.py does not exist on this node;")
 
 
+def test_an_agent_that_cannot_be_created_reports_why(small_run: Any) -> None:
+    small_run.start_coordinator(max_restarts=0)
+    (small_run.folder / "log0").write_text("a file where the folder of the logs must be")
+    small_run.start_node(0, "", node_range=(1, 1))
+    assert "log0" in small_run.wait_for_event("failure").data["error"]
+    assert small_run.wait_for_exit()["coordinator"] == 0
+
+
 def test_a_broken_environment_is_reported_as_far_as_it_can_be_read(small_run: Any) -> None:
     small_run.start_coordinator()
     environ = build_node_env(small_run.folder, coordinator=f"127.0.0.1:{small_run.coordinator_port}").to_env()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from coordinator_thread import serve_coordinator
 
 from swarmtrain.entrypoint.supervisor.numa_binding import choose_cpus
+from swarmtrain.protocol import EVENT_FAILURE, NodeEnv
 
 torch_binding = pytest.importorskip("torch.numa.binding")
 
@@ -113,3 +117,21 @@ def test_a_binding_that_is_impossible_is_an_error(tmp_path: Path) -> None:
         choose_cpus("node", 1, addresses, set(), tmp_path)
     with pytest.raises(FileNotFoundError):
         choose_cpus("node", 0, ["0000:ff:00.0"], machine.cpus, tmp_path)
+
+
+def test_a_binding_that_is_impossible_is_the_reason_of_the_failure(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('started')")
+    program = (
+        "from swarmtrain.entrypoint.supervisor import rank_process\n"
+        "def bind_to_gpu(mode, local_rank): raise ValueError(f'no CPU near GPU {local_rank}: {mode}')\n"
+        "rank_process.bind_to_gpu = bind_to_gpu\n"
+        "rank_process.run_rank('socket')\n"
+    )
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "SWARMTRAIN_WORLD": "b-1/1", "SWARMTRAIN_RANK_STORE": "127.0.0.1:1"}
+    with serve_coordinator() as served:
+        env = NodeEnv("r", "node0", 1, 1, 1, served.address, "", str(tmp_path), str(script), (), {}, 5.0, str(tmp_path), (), "", "socket")
+        variables = {**os.environ, **env.to_env(), **ranks}
+        result = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert [event.data["error"] for event in served.list_events(EVENT_FAILURE)] == ["ValueError: no CPU near GPU 0: socket"]

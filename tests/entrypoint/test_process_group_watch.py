@@ -54,7 +54,8 @@ def start_ranks(served: ServedCoordinator, folder: Path, bodies: list[str]) -> I
     for rank, body in enumerate(bodies):
         env = NodeEnv("r", f"node{rank}", 1, 2, 2, served.address, "", "", "", (), {}, 5.0, str(folder), (), "", "")
         ranks = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = {**os.environ, **env.to_env(), **{name: str(value) for name, value in ranks.items()}, "SWARMTRAIN_WORLD": "b-1/1"}
+        world = {"SWARMTRAIN_WORLD": "b-1/1", "SWARMTRAIN_RANK_STORE": f"127.0.0.1:{port}"}
+        variables = {**os.environ, **env.to_env(), **{name: str(value) for name, value in ranks.items()}, **world}
         argv = [sys.executable, "-c", RANK.format(body=body)]
         processes.append(subprocess.Popen(argv, env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True))
     try:

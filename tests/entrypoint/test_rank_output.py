@@ -22,8 +22,8 @@ class Output:
     def __init__(self, folder: Path) -> None:
         self.paths = [folder / "0.log", folder / "1.log"]
         self._target_path = folder / "printed"
-        self._target = os.open(self._target_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.copier = RankOutput({str(path): (f"[rank {rank}] ", self._target) for rank, path in enumerate(self.paths)})
+        self.target = os.open(self._target_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.copier = RankOutput({str(path): (f"[rank {rank}] ", self.target) for rank, path in enumerate(self.paths)})
         self.copier.start()
 
     def write(self, rank: int, content: bytes) -> None:
@@ -122,3 +122,17 @@ def test_a_progress_bar_is_printed_once_per_second_and_its_last_state_as_a_line(
     assert output.stop()[-2:] == [b"[rank 0] done", b"[rank 0] next"]
     assert parse_log_line("node0", interim_lines[0].decode()) == LogLine("node0", interim_lines[0][9:-3].decode(), 0, is_interim=True)
     assert parse_log_line("node0", "[rank 0] done") == LogLine("node0", "done", 0)
+
+
+def test_lines_are_printed_again_once_the_disk_is_no_longer_full(output: Output) -> None:
+    full, file = os.open("/dev/full", os.O_WRONLY), os.dup(output.target)
+    os.dup2(full, output.target)
+    output.write(0, b"not printed\n")
+    output.write(1, b"not printed either\n")
+    time.sleep(0.5)
+    os.dup2(file, output.target)
+    output.write(0, b"printed\n")
+    output.wait_for(b"[rank 0] printed\n")
+    assert b"not printed" not in output.read()
+    for descriptor in (full, file):
+        os.close(descriptor)

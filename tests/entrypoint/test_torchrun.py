@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from swarmtrain.process import start_process
+from swarmtrain.protocol.run_key import create_run_key
 
 TORCHRUN = os.environ.get("SWARMTRAIN_TEST_TORCHRUN_PYTHON", sys.executable)
 """Interpreter whose torchrun is the reference."""
@@ -53,6 +54,8 @@ class BothLaunchers:
 
     def __init__(self, small_run: Any) -> None:
         self.run, self.folder = small_run, small_run.folder
+        self.environment: dict[str, str] = {}
+        """Variables of both launchers, in addition to their own."""
 
     def start_torchrun(self, script: str, *arguments: str) -> subprocess.Popen[bytes]:
         (self.folder / "torchrun_script.py").write_text(script)
@@ -63,6 +66,7 @@ class BothLaunchers:
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+            **self.environment,
         }
         with (self.folder / "torchrun.log").open("wb") as log:
             return start_process(command, env=environment, cwd=self.folder, stdout=log, stderr=log, die_with_parent=True)
@@ -75,8 +79,9 @@ class BothLaunchers:
         return RankOutput(parse_lines(output), exit_codes)
 
     def start_node(self, script: str, *arguments: str) -> subprocess.Popen[bytes]:
-        self.run.start_coordinator(max_restarts=0)
-        node: subprocess.Popen[bytes] = self.run.start_node(0, script, *arguments, slots=2, node_range=(1, 1))
+        self.run.start_coordinator(max_restarts=0, environment=self.environment)
+        options = {"slots": 2, "node_range": (1, 1), "environment": self.environment}
+        node: subprocess.Popen[bytes] = self.run.start_node(0, script, *arguments, **options)
         return node
 
     def read_node(self) -> RankOutput:
@@ -99,7 +104,12 @@ def both(small_run: Any) -> BothLaunchers:
     return BothLaunchers(small_run)
 
 
-def test_environment_and_arguments(both: BothLaunchers) -> None:
+@pytest.mark.parametrize("store", ["of rank 0", "of the agent"])
+def test_environment_and_arguments(both: BothLaunchers, store: str) -> None:
+    """Without a key, rank 0 serves the ranks' store. With a key, the agent does, as torchrun's does by default."""
+    if store == "of the agent":
+        (both.folder / "key").write_bytes(create_run_key())
+        both.environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0", "SWARMTRAIN_KEY_FILE": str(both.folder / "key")}
     script = (
         "import json, os, sys, torch.distributed as dist\n"
         "dist.init_process_group('gloo'); dist.barrier(); dist.destroy_process_group()\n"
@@ -113,13 +123,22 @@ def test_environment_and_arguments(both: BothLaunchers) -> None:
         for output in (expected, actual):
             (line,) = [line for line in output.lines[rank] if line.startswith("ENVIRONMENT ")]
             environments.append(json.loads(line.removeprefix("ENVIRONMENT ")))
-        reference, environment = environments
+        environment = environments[1]
+        reference = {name: value for name, value in environments[0].items() if not ADDED_PATTERN.match(name)}
         ours = {name: value for name, value in environment.items() if not ADDED_PATTERN.match(name)}
         assert set(ours) - set(reference) <= {"PWD", "OLDPWD", "PYTHONPATH"} | set(os.environ)
         assert set(reference) - set(ours) <= set(os.environ) | OF_TORCHRUN
         for name in sorted(set(reference) & set(ours) - RUN_SPECIFIC - set(os.environ)):
             assert ours[name] == reference[name], name
-        assert {"RANK", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"} <= ours.keys()
+        assert environment["TORCHELASTIC_USE_AGENT_STORE"] == str(store == "of the agent")
+        assert {
+            "RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE",
+            "TORCHELASTIC_RESTART_COUNT",
+            "TORCHELASTIC_ERROR_FILE",
+        } <= ours.keys()
         others = [sorted(line for line in output.lines[rank] if not line.startswith("ENVIRONMENT ")) for output in (expected, actual)]
         assert others[0] == others[1]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from intruder import assert_run_is_undisturbed, attack_from
+from intruder import STORE_ANSWER, assert_run_is_undisturbed, attack_from, greet_stores, list_listeners
 from processes import find_run_pids
 from ssh_hosts import HOST_NAMES, Hosts, start_hosts
 from stub_docker import SLOW_SECONDS
@@ -244,6 +244,15 @@ def test_an_intruder_cannot_end_a_run_or_run_code_on_its_hosts(launcher: SshLaun
     coordinator = f"{record.address}:{record.coordinator_port}"
     with attack_from(hosts.lab, "gpu-2", key_file.read_bytes(), coordinator, seconds=20):
         wait_for_event(launcher, "progress")
+    # The ranks' store answers on no port that other machines reach, and on loopback only to the user of the run.
+    own, intruder = (hosts.lab.build_enter_command(name) for name in ("gpu-0", "gpu-2"))
+    listeners = list_listeners(own)
+    reachable = [(record.address, port) for host, port in listeners if not host.startswith("127.")]
+    local = [(host, port) for host, port in listeners if host.startswith("127.")]
+    assert len(reachable) > 2
+    assert STORE_ANSWER not in greet_stores(reachable, user=0, enter=intruder)
+    answers = [greet_stores(local, user=user, enter=own).count(STORE_ANSWER) for user in (0, 65534)]
+    assert answers == [1, 0]
     step = launcher.read_events("demo")[-1].data.get("step", 0)
     wait_for_event(launcher, "progress", lambda event: event.data["step"] > step + 100)
     assert_run_is_undisturbed(launcher.read_events("demo"))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from coordinator_thread import serve_coordinator
 
 from swarmtrain.entrypoint.coordinator.rescue import (
     RESCUE_DECISION_TIMEOUT_SECONDS,
@@ -12,6 +16,7 @@ from swarmtrain.entrypoint.coordinator.rescue import (
     choose_checkpoint_writers,
 )
 from swarmtrain.protocol import Event, RescueAssignment, SurvivorState
+from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 
 def build_survivor(step: int, *, ready: bool = False, part: int = 0, parts: int = 1, disk: int = 0, disks: int = 1) -> SurvivorState:
@@ -123,3 +128,49 @@ def test_no_two_worlds_have_the_same_generation() -> None:
     """Generations of a world whose nodes are all gone are on disks that no rank can read."""
     arbiter = RescueArbiter(lambda: 0.0)
     assert [arbiter.issue_generation(above) for above in (0, 0, 5, 3)] == [1, 2, 6, 7]
+
+
+def test_a_timeout_assigns_writers_without_a_further_report() -> None:
+    clock = [100.0]
+    arbiter = RescueArbiter(lambda: clock[0])
+    arbiter.process_timeouts()
+    for rank in (1, 2):
+        assert not arbiter.record_surviving_rank("world", rank, build_survivor(7, disk=rank - 1, disks=2)).writers
+    clock[0] += RESCUE_SETTLE_SECONDS + 0.1
+    arbiter.process_timeouts()
+    assert arbiter.assignments == {"world": RescueAssignment(7, (1, 2), 1)}
+    clock[0] += SURVIVOR_LOST_SECONDS + 0.1
+    arbiter.process_timeouts()  # nobody is left
+    assert arbiter.assignments == {"world": RescueAssignment(7, (1, 2), 1)}
+
+
+def test_a_lost_writer_is_replaced_without_a_further_report() -> None:
+    clock = [100.0]
+    arbiter = RescueArbiter(lambda: clock[0])
+    arbiter.record_surviving_rank("world", 1, build_survivor(7))
+    clock[0] += 3.0
+    arbiter.record_surviving_rank("world", 2, build_survivor(7))
+    clock[0] += SURVIVOR_LOST_SECONDS - 1.0
+    arbiter.process_timeouts()
+    assert arbiter.assignments["world"] == RescueAssignment(7, (2,), 2)
+
+
+def test_the_report_of_a_rank_waits_for_an_assignment_for_at_most_2_s() -> None:
+    with serve_coordinator() as served, ThreadPoolExecutor() as pool:
+
+        def report(rank: int, part: int) -> tuple[RescueAssignment, float]:
+            started_at = time.monotonic()
+            state = build_survivor(7, part=part, parts=2)
+            return CoordinatorClient(served.address).report_surviving_rank("world", rank, state), time.monotonic() - started_at
+
+        first = pool.submit(report, 1, 0)
+        time.sleep(0.5)
+        assert not first.done()
+        assert report(3, 1)[0] == first.result()[0] == RescueAssignment(7, (1, 3), 1)
+        assert first.result()[1] < 1.9
+        rescue, seconds = report(0, 0)  # does not write
+        assert rescue.writers == (1, 3)
+        assert seconds > 1.5
+        writer, seconds = report(1, 0)
+        assert writer.writers == (1, 3)
+        assert seconds < 1.0

@@ -14,7 +14,7 @@ A pure state machine, like state_machine.py. Surviving ranks report their state 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarmtrain.protocol import EVENT_FAILURE, Event, RescueAssignment, SurvivorState
@@ -51,12 +51,10 @@ class RescueArbiter:
         self._generation = 0
 
     def handle_request(self, op: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Handle a request of a surviving rank or of a new world, and return the response.
+        """Handle a request of a writer or of a new world, and return the response.
 
         Raises ValueError, KeyError or TypeError if the request is malformed.
         """
-        if op == "report_surviving_rank":
-            return asdict(self.record_surviving_rank(request["world"], int(request["rank"]), SurvivorState(**request["state"])))
         if op == "rescue_finished":
             self.record_rescue_finished(request["world"], int(request["attempt"]), int(request["rank"]))
         if op == "generation":
@@ -83,6 +81,17 @@ class RescueArbiter:
         if not world.rescue.is_finished:
             self._assign_checkpoint_writers(world)
         return world.rescue
+
+    @property
+    def assignments(self) -> dict[str, RescueAssignment]:
+        """The newest assignment of writers in each world."""
+        return {key: world.rescue for key, world in self._worlds.items()}
+
+    def process_timeouts(self) -> None:
+        """Assign the checkpoints for which no further report is awaited any more, or whose writers have been lost."""
+        for world in self._worlds.values():
+            if not world.rescue.is_finished and any(self._is_alive(world, rank) for rank in world.survivor_states):
+                self._assign_checkpoint_writers(world)
 
     def record_dead_rank(self, event: Event) -> None:
         """Record from a failure event that a rank is dead, so that the arbiter does not wait for a report of this rank."""

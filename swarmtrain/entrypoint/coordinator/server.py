@@ -39,8 +39,10 @@ from swarmtrain.protocol import (
     ConnectingRank,
     CoordinatorEnv,
     Event,
+    RescueAssignment,
     RunOutcome,
     SupervisorResponse,
+    SurvivorState,
     WorldAssignment,
     WorldRequest,
 )
@@ -62,6 +64,8 @@ _CONNECTION_SECONDS = 15.0
 """Seconds from the start of a connection to its end. A request may wait 5 s for a world or for a key of the store."""
 _HOLD_SECONDS = 5.0
 """Maximum seconds for which a request waits for a world, or for its end."""
+_SURVIVOR_HOLD_SECONDS = 2.0
+"""Maximum seconds for which the report of a surviving rank waits: less than the 5 s after which a rank counts as lost."""
 _BACKLOG = 4096
 _TICK_SECONDS = 0.2
 _PORT_HINT = "stop the process that listens there, or set runner.master_port to a free port"
@@ -149,7 +153,7 @@ class CoordinatorServer:
         self.finished = asyncio.Event()
         """Set when the response that the run is over was sent to the last node."""
         self._listener: asyncio.Server | None = None
-        self._world_state, self._world_changed = coordinator.world_state, asyncio.Event()
+        self._state, self._state_changed = self._read_state(), asyncio.Event()
 
     async def listen(self, host: str, port: int) -> int:
         """Listen at this address, and return the port. Raises OSError."""
@@ -174,25 +178,28 @@ class CoordinatorServer:
                 return asdict(self._coordinator.handle_event(event))
             case "join" | "beat" | "close" | "leave" as op:
                 return asdict(self._handle_supervisor_request(op, request))
-            case "store" | "request_world" | "is_world_over" | "end_world" as op:
-                return await self._handle_agent_request(op, request)
-            case "report_surviving_rank" | "rescue_finished" | "rescue_pending" | "generation" as op:
+            case "store" | "request_world" | "is_world_over" | "end_world" | "report_surviving_rank" as op:
+                return await self._handle_held_request(op, request)
+            case "rescue_finished" | "rescue_pending" | "generation" as op:
                 return self._rescue_arbiter.handle_request(op, request)
             case op:
                 raise ValueError(f"unknown operation: {op}")
 
-    async def _handle_agent_request(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+    async def _handle_held_request(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Handle a request whose response may wait for those of other nodes."""
         if op == "store":
             return await self._round_stores.handle_request(request)
+        if op == "report_surviving_rank":
+            return asdict(await self._record_surviving_rank(request["world"], int(request["rank"]), SurvivorState(**request["state"])))
         if op == "request_world":
             world_request = WorldRequest(**request)
-            await self._wait_for_world(lambda: self._coordinator.assign_world(world_request) != WorldAssignment())
+            await self._wait_for(lambda: self._coordinator.assign_world(world_request) != WorldAssignment())
             return asdict(self._coordinator.assign_world(world_request))
         world = str(request["world"])
         if op == "end_world":
             self._coordinator.end_world(world)
             return {}
-        await self._wait_for_world(lambda: self._coordinator.is_world_over(world))
+        await self._wait_for(lambda: self._coordinator.is_world_over(world))
         return {"is_over": self._coordinator.is_world_over(world)}
 
     def _handle_supervisor_request(self, op: str, request: dict[str, Any]) -> SupervisorResponse:
@@ -210,23 +217,35 @@ class CoordinatorServer:
         if report := self._refused_requests.take_report():
             self._coordinator.handle_event(Event(EVENT_NOTE, {"node": RENDEZVOUS_SERVICE, "message": report}))
         self._coordinator.process_timeouts()
-        self._wake_waiting_agents()
+        self._rescue_arbiter.process_timeouts()
+        self._wake_waiting_requests()
         return self._coordinator.is_finished
 
-    async def _wait_for_world(self, has_come: Callable[[], bool]) -> None:
-        """Wait for at most 5 s until `has_come`, which depends on the coordinator's `world_state`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HOLD_SECONDS):
-                while not has_come():
-                    self._wake_waiting_agents()
-                    await self._world_changed.wait()
+    async def _record_surviving_rank(self, world: str, rank: int, state: SurvivorState) -> RescueAssignment:
+        """Return the assignment of writers, for a rank that does not write only when it has changed, or after 2 s."""
+        rescue = self._rescue_arbiter.record_surviving_rank(world, rank, state)
+        if rescue.is_finished or rank in rescue.writers:
+            return rescue
+        await self._wait_for(lambda: self._rescue_arbiter.assignments.get(world) != rescue, _SURVIVOR_HOLD_SECONDS)
+        return self._rescue_arbiter.assignments.get(world, rescue)
 
-    def _wake_waiting_agents(self) -> None:
-        """Wake all requests that wait for a world or for its end, if that may have come."""
-        if self._coordinator.world_state != self._world_state:
-            self._world_state = self._coordinator.world_state
-            self._world_changed.set()
-            self._world_changed = asyncio.Event()
+    async def _wait_for(self, has_come: Callable[[], bool], seconds: float = _HOLD_SECONDS) -> None:
+        """Wait for at most `seconds` until `has_come`, which depends on what `_read_state` returns."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not has_come():
+                    self._wake_waiting_requests()
+                    await self._state_changed.wait()
+
+    def _wake_waiting_requests(self) -> None:
+        """Wake all requests that wait for a world, for its end, or for an assignment of writers, if that may have come."""
+        if (state := self._read_state()) != self._state:
+            self._state = state
+            self._state_changed.set()
+            self._state_changed = asyncio.Event()
+
+    def _read_state(self) -> object:
+        return self._coordinator.world_state, self._rescue_arbiter.assignments
 
     async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection. What a stranger sends, or does not send, has no traceback."""
@@ -276,7 +295,7 @@ class CoordinatorServer:
             request = json.loads(body)
             if (version := request.pop("protocol", None)) == PROTOCOL_VERSION:
                 response = await self.dispatch_request(request)
-                self._wake_waiting_agents()
+                self._wake_waiting_requests()
                 return response
             return {"protocol": PROTOCOL_VERSION, "error": f"the request uses protocol {version}, not {PROTOCOL_VERSION}"}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from swarmtrain.entrypoint.network_interface import choose_route
 from swarmtrain.errors import EXIT_OK
 from swarmtrain.protocol import NodeEnv, ProbeEnv
+from swarmtrain.protocol.distributed_env import LOOPBACK
+from swarmtrain.protocol.run_key import load_run_key
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,6 +33,7 @@ _REPETITIONS = 5
 _MAX_ELEMENT_COUNT, _LARGE_SECONDS, _LARGE_REPETITIONS = 1 << 24, 0.5, 3
 """A second, larger all-reduce shows the bandwidth without the latency: as large as takes about this long."""
 _GROUP_TIMEOUT = timedelta(seconds=40)
+_STORE_NAME = "collective probe"
 
 
 def main() -> NoReturn:
@@ -60,7 +63,7 @@ def _probe_collective(link_errors: str) -> dict[str, Any]:
     report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": torch.cuda.device_count()}
     rank, world_size = probe_env.peers.index(env.node), len(probe_env.peers)
     try:
-        coordinator_store = CoordinatorStore(env.coordinator, "collective probe", _GROUP_TIMEOUT)
+        coordinator_store = CoordinatorStore(env.coordinator, _STORE_NAME, _GROUP_TIMEOUT)
         if first_error := _exchange_link_errors(coordinator_store, rank, world_size, link_errors):
             return {**report, "error": f"skipped, because {first_error}"}
         store = _connect_rank_store(coordinator_store, env, is_server=rank == 0)
@@ -90,13 +93,27 @@ def _connect_rank_store(coordinator_store: Store, env: NodeEnv, *, is_server: bo
     """
     from torch.distributed import TCPStore
 
+    address = choose_route(env.interface, env.coordinator).address
+    if key := load_run_key():
+        from swarmtrain.entrypoint.rank_store import RankStore
+
+        rank_store = RankStore(key, address)
+        if is_server:
+            coordinator_store.set("address", f"{address}:{rank_store.port}")
+            port = rank_store.serve_world(_STORE_NAME)
+        else:
+            port = rank_store.join_world(_STORE_NAME, *_read_address(coordinator_store))
+        return TCPStore(LOOPBACK, port, is_master=False, timeout=_GROUP_TIMEOUT)
     if is_server:
-        address = choose_route(env.interface, env.coordinator).address
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
         coordinator_store.set("address", f"{address}:{store.port}")
         return store
+    return TCPStore(*_read_address(coordinator_store), is_master=False, timeout=_GROUP_TIMEOUT)
+
+
+def _read_address(coordinator_store: Store) -> tuple[str, int]:
     address, _, port = coordinator_store.get("address").decode().rpartition(":")
-    return TCPStore(address, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
+    return address, int(port)
 
 
 def _measure_backend(backend: str, store: Store, rank: int, world_size: int) -> dict[str, float]:

@@ -41,19 +41,19 @@ def run_agent(round: str, advertised_address: str | None, environment: dict[str,
     from swarmtrain.entrypoint.supervisor.rendezvous_handler import CoordinatorRendezvousHandler
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # torch warns about each stop
-    handler = CoordinatorRendezvousHandler(env, round, advertised_address or socket.getfqdn())
-    spec = WorkerSpec(
-        role=_ROLE,
-        local_world_size=env.slots,
-        entrypoint=run_rank,
-        rdzv_handler=handler,
-        max_restarts=_UNLIMITED_RESTARTS,  # the coordinator has the restart budget
-        monitor_interval=0.001,  # RankAgent itself waits for its ranks
-    )
-    agent = RankAgent(spec, env, handler, compute_shutdown_timeout(env.stop_grace))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, agent.handle_stop_signal)
     try:
+        handler = CoordinatorRendezvousHandler(env, round, advertised_address or socket.getfqdn())
+        spec = WorkerSpec(
+            role=_ROLE,
+            local_world_size=env.slots,
+            entrypoint=run_rank,
+            rdzv_handler=handler,
+            max_restarts=_UNLIMITED_RESTARTS,  # the coordinator has the restart budget
+            monitor_interval=0.001,  # RankAgent itself waits for its ranks
+        )
+        agent = RankAgent(spec, env, handler, compute_shutdown_timeout(env.stop_grace))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, agent.handle_stop_signal)
         agent.run()
         return 0
     except SignalException:

@@ -18,7 +18,7 @@ from pathlib import PurePath
 from types import FrameType
 
 from swarmtrain.errors import CoordinatorError
-from swarmtrain.protocol import ENV_WORLD, EVENT_FAILURE, ConnectingRank, ConnectingWorld, Event, NodeEnv
+from swarmtrain.protocol import ENV_RANK_STORE, ENV_WORLD, EVENT_FAILURE, ConnectingRank, ConnectingWorld, Event, NodeEnv
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _POLL_SECONDS = 5.0
@@ -51,7 +51,7 @@ class ProcessGroupWatch:
             int(environ["WORLD_SIZE"]),
             int(environ["RANK"]),
             env.node,
-            f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+            environ[ENV_RANK_STORE],
             waits=True,
         )
 

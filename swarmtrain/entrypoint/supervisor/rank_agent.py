@@ -24,7 +24,7 @@ from swarmtrain.entrypoint.supervisor import fork_server, rank_process
 from swarmtrain.entrypoint.supervisor.rank_exit import RankExitDescriber
 from swarmtrain.entrypoint.supervisor.rank_output import RankOutput
 from swarmtrain.entrypoint.supervisor.rendezvous_handler import CoordinatorRendezvousHandler
-from swarmtrain.protocol import ENV_WORLD, EVENT_FAILURE, EVENT_SCRIPT_RETURNED, EXIT_PLANNED, Event, NodeEnv
+from swarmtrain.protocol import ENV_RANK_STORE, ENV_WORLD, EVENT_FAILURE, EVENT_SCRIPT_RETURNED, EXIT_PLANNED, Event, NodeEnv
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _POLL_SECONDS = 0.1
@@ -48,7 +48,6 @@ class RankAgent(SimpleElasticAgent):
         self._environments: dict[int, dict[str, str]] = {}
         self._exit_codes: dict[int, int] = {}
         self._failed_at = 0.0
-        self._restart_count = 0
         self._stop_signal: SignalException | None = None
 
     def handle_stop_signal(self, number: int, frame: FrameType | None) -> None:
@@ -90,7 +89,6 @@ class RankAgent(SimpleElasticAgent):
             return RunResult(state, {worker.global_rank: None for worker in worker_group.workers} if has_ended else {})
         if not (has_ended or self._handler.is_world_over or time.monotonic() - self._failed_at > _UNANSWERED_SECONDS):
             return RunResult(WorkerState.HEALTHY)
-        self._restart_count += 1
         global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         failures = {
             global_ranks[rank]: ProcessFailure(rank, self._ranks[rank].pid or 0, code, self._environments[rank]["TORCHELASTIC_ERROR_FILE"])
@@ -159,12 +157,14 @@ class RankAgent(SimpleElasticAgent):
             "ROLE_WORLD_SIZE": str(worker.role_world_size),
             "MASTER_ADDR": str(worker_group.master_addr),
             "MASTER_PORT": str(worker_group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self._restart_count),
+            # Ranks that use the agent's store find each other under this number, so it must be the same on all nodes.
+            "TORCHELASTIC_RESTART_COUNT": str(int(self._handler.world.rpartition("/")[2]) - 1),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             ENV_WORLD: self._handler.world,
+            ENV_RANK_STORE: self._handler.store_address,
         }
 
 

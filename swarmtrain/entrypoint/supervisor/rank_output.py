@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -84,8 +85,9 @@ class _LineCopier:
 
     def _write_lines(self, lines: Iterable[bytes]) -> None:
         content = memoryview(b"".join(b"%b%b\n" % (self._prefix, _read_last_state(line)) for line in lines))
-        while content:
-            content = content[os.write(self._target, content) :]
+        with suppress(OSError):  # such as a full disk: these lines are only in the rank's log file, but later ones are printed
+            while content:
+                content = content[os.write(self._target, content) :]
 
 
 def _read_last_state(line: bytes) -> bytes:

@@ -52,18 +52,19 @@ def run_rank_process(environment: Mapping[str, str], stdout: str, stderr: str, n
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, descriptor)
         os.close(file)
-    if numa:
-        bind_to_gpu(numa, int(environment["LOCAL_RANK"]))
     try:
-        record(run_rank)()
+        record(run_rank)(numa)
     except SystemExit:
         raise
     except BaseException:  # noqa: BLE001  # run_rank has reported it
         raise SystemExit(1) from None
 
 
-def run_rank() -> None:
-    """Run the user's script to its end. A failure, including any nonzero exit code, is posted to the coordinator and re-raised."""
+def run_rank(numa: str = "") -> None:
+    """Run the user's script to its end. A failure, including any nonzero exit code, is posted to the coordinator and re-raised.
+
+    `numa`: as in `run_rank_process`.
+    """
     set_parent_death_signal()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored in the forkserver that this process is forked from
     set_process_name(f"rank {os.environ['RANK']}")
@@ -71,8 +72,10 @@ def run_rank() -> None:
     _enable_line_buffering()
     _reseed_numpy()
     _keep_process_groups_alive()
-    ProcessGroupWatch(env).start()
     try:
+        if numa:
+            bind_to_gpu(numa, int(os.environ["LOCAL_RANK"]))
+        ProcessGroupWatch(env).start()
         if os.environ["LOCAL_RANK"] == "0":
             CoordinatorClient(env.coordinator).try_post_event(build_world_event(env))
         _run_script(env)

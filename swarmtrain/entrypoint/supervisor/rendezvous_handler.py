@@ -14,9 +14,12 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from swarmtrain.entrypoint.coordinator_store import CoordinatorStore
+from swarmtrain.entrypoint.rank_store import RankStore
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
 from swarmtrain.protocol import NodeEnv, WorldAssignment, WorldRequest
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.distributed_env import LOOPBACK
+from swarmtrain.protocol.run_key import load_run_key
 
 _REQUEST_TIMEOUT_SECONDS = 15.0
 """Longer than the coordinator holds a request."""
@@ -27,18 +30,24 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 class CoordinatorRendezvousHandler(RendezvousHandler):
     """Implements torch's RendezvousHandler for the node `env`, in one round of the coordinator.
 
-    `address`: address at which other nodes reach this one.
+    `address`: address at which other nodes reach this one. If the run has a key, the agent on the node of rank 0 serves the ranks' store to
+    the run's own processes; else, or with torch's variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE, rank 0 serves it to everybody.
     """
 
     def __init__(self, env: NodeEnv, round: str, address: str) -> None:
+        """Raises OSError if this node cannot serve the ranks' store."""
         self.world = ""
         """Key of the newest world; empty before the first."""
+        self.store_address = ""
+        """Address (host:port) at which other nodes reach the store of its ranks."""
         self._env, self._round, self._address = env, round, address
         self._agent = secrets.token_hex(8)
         self._client = CoordinatorClient(env.coordinator, timeout=_REQUEST_TIMEOUT_SECONDS)
         # torch keeps no reference to the Python object behind a PrefixStore.
         self._store = CoordinatorStore(env.coordinator, round, _STORE_TIMEOUT)
         self._watch: _WorldWatch | None = None
+        key = b"" if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1" else load_run_key()
+        self._rank_store = RankStore(key, address) if key else None
 
     @property
     def is_world_over(self) -> bool:
@@ -60,15 +69,23 @@ class CoordinatorRendezvousHandler(RendezvousHandler):
                 raise RendezvousClosedError(f"round {self._round} is over")
         # With equal slots, torch computes the ranks of all nodes without a store.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = str(int(assignment.has_equal_slots))
-        self.world = assignment.world
+        self.world, self.store_address = assignment.world, f"{assignment.address}:{assignment.port}"
         self._watch = _WorldWatch(self._env.coordinator, assignment.world)
         self._watch.start()
         return RendezvousInfo(
             PrefixStore(assignment.world, self._store),
             assignment.group_rank,
             assignment.node_count,
-            RendezvousStoreInfo(assignment.address, assignment.port),
+            self._open_rank_store(assignment),
         )
+
+    def _open_rank_store(self, assignment: WorldAssignment) -> RendezvousStoreInfo:
+        """Return the address at which this node's ranks reach their store."""
+        if self._rank_store is None:
+            return RendezvousStoreInfo(assignment.address, assignment.port)
+        if assignment.group_rank == 0:
+            return RendezvousStoreInfo(LOOPBACK, self._rank_store.serve_world(assignment.world))
+        return RendezvousStoreInfo(LOOPBACK, self._rank_store.join_world(assignment.world, assignment.address, assignment.port))
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if the newest world is over, so that torch's agent restarts its ranks, else 0."""
@@ -95,8 +112,8 @@ class CoordinatorRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """False: rank 0 opens the store of the ranks."""
-        return False
+        """Whether the agent on the node of rank 0 serves the ranks' store."""
+        return self._rank_store is not None
 
     def _request_world(self) -> WorldAssignment:
         request = WorldRequest(
@@ -106,7 +123,7 @@ class CoordinatorRendezvousHandler(RendezvousHandler):
             previous_world=self.world,
             slots=self._env.slots,
             address=self._address,
-            port=_find_free_port(),
+            port=self._rank_store.port if self._rank_store else _find_free_port(),
             min_nodes=self._env.min_nodes,
             max_nodes=self._env.max_nodes,
         )
