@@ -58,7 +58,7 @@ def _measure_groups(open_store: Callable[[], tuple[int, int]], *, agent_store: b
     ]
     for rank in ranks:
         rank.start()
-    slowest = max(durations.get() for _ in ranks)
+    slowest: float = max(durations.get() for _ in ranks)
     for rank in ranks:
         rank.join()
     return slowest

@@ -33,7 +33,7 @@ from swarmtrain.protocol.run_key import build_signed_message, open_signed_messag
 _REQUEST_PURPOSE, _RESPONSE_PURPOSE = "store request", "store response"
 _HANDSHAKE_SECONDS = 15.0
 _CONNECT_SECONDS = 60.0
-"""Seconds in which the node of rank 0 must be reachable, and its agent must have learned of the world."""
+"""Seconds until the node of rank 0 must be reachable, and its agent must have learned of the world."""
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 1 << 14
 _BACKLOG = 4096

@@ -4,7 +4,7 @@ The agents of nodes request the next world. It forms when all nodes that are pre
 form a world that ends when another arrives. Pure: time comes from `clock` (seconds, monotonic). The rules:
 - A world is over when a rank has failed in it, when one of its nodes has left it or was lost, or when further nodes wait to join.
 - Nodes are ranked in the order of their numbers. Rank 0 is on the first.
-- A node whose agent is restarted is not the member that its earlier agent was.
+- A restarted agent is a new member, also on the same node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ASSEMBLY_TIMEOUT_SECONDS = 60.0
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Seconds after which a request counts no more if its agent does not repeat it. Agents repeat it at least every 5 s."""
 COORDINATOR_WARMUP_SECONDS = 2.5
-"""Seconds after its start in which the coordinator may not have received a heartbeat (one per second) from every live node."""
+"""Seconds from the coordinator's start until it has received a heartbeat (one per second) from every live node."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class WorldAssembly:
         self._requests.pop(name, None)
 
     def forget_node(self, name: str, *, has_finished: bool) -> None:
-        """Stop waiting for the node `name`, which has exited or was lost. The world in which it was is over, unless it `has_finished`."""
+        """Stop waiting for the node `name`, which has exited or was lost. Its world is over, unless it `has_finished`."""
         self._announced.pop(name, None)
         self._requests.pop(name, None)
         if self._world and name in self._world.members and not has_finished:

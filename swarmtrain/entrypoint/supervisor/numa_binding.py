@@ -60,7 +60,7 @@ def _choose_socket(cpus: set[int], allowed_cpus: set[int], sysfs: Path) -> set[i
 
 
 def _choose_cores(cpus: set[int], index: int, gpu_count: int, sysfs: Path) -> set[int]:
-    """Divide the physical cores of `cpus` among GPUs, the first of which get one more, and return the CPUs of the share `index`."""
+    """Divide the physical cores of `cpus` among GPUs, and return the CPUs of the share `index`. The first shares may be larger by one."""
     cores = [
         core_cpus
         for _, core_cpus in sorted(

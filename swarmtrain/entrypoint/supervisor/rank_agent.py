@@ -29,13 +29,13 @@ from swarmtrain.protocol.coordinator_client import CoordinatorClient
 
 _POLL_SECONDS = 0.1
 _RESTART_STOP_SECONDS = 30
-"""Seconds in which ranks must exit when their world is over, as under torchrun."""
+"""Seconds until ranks are killed after their world is over, as under torchrun."""
 _UNANSWERED_SECONDS = 10.0
-"""Seconds after which a world in which a rank has failed is over if the coordinator has not answered."""
+"""Seconds without a response of the coordinator after which a rank's failure ends the world."""
 
 
 class RankAgent(SimpleElasticAgent):
-    """Elastic agent of the node `env`. `stop_seconds`: seconds in which ranks must exit after a stop request."""
+    """Elastic agent of the node `env`. `stop_seconds`: seconds until ranks are killed after a stop request."""
 
     def __init__(self, spec: WorkerSpec, env: NodeEnv, handler: CoordinatorRendezvousHandler, stop_seconds: int) -> None:
         super().__init__(spec)
@@ -51,7 +51,7 @@ class RankAgent(SimpleElasticAgent):
         self._stop_signal: SignalException | None = None
 
     def handle_stop_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: raise the exception by which torch's agent stops its ranks, with this signal."""
+        """Signal handler: raise torch's SignalException, so that the agent stops its ranks with this signal."""
         name = signal.Signals(number).name
         self._stop_signal = SignalException(f"process {os.getpid()} received {name}", signal.Signals(number))
         raise self._stop_signal

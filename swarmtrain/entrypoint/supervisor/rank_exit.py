@@ -20,7 +20,7 @@ class RankExitDescriber:
     def describe_exit(self, exit_code: int, error_file: str) -> dict[str, Any]:
         """Return the fields of a failure event.
 
-        `exit_code`: -N if signal N has killed the rank. `error_file`: the file in which torch's `record` has described an exception.
+        `exit_code`: -N if signal N has killed the rank. `error_file`: file of torch's `record`, with the rank's exception.
         """
         if exit_code >= 0:
             return {"exit_code": exit_code, "error": f"exit code {exit_code}", **_read_error_file(error_file)}

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 20
 class RankOutput:
     """Thread that copies the lines that are appended to files.
 
-    `files`: for the path of each file the prefix of its lines, and the descriptor to which they are written.
+    `files`: prefix and target descriptor for the lines of each file, by its path.
     """
 
     def __init__(self, files: Mapping[str, tuple[str, int]]) -> None:
