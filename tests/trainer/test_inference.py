@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -21,9 +23,9 @@ from swarmtrain.errors import EXIT_ERROR, CheckpointError, TrainingError
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
 from swarmtrain.trainer.inference import evaluation, generation, model_source
 from swarmtrain.trainer.inference.generation import SamplingParams, enable_kv_cache
-from swarmtrain.trainer.inference.text_stream import TextStream
+from swarmtrain.trainer.inference.text_stream import TextStream, decode_continuation
 from swarmtrain.trainer.model.transformer import Transformer
-from swarmtrain.trainer.tokenize.tokenizer_backends import ByteTokenizer
+from swarmtrain.trainer.tokenize.tokenizer_backends import ByteTokenizer, open_tokenizer
 
 GREEDY = SamplingParams(temperature=0)
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 3, "num_attention_heads": 4, "sequence_length": 48}
@@ -137,7 +139,7 @@ def test_the_same_seed_generates_the_same() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab€🙂\n", max_size=30), st.lists(st.text(alphabet="ab€\n", min_size=1, max_size=4), max_size=2))
 def test_text_is_streamed_in_whole_characters_and_ends_before_a_stop_string(text: str, stops: list[str]) -> None:
-    stream, pieces = TextStream(ByteTokenizer(), stops), []
+    stream, pieces = TextStream(ByteTokenizer(), list("a€".encode()), stops), []
     for token in text.encode():
         if not stream.stopped:
             pieces.append(stream.add_token(token))
@@ -145,6 +147,24 @@ def test_text_is_streamed_in_whole_characters_and_ends_before_a_stop_string(text
     wanted = text if first is None else first[: min(first.find(stop) for stop in stops if stop in first)]
     assert all("\ufffd" not in piece for piece in pieces)
     assert "".join([*pieces, stream.flush_text()]) == wanted == stream.text
+
+
+def test_a_completion_keeps_the_space_that_a_sentencepiece_tokenizer_drops_at_the_beginning_of_a_text(tmp_path: Path) -> None:
+    """As transformers decodes the prompt and the completion together. Llama 2's normalizer and decoder."""
+    words = ["<unk>", "▁the", "▁run", "▁is", "▁done", "▁on", "▁each", "▁node", ".", "e", "d"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    prompt, completion = (list(map(words.index, tokens.split())) for tokens in ("▁the ▁run ▁is", "▁done ▁on ▁each ▁node ."))
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    expected = reference.decode(prompt + completion).removeprefix(reference.decode(prompt))
+    stream = TextStream(ours, prompt)
+    assert "".join([*map(stream.add_token, completion), stream.flush_text()]) == expected == " done on each node."
+    assert decode_continuation(ours, prompt, completion) == expected
 
 
 @pytest.fixture(scope="module")

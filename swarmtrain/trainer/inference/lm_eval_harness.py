@@ -100,7 +100,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
         temperature = generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0
         sampling_params = SamplingParams(temperature, generation_options.get("top_k", 0), generation_options.get("top_p", 1.0))
         prompts = [self.tok_encode(context)[max_tokens - self._sequence_length :] or [self.eot_token_id] for context in contexts]
-        streams = [TextStream(self._tokenizer, [stop_texts] if isinstance(stop_texts, str) else stop_texts) for _ in prompts]
+        stop_texts = [stop_texts] if isinstance(stop_texts, str) else stop_texts
+        streams = [TextStream(self._tokenizer, prompt, stop_texts) for prompt in prompts]
         tokens = generate_tokens(
             self._model,
             prompts,

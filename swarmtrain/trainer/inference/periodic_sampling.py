@@ -9,6 +9,7 @@ from swarmtrain.trainer import collectives
 from swarmtrain.trainer.health.step_timer import VALIDATION, StepTimer
 from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.inference.generation import SamplingParams, build_logits_gather, encode_prompt, generate_tokens
+from swarmtrain.trainer.inference.text_stream import decode_continuation
 from swarmtrain.trainer.metrics.sinks.metrics_lines import GeneratedSample
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.random_seeds import derive_seed
@@ -58,8 +59,10 @@ class TrainingSampler:
         local.train()
         if self._tokenizer is None:
             return []
-        texts = [self._tokenizer.decode(tokens) for tokens in completions]
-        return [{"prompt": prompt, "text": text} for prompt, text in zip(config.prompts, texts, strict=True)]
+        return [
+            {"prompt": prompt, "text": decode_continuation(self._tokenizer, prompt_tokens, tokens)}
+            for prompt, prompt_tokens, tokens in zip(config.prompts, self._prompts, completions, strict=True)
+        ]
 
     def _encode_prompts(self, config: SamplingConfig) -> tuple[list[list[int]], set[int]]:
         architecture, place = self._runtime.config.transformer_architecture, "config trainer.sampling_config"

@@ -49,7 +49,7 @@ def main(request: Mapping[str, Any]) -> None:
     with open_parallel_model(model) as (parallel_model, runtime):
         seed = collectives.run_on_rank_zero(lambda: secrets.randbits(31)) if options.seed is None else options.seed
         sampling_params = SamplingParams(options.temperature, options.top_k, options.top_p, seed)
-        streams = [TextStream(tokenizer, options.stop) for _ in prompts]
+        streams = [TextStream(tokenizer, prompt, options.stop) for prompt in prompts]
         stream_output = runtime.is_rank_zero and not options.json and len(prompts) == 1
         if stream_output:
             _write_stdout(options.prompts[0])

@@ -10,11 +10,17 @@ _REPLACEMENT_CHARACTER = "\ufffd"
 """Character to which tokenizers decode bytes that are not a complete character yet."""
 
 
-class TextStream:
-    """Converts a stream of tokens to text. The text ends before the first occurrence of any of `stop_texts`."""
+def decode_continuation(tokenizer: BaseTokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text of `tokens` where they follow `prompt`: a tokenizer may drop a space at the beginning of a text."""
+    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
 
-    def __init__(self, tokenizer: BaseTokenizer, stop_texts: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop_texts = tokenizer, [stop for stop in stop_texts if stop]
+
+class TextStream:
+    """Converts a stream of tokens, which follow `prompt`, to text. The text ends before the first occurrence of any of `stop_texts`."""
+
+    def __init__(self, tokenizer: BaseTokenizer, prompt: Sequence[int], stop_texts: Sequence[str] = ()) -> None:
+        self._tokenizer, self._prompt, self._stop_texts = tokenizer, prompt, [stop for stop in stop_texts if stop]
+        self._prompt_length = len(tokenizer.decode(prompt))
         self.tokens: list[int] = []
         self.text = ""
         self.stopped = False
@@ -23,7 +29,7 @@ class TextStream:
     def add_token(self, token: int) -> str:
         """Add a token, and return the text that has become final since the last call."""
         self.tokens.append(token)
-        self.text = self._tokenizer.decode(self.tokens)
+        self.text = self._tokenizer.decode([*self._prompt, *self.tokens])[self._prompt_length :]
         if stop_positions := [position for stop in self._stop_texts if (position := self.text.find(stop)) >= 0]:
             self.text, self.stopped = self.text[: min(stop_positions)], True
             return self._emit_text_until(len(self.text))
