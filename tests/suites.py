@@ -137,6 +137,8 @@ _LINE_WIDTH = 160
 _MEMORY_DISK = Path("/dev/shm")
 _MIN_MEMORY_BYTES = 18 * 2**30
 _PARALLEL_SUITES = 3
+_TEST_ALL_TIMEOUT_SECONDS = 1500
+"""Seconds after which a test of `make test-all` counts as hung."""
 _PROCESSES: list[subprocess.Popen[str]] = []
 _STOP_REQUESTED = threading.Event()
 
@@ -250,7 +252,9 @@ def run_suite(name: str, *, include_all: bool, stream_output: bool) -> SuiteResu
     print(f"--- {name} begins", flush=True)
     suite = SUITES[name]
     markers = [] if include_all or suite.test_all_only else ["-m", "not test_all_only"]
-    argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *markers, *(str(ROOT / place) for place in suite.paths)]
+    # `make test-all` has tests that last for 10 min on a busy machine, such as a day on a shared cluster.
+    timeout = ["-o", f"faulthandler_timeout={_TEST_ALL_TIMEOUT_SECONDS}"] if include_all else []
+    argv = [sys.executable, "-m", "pytest", "-q", "--durations=8", *timeout, *markers, *(str(ROOT / place) for place in suite.paths)]
     # The labs of two suites have separate registries, since both push images with the same names.
     # A shared temporary folder would not work: pytest makes it private when it starts, while another suite makes it accessible. The name is
     # short, since paths of sockets are.
