@@ -98,13 +98,13 @@ async def _simulate_run(port: int, key: bytes) -> dict[str, float]:
     joined_at = time.monotonic()
     heartbeats = [asyncio.create_task(node.send_heartbeats()) for node in nodes[_LOST_NODES:]]
     watches = [asyncio.create_task(node.wait_until_world_is_over()) for node in nodes[_LOST_NODES:]]
-    survivors = nodes[_LOST_NODES:]
+    surviving_nodes = nodes[_LOST_NODES:]
     lost_at = time.monotonic()
-    await asyncio.gather(*(node.report_lost_peer() for node in survivors), *watches)
+    await asyncio.gather(*(node.report_lost_peer() for node in surviving_nodes), *watches)
     rescue_at = time.monotonic()
-    await asyncio.gather(*(node.take_part_in_rescue(rank) for node in survivors for rank in range(_SLOTS)))
+    await asyncio.gather(*(node.take_part_in_rescue(rank) for node in surviving_nodes for rank in range(_SLOTS)))
     rescued_at = time.monotonic()
-    await asyncio.gather(*(node.enter_next_world() for node in survivors))
+    await asyncio.gather(*(node.enter_next_world() for node in surviving_nodes))
     ended_at = time.monotonic()
     for task in heartbeats:
         task.cancel()

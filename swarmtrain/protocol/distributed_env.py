@@ -48,6 +48,17 @@ def detect_torchrun_env(environ: Mapping[str, str], determined_info_folder: Path
     }
 
 
+def reserve_port(address: str = LOOPBACK) -> socket.socket:
+    """Return a socket that is bound to a free port: until it is closed, no other program gets this port by chance.
+
+    A server that sets SO_REUSEADDR, such as torch's TCPStore, can listen on the port.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((address, 0))
+    return reservation
+
+
 def get_node_name(environ: Mapping[str, str]) -> str:
     """Return the name of the node that this process runs on: as set by swarmtrain's launcher, else by Slurm, else the host name."""
     return environ.get("SWARMTRAIN_NODE") or environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 from swarmtrain.process import start_process
 from swarmtrain.protocol import CoordinatorEnv, Event, NodeEnv, ProbeEnv
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
+from swarmtrain.protocol.distributed_env import reserve_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,18 +57,13 @@ dist.destroy_process_group()
 """
 
 
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class SmallRun:
     """A few nodes and their coordinator. `nodes` maps a node's name to its supervisor process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.coordinator_port = find_free_port()
+        self._port = reserve_port()
+        self.coordinator_port: int = self._port.getsockname()[1]
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.coordinator: subprocess.Popen[bytes] | None = None
         self.state = folder / "state"
@@ -106,7 +101,7 @@ class SmallRun:
         (self.folder / "script.py").write_text("")
         env = {
             **self._build_node_env(0, slots=1, node_range=(1, 1), mounts=mounts).to_env(),
-            **ProbeEnv(("node0", *peers), {}, find_free_port(), 0.0).to_env(),
+            **ProbeEnv(("node0", *peers), {}, reserve_port().getsockname()[1], 0.0).to_env(),
         }
         self.nodes["node0"] = self._start_process("probe", env, self.get_log_path(0))
         return self.nodes["node0"]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from tokenize_helpers import write_lines, write_tokenizer
-from worlds import LocalWorld, find_free_port, merge_config, run_training
+from worlds import LocalWorld, merge_config, run_training
 
 import training_code
+from swarmtrain.protocol.distributed_env import reserve_port
 from swarmtrain.trainer import TrainingResult
 from swarmtrain.trainer.tokenize import pipeline
 from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
@@ -41,9 +42,10 @@ def test_training_and_evaluation_print_the_unit_of_the_data(
 
     for is_json in (True, False):
         arguments: dict[str, Any] = {"config": json.dumps(own), "model": str(tmp_path / "run"), "tasks": [], "json": is_json}
-        (tmp_path / "asked.json").write_text(json.dumps([{"port": find_free_port(), "arguments": arguments}]))
-        world = LocalWorld(tmp_path, {}, 1, script="evaluated_batches")
-        assert world.wait() == [0], world.read_log()
+        with reserve_port() as port:
+            (tmp_path / "asked.json").write_text(json.dumps([{"port": port.getsockname()[1], "arguments": arguments}]))
+            world = LocalWorld(tmp_path, {}, 1, script="evaluated_batches")
+            assert world.wait() == [0], world.read_log()
     *_, report_line, text = (tmp_path / "rank-0.log").read_text().splitlines()
     report = json.loads(report_line)
     assert report["perplexity"] == math.exp(report["loss"])

@@ -12,9 +12,10 @@ import test_contrastive
 import test_preference
 import torch
 from torch.nn.functional import cross_entropy
-from worlds import LocalWorld, find_free_port, merge_config, run_training
+from worlds import LocalWorld, merge_config, run_training
 
 from swarmtrain.config import Config
+from swarmtrain.protocol.distributed_env import reserve_port
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
 from swarmtrain.trainer.data.samples import open_data
@@ -29,17 +30,19 @@ SOME_SIZES = (6, 50, 64, 100)
 
 def evaluate(folder: Path, config: dict[str, Any], size: int, topology: dict[str, Any], batch_sizes: Any) -> dict[int, dict[str, Any]]:
     """Return what `swarmtrain evaluate` prints on `size` ranks about the checkpoint in `folder`, by global batch size."""
-    requests = []
-    for batch_size in batch_sizes:
+    requests, ports = [], [reserve_port() for _ in batch_sizes]
+    for batch_size, port in zip(batch_sizes, ports, strict=True):
         own = {"global_batch_size": batch_size, "micro_batch_size": MICRO_BATCH_SIZES[batch_size], **topology}
         whole = merge_config(config, topology=own, trainer={"eval_iterations": 100})
         arguments = {"config": json.dumps(whole), "model": str(folder / "run"), "tasks": [], "json": True}
-        requests.append({"port": find_free_port(), "arguments": arguments})
+        requests.append({"port": port.getsockname()[1], "arguments": arguments})
     name = "-".join(["evaluated", str(size), *topology])
     (folder / name).mkdir()
     (folder / name / "asked.json").write_text(json.dumps(requests))
     world = LocalWorld(folder / name, {}, size, script="evaluated_batches")
     assert world.wait() == [0] * size, world.read_log()
+    for port in ports:
+        port.close()
     reports = [json.loads(line) for line in (folder / name / "rank-0.log").read_text().splitlines() if line.startswith("{")]
     return dict(zip(batch_sizes, reports, strict=True))
 

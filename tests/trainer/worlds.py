@@ -9,13 +9,14 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from swarmtrain.protocol.distributed_env import reserve_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 TIMEOUT_SECONDS = 180.0
@@ -48,7 +49,8 @@ class LocalWorld:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        port = find_free_port()
+        self._port = reserve_port()
+        port = self._port.getsockname()[1]
         self.processes = [
             CONTEXT.Process(
                 target=_run_rank,
@@ -196,10 +198,3 @@ def _run_rank(folder: str, script: str, rank_size_port: tuple[int, int, int], en
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of `path`, except for a last one that is still being written."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

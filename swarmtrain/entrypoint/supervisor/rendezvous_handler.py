@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -18,7 +17,7 @@ from swarmtrain.entrypoint.rank_store import RankStore
 from swarmtrain.errors import CoordinatorError, ProtocolMismatch
 from swarmtrain.protocol import NodeEnv, WorldAssignment, WorldRequest
 from swarmtrain.protocol.coordinator_client import CoordinatorClient
-from swarmtrain.protocol.distributed_env import LOOPBACK
+from swarmtrain.protocol.distributed_env import LOOPBACK, reserve_port
 from swarmtrain.protocol.run_key import load_run_key
 
 _REQUEST_TIMEOUT_SECONDS = 15.0
@@ -48,6 +47,8 @@ class CoordinatorRendezvousHandler(RendezvousHandler):
         self._watch: _WorldWatch | None = None
         key = b"" if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1" else load_run_key()
         self._rank_store = RankStore(key, address) if key else None
+        # Ports of rank 0 in the newest and in the next world. They differ, so that no rank reaches the store of an earlier world.
+        self._port, self._next_port = reserve_port(""), reserve_port("")
 
     @property
     def is_world_over(self) -> bool:
@@ -82,6 +83,7 @@ class CoordinatorRendezvousHandler(RendezvousHandler):
     def _open_rank_store(self, assignment: WorldAssignment) -> RendezvousStoreInfo:
         """Return the address at which this node's ranks reach their store."""
         if self._rank_store is None:
+            self._port, self._next_port = self._next_port, reserve_port("")
             return RendezvousStoreInfo(assignment.address, assignment.port)
         if assignment.group_rank == 0:
             return RendezvousStoreInfo(LOOPBACK, self._rank_store.serve_world(assignment.world))
@@ -123,7 +125,7 @@ class CoordinatorRendezvousHandler(RendezvousHandler):
             previous_world=self.world,
             slots=self._env.slots,
             address=self._address,
-            port=self._rank_store.port if self._rank_store else _find_free_port(),
+            port=self._rank_store.port if self._rank_store else self._next_port.getsockname()[1],
             min_nodes=self._env.min_nodes,
             max_nodes=self._env.max_nodes,
         )
@@ -151,9 +153,3 @@ class _WorldWatch(threading.Thread):
                     self.is_over.set()
             except CoordinatorError:
                 time.sleep(_RETRY_SECONDS)
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

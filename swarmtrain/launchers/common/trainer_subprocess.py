@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import IO, Any, NoReturn
 
 from swarmtrain import process
 from swarmtrain.errors import SwarmtrainError
+from swarmtrain.protocol.distributed_env import LOOPBACK, reserve_port
 
 _TIMEOUT_SECONDS = 3600.0
 _EXIT_GRACE_SECONDS, _POLL_SECONDS = 5.0, 0.05
@@ -58,9 +58,8 @@ def run_trainer_ranks(command: str, request: Mapping[str, Any], ranks: int = 1) 
     argv = _build_trainer_command(command)
     if ranks == 1:
         process.exec_command(argv, env=os.environ, stdin=_write_input_file(request))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rendezvous_env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    port = reserve_port()
+    rendezvous_env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port.getsockname()[1]), "WORLD_SIZE": str(ranks)}
     shared_env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **rendezvous_env}
     stderr_files = [None, *(tempfile.TemporaryFile() for _ in range(1, ranks))]  # noqa: SIM115  # deleted when this process ends
     children = [
@@ -74,6 +73,7 @@ def run_trainer_ranks(command: str, request: Mapping[str, Any], ranks: int = 1) 
         for rank, stderr_file in enumerate(stderr_files)
     ]
     failed_rank = _wait_for_first_failure(children)
+    port.close()
     if failed_rank is not None and (stderr_file := stderr_files[failed_rank]) is not None:
         stderr_file.seek(0)
         sys.stderr.write(stderr_file.read().decode(errors="replace"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,9 +24,9 @@ from swarmtrain.launchers.base import ProgressReporter
 from swarmtrain.launchers.common import history_store
 from swarmtrain.planning.plan import Plan
 from swarmtrain.protocol import ENV_ATTACHED, ENV_PREFIX
+from swarmtrain.protocol.distributed_env import LOOPBACK, reserve_port
 from swarmtrain.render.process_environment import NodeLayout, build_node_env
 
-_LOOPBACK = "127.0.0.1"
 _EXIT_GRACE_SECONDS = 10.0
 """Seconds to wait for the exit of the other ranks, once before SIGTERM and once after it."""
 
@@ -41,12 +40,15 @@ def attach_rank(plan: Plan, rank: int, report_progress: ProgressReporter) -> int
         raise PlanError(f"unknown rank; valid ranks: 0 to {plan.world_size - 1}", place=f"--attach {rank}")
     folder = history_store.create_run_folder(plan.run)
     with tempfile.TemporaryDirectory(prefix="swarmtrain-") as private_folder:
-        shared_env = _build_shared_env(plan, Path(private_folder))
+        port = reserve_port()
+        rendezvous_env = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port.getsockname()[1])}
+        shared_env = _build_shared_env(plan, Path(private_folder)) | rendezvous_env
         environments = [shared_env | _build_rank_env(number, plan.world_size) for number in range(plan.world_size)]
         runner = plan.config.runner
         argv = [sys.executable, *(["-m", runner.module] if runner.module else [str(runner.script)]), *runner.script_args]
         with _run_other_ranks(argv, environments, rank, folder, report_progress), _ignore_sigint():
             code = process.start_process(argv, env=environments[rank], stdin=sys.stdin.fileno()).wait()
+        port.close()
     return code if code >= 0 else 128 - code
 
 
@@ -103,8 +105,8 @@ def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
         (private_folder / secret.name).touch(mode=0o600)
         (private_folder / secret.name).write_bytes(secret.content)
     layout = NodeLayout(
-        coordinator_host=_LOOPBACK,
-        bind_address=_LOOPBACK,
+        coordinator_host=LOOPBACK,
+        bind_address=LOOPBACK,
         config_path=str(config),
         code_folder=Path.cwd(),
         secrets_dir=private_folder,
@@ -117,10 +119,7 @@ def _build_shared_env(plan: Plan, private_folder: Path) -> dict[str, str]:
     python_path = os.pathsep.join(filter(None, dict.fromkeys([str(Path.cwd()), *outside_folders, os.environ.get("PYTHONPATH", "")])))
     threads = max(1, len(os.sched_getaffinity(0)) // plan.world_size)
     defaults = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "PYTHONPATH": python_path}
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        rendezvous_env = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(probe.getsockname()[1])}
-    return {**defaults, **node_environment, **rendezvous_env, ENV_ATTACHED: "1"}
+    return {**defaults, **node_environment, ENV_ATTACHED: "1"}
 
 
 def _build_rank_env(rank: int, world_size: int) -> dict[str, str]:

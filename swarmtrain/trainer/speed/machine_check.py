@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import torch
 from swarmtrain.config import Config
 from swarmtrain.errors import EXIT_ERROR, EXIT_OK, ProcessError, SwarmtrainError
 from swarmtrain.process import format_command, start_process
+from swarmtrain.protocol.distributed_env import LOOPBACK, reserve_port
 from swarmtrain.trainer.cli_exit import handle_cli_errors
 from swarmtrain.trainer.speed.bench import run_benchmark
 from swarmtrain.trainer.speed.plain_loop import build_plain_step
@@ -168,10 +168,9 @@ def _query_trainer(command: str, request: Mapping[str, Any], device_type: str, r
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | (
         {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
     )
+    port = reserve_port()
     if ranks > 1:
-        with socket.socket() as free_socket:
-            free_socket.bind(("127.0.0.1", 0))
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_socket.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        environment |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port.getsockname()[1]), "WORLD_SIZE": str(ranks)}
     argv, pipe = [sys.executable, "-m", "swarmtrain.trainer", command], subprocess.PIPE
     children: list[subprocess.Popen[bytes]] = []
     try:
@@ -186,6 +185,7 @@ def _query_trainer(command: str, request: Mapping[str, Any], device_type: str, r
     except subprocess.TimeoutExpired:
         raise ProcessError(format_command(argv), 124, f"did not finish within {_TIMEOUT_SECONDS:g} s") from None
     finally:
+        port.close()
         for child in children:
             child.kill()
             child.wait()
