@@ -118,6 +118,9 @@ class DataConfig(Section):
         description="Token that ends each document (nanogpt) or begins it (llm.c), as these formats have no index. null: "
         "each file is one document.",
     )
+    allow_different_tokenizers: bool = Field(
+        False, description="Train although token files, or the model in trainer.init_from, record different tokenizers."
+    )
     use_mmap: bool = Field(
         True, description="Memory-map the files. false: read them, and retry for some seconds if a network file system fails."
     )

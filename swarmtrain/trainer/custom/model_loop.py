@@ -40,6 +40,7 @@ from swarmtrain.trainer.step import (
     evaluate_model,
     is_stop_requested,
 )
+from swarmtrain.trainer.tokenize import tokenizer_check
 
 
 class ModelLoop(TrainingLoop):
@@ -80,8 +81,10 @@ class ModelLoop(TrainingLoop):
         self.progress, resumed_from = restore_training_state(
             runtime, self.checkpoint_manager, self._training.state, data.fingerprint, reporter.report_warning
         )
+        files = [*data.all_token_files, *(validation_data.all_token_files if validation_data else ())]
+        collectives.run_on_rank_zero(lambda: tokenizer_check.check_tokenizers(runtime.config, files))
         # Restoring has verified that the data belongs to the run.
-        vocabulary_check.scan_token_files(runtime, [*data.all_token_files, *(validation_data.all_token_files if validation_data else ())])
+        vocabulary_check.scan_token_files(runtime, files)
         reporter.report_start(self.progress.step, resumed_from, self.checkpoint_manager.run_id, self.checkpoint_manager.generation, model)
         self._save_interval = SaveInterval(runtime.config.trainer, len(data), runtime.config.topology.samples_per_step)
         self._non_finite_policy, self._sampler = NonFinitePolicy(runtime), TrainingSampler(runtime, model)

@@ -11,6 +11,7 @@ from typing import Any
 
 from swarmtrain.config import Config
 from swarmtrain.errors import IncompatibleCheckpoint, TrainingError
+from swarmtrain.trainer import collectives
 from swarmtrain.trainer.cli_exit import handle_cli_errors
 from swarmtrain.trainer.data.samples import open_data
 from swarmtrain.trainer.huggingface.pretrained import find_architecture_differences
@@ -22,6 +23,7 @@ from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import start_runtime
 from swarmtrain.trainer.step import count_validation_samples, evaluate_model
+from swarmtrain.trainer.tokenize import tokenizer_check
 
 _MAX_EXP_NATS = 700.0
 """Loss in nats above which the perplexity may overflow."""
@@ -96,6 +98,8 @@ def _evaluate_validation_loss(options: Mapping[str, Any]) -> None:
         _, data = open_data(config)
         if data is None:
             raise TrainingError("there is no validation data", place="config data", hint="set data.validation_data_prefixes")
+        validation_files = data.all_token_files
+        collectives.run_on_rank_zero(lambda: tokenizer_check.check_tokenizers(config, validation_files, model.path))
         transformer = Transformer(architecture, 0)
         transformer.initial_values = LoadedParameters(model.load_parameter)
         validation = evaluate_model(runtime, parallelize(transformer, runtime), data, None)

@@ -64,7 +64,7 @@ def tokenize_source_files(
         _prepare_job_folder(folder, {**identity, "shards": len(plan)})
         shard_stats = _build_missing_shards(folder, plan, files, builder, options)
         _report_skipped_records(shard_stats, files, options)
-        meta = _merge_shards(prefix, folder, shard_stats, builder, identity)
+        meta = _merge_shards(prefix, folder, shard_stats, builder, identity, tokenizer_identity=tokenizer.identity)
         shutil.rmtree(folder)
     return meta
 
@@ -155,7 +155,13 @@ def _prepare_job_folder(folder: Path, job_identity: dict[str, Any]) -> None:
 
 
 def _merge_shards(
-    prefix: Path, folder: Path, shard_stats: Sequence[ShardStats], builder: DocumentBuilder, job_identity: Mapping[str, Any]
+    prefix: Path,
+    folder: Path,
+    shard_stats: Sequence[ShardStats],
+    builder: DocumentBuilder,
+    job_identity: Mapping[str, Any],
+    *,
+    tokenizer_identity: str,
 ) -> dict[str, Any]:
     """Merge the shards into the token files of `prefix`, and return the content of PREFIX.meta.json, which is written last.
 
@@ -180,6 +186,7 @@ def _merge_shards(
         **({"loss_mask": True, "loss_tokens": sum(each.loss_tokens for each in shard_stats)} if builder.has_loss_mask else {}),
         "skipped": {"bad": sum(each.bad_count for each in shard_stats), "empty": sum(each.empty_count for each in shard_stats)},
         "sha256": hashes,
+        "tokenizer_identity": tokenizer_identity,
         "prepared": dict(job_identity),
     }
     formats.build_token_file_path(prefix, "meta.json").unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +51,10 @@ class BaseTokenizer(Protocol):
         """Return the id of the token `token_text`; None if the vocabulary does not contain it."""
 
     @property
+    def identity(self) -> str:
+        """Hash of all that determines the tokens of a text without special tokens: two files that differ only in layout have the same."""
+
+    @property
     def special_tokens(self) -> list[str]:
         """Texts of the special tokens."""
 
@@ -82,7 +87,7 @@ def resolve_eos_token(tokenizer: BaseTokenizer, eos_token: str | None, *, use_de
 class ByteTokenizer:
     """Byte tokenizer: one token per byte of the UTF-8 text, and one EOS token."""
 
-    name, sha256 = BYTE_TOKENIZER, ""
+    name, sha256, identity = BYTE_TOKENIZER, "", BYTE_TOKENIZER
     special_tokens: list[str] = [_COMMON_EOS_TOKENS[0]]  # noqa: RUF012  # never modified
 
     def __init__(self) -> None:
@@ -124,6 +129,14 @@ class HuggingFaceTokenizer:
         self.name, self.sha256 = tokenizer_path, hashlib.sha256(content).hexdigest()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.special_tokens = [token["content"] for token in settings.get("added_tokens", ()) if token.get("special")]
+
+    @cached_property
+    def identity(self) -> str:
+        """See BaseTokenizer. The library writes files of all its versions alike."""
+        settings = json.loads(self._tokenizer.to_str())
+        relevant = {name: settings[name] for name in ("normalizer", "pre_tokenizer", "model")}
+        relevant["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
         self._tokenizer.encode_special_tokens = not allow_special
