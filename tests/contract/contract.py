@@ -230,7 +230,13 @@ class Contract:
         process = target_with_run.start_command("deploy", "contract.yml", "--name", RUN, "--yes")
         assert process.stderr
         with _kill_on_exit(process):
-            assert any("Ctrl-C detaches" in line for line in process.stderr)
+            lines: list[str] = []
+            for line in process.stderr:
+                lines.append(line)
+                if "Ctrl-C detaches" in line:
+                    break
+            else:
+                pytest.fail(f"the deploy has ended: {''.join(lines)}")
             yield process
 
     @feature("The same config file, with `runner_type` changed and nothing else")
