@@ -266,7 +266,8 @@ def build_config_json(architecture: TransformerArchitectureConfig, dtype: str) -
     Raises SwarmtrainError if no model family matches.
     """
     model_family = find_model_family(architecture)
-    # The architecture has no BOS and EOS tokens. Hugging Face's default ids may be outside the vocabulary, so they are set to null.
+    # The architecture has no BOS and EOS tokens. A family's default ids may be outside the vocabulary, so they are null unless the export
+    # sets them.
     model = (
         model_family.model_class if architecture.embedding_head_config is None else _LM_HEAD_SUFFIX.sub("Model", model_family.model_class)
     )

@@ -6,6 +6,7 @@ Small models of every family, no network.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import safetensors.torch
 import tokenizers
 import torch
 import transformers
+from tokenize_helpers import write_tokenizer
 from worlds import merge_config, run_training
 
 from swarmtrain.config import huggingface_config
@@ -159,6 +161,29 @@ def test_a_tokenizer_is_exported_with_it(trained_runs: dict[str, tuple[Path, dic
         export_checkpoint(
             trained_runs["llama"][0] / "run", tmp_path / "no", dtype=None, shard_bytes=GIB, tokenizer=tmp_path / "out" / "config.json"
         )
+
+
+def test_an_exported_model_ends_its_texts_with_the_tokens_of_its_data_and_tokenizer(
+    trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, config = trained_runs["llama"]
+    (prefix,) = config["data"]["data_prefixes"][:1]
+    meta_path = Path(f"{prefix}.meta.json")
+    meta = json.loads(meta_path.read_text())
+    export = partial(export_checkpoint, folder / "run", dtype=None, shard_bytes=GIB)
+    try:
+        for stop_tokens, expected in (([5], 5), ([5, 9, 10**6], [5, 9]), ([], None)):
+            meta_path.write_text(json.dumps({**meta, "stop_tokens": stop_tokens}))
+            output = tmp_path / f"out{len(stop_tokens)}"
+            export(output)
+            assert json.loads((output / "config.json").read_text())["eos_token_id"] == expected
+            assert transformers.AutoModelForCausalLM.from_pretrained(output).generation_config.eos_token_id == expected
+    finally:
+        meta_path.write_text(json.dumps(meta))
+    write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    export(tmp_path / "with-tokenizer", tokenizer=tmp_path / "tokenizer.json")
+    assert json.loads((tmp_path / "with-tokenizer" / "generation_config.json").read_text()) == {"eos_token_id": 1}
 
 
 def test_what_cannot_be_exported_is_refused(

@@ -167,6 +167,23 @@ def test_a_completion_keeps_the_space_that_a_sentencepiece_tokenizer_drops_at_th
     assert decode_continuation(ours, prompt, completion) == expected
 
 
+def test_generation_ends_with_the_stop_tokens_of_data_and_base_model(config: dict[str, Any], tmp_path: Path) -> None:
+    """As transformers reads the base model's EOS tokens: from generation_config.json, or else from config.json."""
+    base = tmp_path / "base"
+    base.mkdir()
+    files = {"config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": [3, 4]}}
+    for name, content in files.items():
+        (base / name).write_text(json.dumps(content))
+        assert model_source.read_generation_stop_tokens(base) == ({2} if name == "config.json" else {3, 4})
+    assert transformers.GenerationConfig.from_pretrained(base).eos_token_id == [3, 4]
+    metas = {"chat": {"stop_tokens": [7]}, "earlier": {"prepared": {"options": {"eos_token": 8}}}, "other": {"dtype": "uint8"}}
+    for name, meta in metas.items():
+        (tmp_path / f"{name}.meta.json").write_text(json.dumps(meta))
+    data = {"data_prefixes": [str(tmp_path / name) for name in [*metas, "missing"]]}
+    own = merge_config(config, data=data, trainer={"init_from": str(base)})
+    assert model_source.read_stop_tokens(Config.from_json(json.dumps(own))) == {3, 4, 7, 8}
+
+
 @pytest.fixture(scope="module")
 def trained_run(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("trained")

@@ -246,6 +246,7 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
     asked = TokenizeOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", chat=True, workers=1)
     pipeline.tokenize_source_files(asked, [path])
     assert "chat template: tokenizer_config.json" in capsys.readouterr().err
+    assert json.loads((tmp_path / "t.meta.json").read_text())["stop_tokens"] == [1]
     config = {"transformer_architecture": {"sequence_length": 200, "vocab_size": 500}, "data": {"data_prefixes": [f"{tmp_path}/t"]}}
     (shown,) = describe_samples(Config.from_json(json.dumps(config)), 1)
     runs = [(line.split()[0], json.loads(line.split(": ", 1)[1])) for line in str(shown).splitlines()[1:]]

@@ -248,6 +248,7 @@ def test_the_end_is_the_tokenizer_s_own(tmp_path: Path, tokenizer: Path) -> None
     pipeline.tokenize_source_files(TokenizeOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", append_eos=True, workers=1), [name])
     (document,) = read_documents(tmp_path / "t")
     assert document[-1] == 1
+    assert json.loads((tmp_path / "t.meta.json").read_text())["stop_tokens"] == [1]
     assert not {0, 1} & set(document[:-1])
     assert tokenizer_backends.open_tokenizer(str(tokenizer)).decode(document) == "<|im_end|> a <|endoftext|><|im_end|>"
 

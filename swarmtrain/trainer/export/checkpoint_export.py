@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swarmtrain.config import Config
 from swarmtrain.config.huggingface_config import build_config_json, find_model_family
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.config.user_files import describe_os_error, read_regular_file
-from swarmtrain.errors import CheckpointError
+from swarmtrain.errors import CheckpointError, TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.checkpoint.consolidated import ConsolidatedCheckpoint
 from swarmtrain.trainer.export import sentence_transformers
 from swarmtrain.trainer.huggingface import safetensors
 from swarmtrain.trainer.huggingface.tensor_names import TensorMapping
+from swarmtrain.trainer.inference import model_source
 from swarmtrain.trainer.model.peft import LORA_KEY, is_peft_parameter, merge_lora_weight
 from swarmtrain.trainer.model.transformer import Transformer
+from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.progress import ProgressBar
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -64,9 +67,12 @@ def export_checkpoint(
         )
 
     with write_folder_atomically(output) as staging:
-        (staging / "config.json").write_text(
-            json.dumps(build_config_json(architecture, str(export_dtype).removeprefix("torch.")), indent=2) + "\n"
-        )
+        config_json = build_config_json(architecture, str(export_dtype).removeprefix("torch."))
+        if stop_tokens := _find_stop_tokens(checkpoint.config, tokenizer):
+            generation_config = {"eos_token_id": stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]}
+            config_json |= generation_config
+            (staging / "generation_config.json").write_text(json.dumps(generation_config, indent=2) + "\n")
+        (staging / "config.json").write_text(json.dumps(config_json, indent=2) + "\n")
         for tokenizer_file in tokenizer_files:
             shutil.copyfile(tokenizer_file, staging / tokenizer_file.name)
         if tokenizer_files and not (staging / _TOKENIZER_CONFIG).exists():
@@ -137,6 +143,15 @@ def _find_tokenizer_files(path: Path) -> list[Path]:
     except (ValueError, LookupError, TypeError):
         raise CheckpointError("is not a valid tokenizer", place=str(path), hint="pass a tokenizer.json with --tokenizer") from None
     return [path, *(file for name in _TOKENIZER_FILES if (file := path.with_name(name)).exists())]
+
+
+def _find_stop_tokens(config: Config, tokenizer: Path | None) -> list[int]:
+    """Return the tokens that end a text of the model: those of its data and its base model, and the EOS token of the exported tokenizer."""
+    tokens = model_source.read_stop_tokens(config)
+    if tokenizer:
+        with suppress(TrainingError):  # without the package `tokenizers`, or with a tokenizer that it cannot read
+            tokens |= tokenizer_backends.find_eos_token_ids(tokenizer_backends.open_tokenizer(str(tokenizer)))
+    return sorted(token for token in tokens if token < config.transformer_architecture.vocab_size)
 
 
 def _choose_pad_token(tokenizer: Path, architecture: TransformerArchitectureConfig) -> dict[str, str]:

@@ -49,7 +49,7 @@ def _evaluate_tasks(options: Mapping[str, Any]) -> None:
     tokenizer = model.open_tokenizer(options["tokenizer"])
     with open_parallel_model(model) as (parallel_model, runtime):
         task_folder = Path(options["task_files"]) if options["task_files"] else None
-        harness_model = lm_eval_harness.HarnessModel(parallel_model, tokenizer, options["batch_size"])
+        harness_model = lm_eval_harness.HarnessModel(parallel_model, tokenizer, options["batch_size"], model.stop_tokens)
         results = lm_eval_harness.run_tasks(
             harness_model, options["tasks"], num_fewshot=options["num_fewshot"], limit=options["limit"], task_folder=task_folder
         )

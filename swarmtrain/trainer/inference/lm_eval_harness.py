@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,18 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
     All ranks must make the same calls in the same order.
     """
 
-    def __init__(self, model: ParallelModel, tokenizer: BaseTokenizer, batch_size: int) -> None:
-        """`batch_size`: sequences per batch. The model's architecture must mask attention across documents."""
+    def __init__(self, model: ParallelModel, tokenizer: BaseTokenizer, batch_size: int, stop_tokens: Collection[int] = ()) -> None:
+        """`batch_size`: sequences per batch. `stop_tokens`: tokens that end a completion, like the tokenizer's EOS token.
+
+        The model's architecture must mask attention across documents.
+        """
         super().__init__()
         self._model, self._tokenizer, self._batch_limit = model.local_model, tokenizer, batch_size
         self._gather_logits = build_logits_gather(model.mesh.tensor_group)
         self._eos_tokens = {
             token for token in tokenizer_backends.find_eos_token_ids(tokenizer) if token < model.local_model.architecture.vocab_size
         }
+        self._stop_tokens = {*self._eos_tokens, *stop_tokens}
         self._sequence_length = model.local_model.architecture.sequence_length
 
     @property
@@ -107,7 +111,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
             prompts,
             sampling_params,
             max_tokens=max_tokens,
-            eos_tokens=self._eos_tokens,
+            eos_tokens=self._stop_tokens,
             gather_logits=self._gather_logits,
             is_done=lambda number: streams[number].stopped,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ class ModelSource:
     """Candidates for the model's tokenizer, the most likely first: paths, or BYTE_TOKENIZER."""
     eos_token: int | None = None
     """Id of the EOS token that was appended to each document of the training data; None if there was none, or if unknown."""
+    stop_tokens: frozenset[int] = frozenset()
+    """Ids of the tokens with which the model ends a text, as far as they are recorded."""
+
+    def find_stop_tokens(self, tokenizer: BaseTokenizer) -> set[int]:
+        """Return the tokens that end a generated text: the recorded ones, and the EOS token of `tokenizer`."""
+        return {*self.stop_tokens, *tokenizer_backends.find_eos_token_ids(tokenizer)}
 
     def open_tokenizer(self, name: str | None) -> BaseTokenizer:
         """Return the tokenizer `name`; None: the model's own tokenizer.
@@ -81,7 +88,8 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
         sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters()}
         tokenizer_path = path / "tokenizer.json"
         names = (str(tokenizer_path),) if tokenizer_path.exists() else _list_byte_tokenizers(architecture)
-        return ModelSource(path, None, architecture, pretrained.build_parameter_loader(path, architecture, sizes), names)
+        loader = pretrained.build_parameter_loader(path, architecture, sizes)
+        return ModelSource(path, None, architecture, loader, names, stop_tokens=frozenset(read_generation_stop_tokens(path)))
     if not path.is_dir():
         raise CheckpointError(
             "is not a folder", place=str(path), hint="pass a run's save_dir, a checkpoint, or a folder with a config.json"
@@ -95,6 +103,7 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
         checkpoint.load_parameter,
         list_tokenizer_candidates(config),
         _read_recorded_eos_token(config),
+        frozenset(read_stop_tokens(config)),
     )
 
 
@@ -104,12 +113,41 @@ def list_tokenizer_candidates(config: Config) -> tuple[str, ...]:
     return (*recorded, *_list_byte_tokenizers(config.transformer_architecture))
 
 
+def read_stop_tokens(config: Config) -> set[int]:
+    """Return the tokens with which a model of `config` ends a text, as far as its training data and its base model record them."""
+    tokens = read_generation_stop_tokens(config.trainer.init_from) if config.trainer.init_from else set[int]()
+    for prefix in config.data.data_prefixes:
+        meta = _read_json(formats.build_token_file_path(prefix, "meta.json"))
+        tokens |= set(meta.get("stop_tokens", ())) | ({eos_token} if (eos_token := _read_eos_option(meta)) is not None else set())
+    return tokens
+
+
+def read_generation_stop_tokens(folder: Path) -> set[int]:
+    """Return the EOS tokens of a Hugging Face model: those in generation_config.json, or else in config.json. Empty if there are none."""
+    for name in ("generation_config.json", pretrained.CONFIG_FILE):
+        tokens = _read_json(folder / name).get("eos_token_id")
+        if tokens is not None:
+            return set(tokens if isinstance(tokens, list) else [tokens])
+    return set()
+
+
 def _read_recorded_eos_token(config: Config) -> int | None:
-    for prefix in config.data.data_prefixes[:1]:
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            token = json.loads(read_regular_file(formats.build_token_file_path(prefix, "meta.json")))["prepared"]["eos_token"]
-            return None if token is None else int(token)
-    return None
+    metas = [_read_json(formats.build_token_file_path(prefix, "meta.json")) for prefix in config.data.data_prefixes[:1]]
+    return _read_eos_option(metas[0]) if metas else None
+
+
+def _read_eos_option(meta: Mapping[str, Any]) -> int | None:
+    """Return the EOS token that `data tokenize` has appended to each document, according to the metadata of a token file."""
+    token: int | None = meta.get("prepared", {}).get("options", {}).get("eos_token")
+    return token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if it cannot be read."""
+    with suppress(OSError, ValueError):
+        content = json.loads(read_regular_file(path))
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def _list_byte_tokenizers(architecture: TransformerArchitectureConfig) -> tuple[str, ...]:

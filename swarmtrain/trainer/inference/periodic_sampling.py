@@ -71,4 +71,4 @@ class TrainingSampler:
             tokenizer_names, architecture, place, "trainer.sampling_config.tokenizer"
         )
         prompts = [encode_prompt(encoder, prompt, architecture.sequence_length, f"{place}.prompts") for prompt in config.prompts]
-        return prompts, tokenizer_backends.find_eos_token_ids(encoder)
+        return prompts, tokenizer_backends.find_eos_token_ids(encoder) | model_source.read_stop_tokens(self._runtime.config)

@@ -17,7 +17,6 @@ from swarmtrain.trainer.inference.generation import SamplingParams, build_logits
 from swarmtrain.trainer.inference.model_source import ModelSource
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.inference.text_stream import TextStream
-from swarmtrain.trainer.tokenize import tokenizer_backends
 
 _COMMAND = "sample"
 
@@ -58,7 +57,7 @@ def main(request: Mapping[str, Any]) -> None:
             prompts,
             sampling_params,
             max_tokens=options.max_tokens,
-            eos_tokens=tokenizer_backends.find_eos_token_ids(tokenizer),
+            eos_tokens=model.find_stop_tokens(tokenizer),
             gather_logits=build_logits_gather(parallel_model.mesh.tensor_group),
             is_done=lambda number: streams[number].stopped,
         )

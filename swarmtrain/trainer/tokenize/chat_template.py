@@ -54,6 +54,7 @@ class ChatTemplate:
                 if isinstance(tokenizer, tokenizer_backends.HuggingFaceTokenizer) and tokenizer.token_to_id(mark) is None
             ]
             self.name += f", in which {' and '.join(missing)} are not single tokens" if missing else ""
+        self._tokenizer = tokenizer
         self._special_tokens = [*tokenizer.special_tokens, *(_CHATML_TOKENS if self.source == _CHATML_TEMPLATE else ())]
         self._token_values = {
             name: _extract_token_text(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -100,6 +101,15 @@ class ChatTemplate:
                     )
                 assistant_ranges.append((len(prompt), len(prompt) + self._count_loss_characters(rendered[len(prompt) :])))
         return text, assistant_ranges
+
+    def find_end_of_turn_tokens(self) -> list[int]:
+        """Return a list with the special token that ends a turn of the assistant; empty if a turn does not end with one."""
+        try:
+            text, [(_, end)] = self.render_messages([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}])
+        except ValueError:
+            return []
+        tokens = [self._tokenizer.token_to_id(token) for token in self._special_tokens if text[:end].endswith(token)]
+        return [token for token in tokens if token is not None]
 
     def _count_loss_characters(self, turn: str) -> int:
         """Return the number of characters of an assistant turn that contribute to the loss.

@@ -53,6 +53,7 @@ class TextBuilder:
         self._tokenizer, self._eos_token = tokenizer, eos_token
         self.dtype = select_token_dtype(tokenizer.vocab_size)
         self.identity_options: Mapping[str, Any] = {"key": text_key, "eos_token": eos_token}
+        self.stop_tokens: Sequence[int] = [] if eos_token is None else [eos_token]
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
@@ -77,6 +78,7 @@ class CompletionBuilder:
         self._tokenizer, self._eos_token = tokenizer, eos_token
         self.dtype = select_token_dtype(tokenizer.vocab_size)
         self.identity_options: Mapping[str, Any] = {"prompt_key": prompt_key, "completion_key": completion_key, "eos_token": eos_token}
+        self.stop_tokens: Sequence[int] = [] if eos_token is None else [eos_token]
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
@@ -110,6 +112,7 @@ class ChatBuilder:
         self._tokenizer, self._template = tokenizer, template
         self.dtype = select_token_dtype(tokenizer.vocab_size)
         self.identity_options: Mapping[str, Any] = {"key": messages_key, "chat_template": template.source}
+        self.stop_tokens: Sequence[int] = template.find_end_of_turn_tokens()
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""

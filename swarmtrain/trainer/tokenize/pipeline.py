@@ -187,6 +187,7 @@ def _merge_shards(
         "skipped": {"bad": sum(each.bad_count for each in shard_stats), "empty": sum(each.empty_count for each in shard_stats)},
         "sha256": hashes,
         "tokenizer_identity": tokenizer_identity,
+        "stop_tokens": list(builder.stop_tokens),
         "prepared": dict(job_identity),
     }
     formats.build_token_file_path(prefix, "meta.json").unlink(missing_ok=True)

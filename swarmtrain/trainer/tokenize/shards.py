@@ -62,6 +62,8 @@ class DocumentBuilder(Protocol):
     dtype: str
     identity_options: Mapping[str, Any]
     """The options that affect the built documents."""
+    stop_tokens: Sequence[int]
+    """The tokens that end a document, or a turn of the assistant: a model that was trained on the documents stops with them."""
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
