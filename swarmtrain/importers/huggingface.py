@@ -13,7 +13,10 @@ _UNMAPPED_KEYS = {
     "initializer_range": (UnmappedReason.done_differently, "docs/explanation/model.md describes the initialization of parameters"),
     "use_cache": (UnmappedReason.no_counterpart, "the KV cache is for generation, not for training"),
     "bos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize does not begin documents with a BOS token"),
-    "eos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize sets the token that ends a document; with init_from, generation ends with this one, too"),
+    "eos_token_id": (
+        UnmappedReason.done_differently,
+        "swarmtrain data tokenize sets the token that ends a document; with init_from, generation ends with this one, too",
+    ),
     "pad_token_id": (UnmappedReason.no_counterpart, "not needed: padded positions are masked in the loss"),
     "transformers_version": (UnmappedReason.no_counterpart, ""),
 }

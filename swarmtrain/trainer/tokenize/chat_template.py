@@ -34,6 +34,7 @@ _ALLOWED_NEXT_ROLES: Mapping[str, tuple[str, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 CharRange = tuple[int, int]
 
 
@@ -45,7 +46,7 @@ class ChatTemplate:
 
         `template_file`: path of a tokenizer_config.json or of a Jinja template. Raises TrainingError if the template cannot be read.
         """
-        settings = tokenizer_backends.read_tokenizer_config(tokenizer.name)
+        settings = tokenizer_backends.read_tokenizer_settings(tokenizer.name)
         self.source, self.name = _load_template_source(tokenizer, template_file, settings)
         if self.name == "ChatML":
             missing = [
@@ -56,9 +57,12 @@ class ChatTemplate:
             self.name += f", in which {' and '.join(missing)} are not single tokens" if missing else ""
         self._tokenizer = tokenizer
         self._special_tokens = [*tokenizer.special_tokens, *(_CHATML_TOKENS if self.source == _CHATML_TEMPLATE else ())]
-        self._token_values = {
-            name: _extract_token_text(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
+        self._token_values = {name: tokenizer_backends.read_token_text(settings, name) for name in _TEMPLATE_TOKENS}
+        for name, token in self._token_values.items():
+            if token and name in self.source and tokenizer.token_to_id(token) is None:
+                raise TrainingError(
+                    f"{self.name}: writes the {name} {token!r}, which is not a token of {tokenizer.name}", place=f"{ERROR_PLACE} --chat"
+                )
         self._jinja = import_optional_dependency("jinja2")
         self._template = self._compile_template(
             _GENERATION_TAG.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", self.source)
@@ -149,26 +153,32 @@ def build_loss_mask(encoded_text: EncodedText, character_ranges: Sequence[CharRa
     return loss_mask
 
 
-def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, tokenizer_config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the source text of the chat template, and the name that error messages show for it."""
+def _load_template_source(tokenizer: BaseTokenizer, template_file: str | None, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the source text of the chat template, and the name that error messages show for it.
+
+    As in transformers, the file chat_template.jinja has precedence over the tokenizer's settings.
+    """
     if template_file is None:
         template_path = Path(tokenizer.name).with_name("chat_template.jinja")
-        if isinstance(tokenizer_config.get("chat_template"), str):
-            return tokenizer_config["chat_template"], "tokenizer_config.json"
-        return (read_regular_file(template_path).decode(), template_path.name) if template_path.is_file() else (_CHATML_TEMPLATE, "ChatML")
-    try:
-        text = read_regular_file(Path(template_file)).decode()
-        template = json.loads(text)["chat_template"] if template_file.endswith(".json") else text
-    except (OSError, ValueError, KeyError) as error:
-        raise TrainingError(f"{template_file}: has no chat template: {error}", place=f"{ERROR_PLACE} --chat-template") from None
+        if template_path.is_file():
+            return read_regular_file(template_path).decode(), template_path.name
+        template, template_file = settings.get("chat_template"), "tokenizer_config.json"
+        if template is None:
+            return _CHATML_TEMPLATE, "ChatML"
+    else:
+        try:
+            text = read_regular_file(Path(template_file)).decode()
+            template = json.loads(text)["chat_template"] if template_file.endswith(".json") else text
+        except (OSError, ValueError, KeyError) as error:
+            raise TrainingError(f"{template_file}: has no chat template: {error}", place=f"{ERROR_PLACE} --chat-template") from None
+    if isinstance(template, list):
+        template = {named["name"]: named["template"] for named in template}
+    if isinstance(template, dict) and "default" in template:
+        template = template["default"]
     if not isinstance(template, str):
         raise TrainingError(
-            f"{template_file}: has several chat templates",
+            f"{template_file}: has several chat templates, none of which is named default: {', '.join(template)}",
             place=f"{ERROR_PLACE} --chat-template",
             hint="pass a single template as a separate file",
         )
     return template, template_file
-
-
-def _extract_token_text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token or "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,6 +129,13 @@ class HuggingFaceTokenizer:
         self.name, self.sha256 = tokenizer_path, hashlib.sha256(content).hexdigest()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.special_tokens = [token["content"] for token in settings.get("added_tokens", ()) if token.get("special")]
+        for text, number in read_tokenizer_settings(tokenizer_path)["added_tokens"].items():
+            if self.token_to_id(text) != number:  # transformers would add it
+                raise TrainingError(
+                    f"{tokenizer_path}: lacks the token {text!r} with id {number}, which tokenizer_config.json or added_tokens.json adds",
+                    place=f"{ERROR_PLACE} --tokenizer",
+                    hint="load the folder with transformers' AutoTokenizer, and save it again: tokenizer.json then has all tokens",
+                )
 
     @cached_property
     def identity(self) -> str:
@@ -184,8 +191,8 @@ def _convert_huggingface_encoding(encoding: Any) -> EncodedText:
 
 
 def _find_eos_token_text(tokenizer: BaseTokenizer) -> str:
-    if eos_token := read_tokenizer_config(tokenizer.name).get("eos_token"):
-        return str(eos_token["content"] if isinstance(eos_token, dict) else eos_token)
+    if eos_token := read_token_text(read_tokenizer_settings(tokenizer.name), "eos_token"):
+        return eos_token
     for text in _COMMON_EOS_TOKENS:
         if tokenizer.token_to_id(text) is not None:
             return text
@@ -194,10 +201,25 @@ def _find_eos_token_text(tokenizer: BaseTokenizer) -> str:
     )
 
 
-def read_tokenizer_config(tokenizer_path: str) -> dict[str, Any]:
-    """Return the content of the tokenizer_config.json next to the tokenizer.json at `tokenizer_path`; empty if it cannot be read."""
+def read_tokenizer_settings(tokenizer_path: str) -> dict[str, Any]:
+    """Return the settings next to the tokenizer.json at `tokenizer_path`; empty if there are none.
+
+    As in transformers, tokens in special_tokens_map.json replace those in tokenizer_config.json, and added_tokens.json adds to both.
+    """
+    settings = _read_sidecar(tokenizer_path, "tokenizer_config.json") | _read_sidecar(tokenizer_path, "special_tokens_map.json")
+    added_tokens = {str(token["content"]): int(number) for number, token in settings.get("added_tokens_decoder", {}).items()}
+    return settings | {"added_tokens": added_tokens | _read_sidecar(tokenizer_path, "added_tokens.json")}
+
+
+def read_token_text(settings: Mapping[str, Any], name: str) -> str:
+    """Return the text of the token `name`, such as eos_token, in the settings of a tokenizer; empty if it has none."""
+    token = settings.get(name)
+    return str(token["content"] if isinstance(token, dict) else token or "")
+
+
+def _read_sidecar(tokenizer_path: str, name: str) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = json.loads(read_regular_file(Path(tokenizer_path).with_name("tokenizer_config.json")))
+        content: dict[str, Any] = json.loads(read_regular_file(Path(tokenizer_path).with_name(name)))
     except (OSError, ValueError):
         return {}
-    return settings
+    return content
