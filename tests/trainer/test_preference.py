@@ -10,20 +10,25 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from tokenize_helpers import write_lines
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 from worlds import merge_config, read_losses, read_manifest, read_metric, read_validation_losses, run_training
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.objectives import PreferenceConfig
+from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.checkpoint import consolidated
 from swarmtrain.trainer.data import memory_map
+from swarmtrain.trainer.data.memory_map import MemoryMap
 from swarmtrain.trainer.data.samples import TokenDataset, open_data
 from swarmtrain.trainer.inference import evaluation
 from swarmtrain.trainer.model.initialization import LoadedParameters
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.objectives.preference import PreferenceObjective
+from swarmtrain.trainer.tokenize import pipeline
+from swarmtrain.trainer.tokenize.tokenize_options import TokenizeOptions
 
 SEQUENCE_LENGTH = 32
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
@@ -187,6 +192,37 @@ def test_long_responses_are_truncated_and_pairs_stay_pairs(base_run: tuple[Path,
     assert (data.count_loss_tokens(np.array([1, 0])), data.compute_loss_denominator(np.array([1, 0]))) == (8 + 2 * SEQUENCE_LENGTH, 2)
     with pytest.raises(TrainingError, match=r"other has 1 documents, but .*better has 2"):
         TokenDataset([tmp_path / "better"], architecture, 1, companion_prefixes=[[tmp_path / "other"]])
+
+
+PAIRS = [("red", ""), ("blue", "azul"), ("", "verde"), ("black", "negro")]
+
+
+def tokenize_pairs(folder: Path, pairs: list[tuple[str, str]], **options: Any) -> tuple[Path, Path]:
+    """Tokenize both texts of `pairs` with `data tokenize`, and return the prefixes."""
+    records = [{"first": first, "second": second} for first, second in pairs]
+    name = write_lines(folder / "pairs.jsonl", records)
+    for key in ("first", "second"):
+        pipeline.tokenize_source_files(TokenizeOptions(str(folder / key), "bytes", key=key, workers=1, **options), [name])
+    return folder / "first", folder / "second"
+
+
+def test_pairs_of_which_one_text_was_skipped_are_refused(tmp_path: Path) -> None:
+    """One record is skipped on each side, but not the same one: the numbers of documents are equal."""
+    architecture = TransformerArchitectureConfig(sequence_length=16, vocab_size=256)
+    first, second = tokenize_pairs(tmp_path, PAIRS)
+    assert [len(MemoryMap(prefix).documents) for prefix in (first, second)] == [3, 3]
+    with pytest.raises(TrainingError, match=r"skipped other records for .*second \(1\) than for .*first \(1\)"):
+        TokenDataset([first], architecture, 1, companion_prefixes=[[second]])
+    meta_path = first.with_name("first.meta.json")
+    meta_path.write_text(json.dumps({key: value for key, value in json.loads(meta_path.read_text()).items() if "records" not in key}))
+    with pytest.raises(TrainingError, match="skipped other records"):  # of an earlier version, which recorded only numbers
+        TokenDataset([first], architecture, 1, companion_prefixes=[[second]])
+
+
+def test_pairs_are_accepted_if_the_same_records_were_skipped(tmp_path: Path) -> None:
+    architecture = TransformerArchitectureConfig(sequence_length=16, vocab_size=256)
+    first, second = tokenize_pairs(tmp_path, [("a", "b"), ("", ""), ("c", "d")])
+    assert len(TokenDataset([first], architecture, 1, companion_prefixes=[[second]])) == 2
 
 
 def test_incompatible_settings_are_refused(base_run: tuple[Path, dict[str, Any]]) -> None:

@@ -159,7 +159,7 @@ class TokenDataset:
                 vocabulary_check.check_tokens(tokens, self.vocab_size, f": {file.prefix}")
         self._sample_ends = np.cumsum([len(each) for each in self._sample_indexes])
         for companion in self.companion_datasets:
-            _check_companion_document_counts(self, companion)
+            _check_companion_documents(self, companion)
         self._sample_starts = np.concatenate([[0], self._sample_ends[:-1]])
         document_counts = [len(file.documents) for file in self.token_files]
         shares = (
@@ -329,14 +329,24 @@ class TokenDataset:
             yield number, rows, sample_ids[rows] - self._sample_starts[number]
 
 
-def _check_companion_document_counts(dataset: TokenDataset, companion: TokenDataset) -> None:
-    """Raise TrainingError if a file of `dataset` and the matching file of `companion` differ in the number of documents."""
+def _check_companion_documents(dataset: TokenDataset, companion: TokenDataset) -> None:
+    """Raise TrainingError if a file of `dataset` and the matching file of `companion` have other documents, as far as that is recorded."""
     for file, companion_file in zip(dataset.token_files, companion.token_files, strict=True):
         if len(file.documents) != len(companion_file.documents):
             raise TrainingError(
                 f"{companion_file.prefix} has {len(companion_file.documents)} documents, but {file.prefix} has {len(file.documents)}",
                 place="config data",
                 hint="prepare both from the same records, with --on-bad stop: document i of one is paired with document i of the other",
+            )
+        metas = file.meta, companion_file.meta
+        skipped_counts = [sum(meta.get("skipped", {}).values()) for meta in metas]
+        hashes = {meta.get("skipped_records_sha256") for meta in metas}
+        if any(skipped_counts) and (None in hashes or len(hashes) > 1):
+            raise TrainingError(
+                f"data tokenize skipped other records for {companion_file.prefix} ({skipped_counts[1]:,}) than for {file.prefix} "
+                f"({skipped_counts[0]:,}), so that document i of one does not belong to document i of the other",
+                place="config data",
+                hint="remove the records in which one of the texts is empty or invalid, and tokenize all texts again",
             )
 
 

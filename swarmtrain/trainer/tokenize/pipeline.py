@@ -185,6 +185,7 @@ def _merge_shards(
         "token_count": tokens,
         **({"loss_mask": True, "loss_tokens": sum(each.loss_tokens for each in shard_stats)} if builder.has_loss_mask else {}),
         "skipped": {"bad": sum(each.bad_count for each in shard_stats), "empty": sum(each.empty_count for each in shard_stats)},
+        "skipped_records_sha256": _hash_skipped_records(shard_stats),
         "sha256": hashes,
         "tokenizer_identity": tokenizer_identity,
         "stop_tokens": list(builder.stop_tokens),
@@ -196,6 +197,16 @@ def _merge_shards(
         path.replace(formats.build_token_file_path(prefix, suffix))
     _write_json(formats.build_token_file_path(prefix, "meta.json"), meta)
     return meta
+
+
+def _hash_skipped_records(shard_stats: Sequence[ShardStats]) -> str:
+    """Return a hash of the indices of all skipped records: token files of pairs must have skipped the same ones."""
+    digest, first = hashlib.sha256(), 0
+    for stats in shard_stats:
+        for record in stats.skipped_records:
+            digest.update(f"{first + record} ".encode())
+        first += stats.records
+    return digest.hexdigest()
 
 
 def _concatenate_files(output_path: Path, input_paths: Iterator[Path]) -> str:

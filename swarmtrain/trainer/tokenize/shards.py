@@ -48,6 +48,9 @@ class ShardStats:
     """Number of invalid records, including records without a loss token."""
     empty_count: int = 0
     """Number of records without tokens."""
+    records: int = 0
+    skipped_records: list[int] = field(default_factory=list)
+    """Indices of the invalid and the empty records among the records of the shard."""
     bad_records: list[tuple[int, int, str]] = field(default_factory=list)
     """The first invalid records: for each, index of the file, position of the record in the file, and description of the problem."""
 
@@ -138,9 +141,13 @@ def _iterate_documents(
         documents = iter(builder.build_documents([record for record, problem in zip(batch, problems, strict=True) if not problem]))
         for record, problem in zip(batch, problems, strict=True):
             document = None if problem else next(documents)
+            stats.records += 1
+            is_skipped = document is None or not len(document.tokens) or (document.loss_mask is not None and not document.loss_mask.any())
+            if is_skipped:
+                stats.skipped_records.append(stats.records - 1)
             if document is not None and not len(document.tokens):
                 stats.empty_count += 1
-            elif document is None or (document.loss_mask is not None and not document.loss_mask.any()):
+            elif document is None or is_skipped:
                 _handle_invalid_record(
                     stats,
                     (number, source_files[number]),
