@@ -194,6 +194,29 @@ def test_long_responses_are_truncated_and_pairs_stay_pairs(base_run: tuple[Path,
         TokenDataset([tmp_path / "better"], architecture, 1, companion_prefixes=[[tmp_path / "other"]])
 
 
+def test_pairs_whose_prompts_fill_the_window_are_reported_and_do_not_count(base_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """The loss of an untrained adapter is ln 2, whatever the number of pairs without a response in the window."""
+    window = base_run[1]["transformer_architecture"]["sequence_length"]
+    for kind, answer in (("better", 1), ("worse", 60)):
+        lengths = [window + 8, 4] * 12
+        documents = [np.array([7] * length + [answer] * 3) for length in lengths]
+        memory_map.write_token_files(tmp_path / kind, documents, "uint8", {"loss_mask": True})
+        mask = np.concatenate([np.repeat([0, 1], [length, 3]) for length in lengths])
+        (tmp_path / f"{kind}.mask.bin").write_bytes(mask.astype(np.uint8).tobytes())
+    better, worse = [str(tmp_path / "better")], [str(tmp_path / "worse")]
+    data = {"data_prefixes": better, "rejected_prefixes": worse}
+    validation = {"validation_data_prefixes": better, "validation_rejected_prefixes": worse}
+    own = merge_config(base_run[1], data={**data, **validation}, trainer={"train_iterations": 2})
+    _, samples = open_data(Config.from_json(json.dumps(own)))
+    assert samples
+    assert samples.compute_loss_denominator(np.arange(24)) == 12
+    run_training(tmp_path, own)
+    assert read_validation_losses(tmp_path)[0] == pytest.approx(np.log(2), abs=1e-4)
+    assert read_losses(tmp_path)[1] == pytest.approx(np.log(2), abs=1e-4)
+    log = (tmp_path / "rank-0.log").read_text()
+    assert log.count("have no loss token, and so do not count") == 1
+
+
 PAIRS = [("red", ""), ("blue", "azul"), ("", "verde"), ("black", "negro")]
 
 

@@ -91,6 +91,7 @@ class ModelLoop(TrainingLoop):
         self._timer = self._instruments.start_step_timer(data, self.progress.step)
         self._audit_log = AuditLog(runtime.config.logger.audit_dir, self.checkpoint_manager.generation, runtime.rank)
         self._result: StepResult | None = None
+        self._has_reported_samples_without_loss = False
         self._open_step = ExitStack()
         exit_stack.enter_context(
             just_in_time.save_checkpoint_on_peer_failure(
@@ -153,10 +154,22 @@ class ModelLoop(TrainingLoop):
             self.progress = self._non_finite_policy.skip_excluded_batches(self.progress)
             step = self.progress.step
             self._timer.start_phase(DATA)
-            yield self._data.build_batch(self.progress.consumed_samples, self.runtime.config.topology.samples_per_step)
+            batch = self._data.build_batch(self.progress.consumed_samples, self.runtime.config.topology.samples_per_step)
+            self._report_samples_without_loss(batch)
+            yield batch
             self.check_required_calls()
             if self.progress.step == step:
                 raise TrainingError("has no update", place=f"step {step + 1}", hint="call run.optimizer_step(gradients) once per step")
+
+    def _report_samples_without_loss(self, batch: GlobalBatch) -> None:
+        """Warn once if pairs of `batch` have no loss token, since their prompts are as long as a sample."""
+        count = len(batch.ids) - batch.loss_denominator
+        if self._data.rows_per_sample > 1 and count and not self._has_reported_samples_without_loss:
+            self._has_reported_samples_without_loss = True
+            self.reporter.report_warning(
+                f"{count} of the {len(batch.ids)} samples of step {self.progress.step + 1} have no loss token, and so do not count: their "
+                f"prompts have {self._data.sequence_length} tokens or more; shorten them, or raise transformer_architecture.sequence_length"
+            )
 
     def forward_backward(self, batch: GlobalBatch) -> Any:
         """Run the forward and backward passes of all micro batches of `batch`. Return the gradients, summed over ranks and clipped.

@@ -42,7 +42,8 @@ class GlobalBatch:
     ids: Ids
     loss_tokens: int
     loss_denominator: int
-    """Divisor of the summed loss: the number of loss tokens; if a sample has several rows (pairs, queries), the number of samples."""
+    """Divisor of the summed loss: the number of loss tokens; if a sample has several rows (pairs, queries), the number of samples with any
+    loss token."""
 
     def select_micro_batches(self, micro_batches_per_replica: Sequence[int], replica: int, micro_batch_size: int) -> list[tuple[int, Ids]]:
         """Return the micro batches of the replica with index `replica`: for each, its index in the global batch and its sample ids.
@@ -199,12 +200,21 @@ class TokenDataset:
 
     def count_loss_tokens(self, sample_ids: Ids) -> int:
         """Return the number of loss tokens in the samples `sample_ids`, including companion samples."""
-        own_count = sum(self._count_file_loss_tokens(number, within) for number, _, within in self._group_samples_by_file(sample_ids))
-        return own_count + sum(companion.count_loss_tokens(sample_ids) for companion in self.companion_datasets)
+        return sum(int(dataset.count_loss_tokens_by_sample(sample_ids).sum()) for dataset in (self, *self.companion_datasets))
+
+    def count_loss_tokens_by_sample(self, sample_ids: Ids) -> Ids:
+        """Return the number of loss tokens of each of the samples `sample_ids`, without companion samples."""
+        counts = np.zeros(len(sample_ids), dtype=np.int64)
+        for number, rows, within in self._group_samples_by_file(sample_ids):
+            counts[rows] = self._count_file_loss_tokens(number, within)
+        return counts
 
     def compute_loss_denominator(self, sample_ids: Ids) -> int:
         """Return the divisor of the summed loss of the samples `sample_ids`: see GlobalBatch.loss_denominator."""
-        return len(sample_ids) if self.rows_per_sample > 1 else self.count_loss_tokens(sample_ids)
+        if self.rows_per_sample == 1:
+            return self.count_loss_tokens(sample_ids)
+        counts = sum(dataset.count_loss_tokens_by_sample(sample_ids) for dataset in (self, *self.companion_datasets))
+        return int(np.count_nonzero(counts))
 
     def load_samples(self, sample_ids: Ids) -> TokenBatch:
         """Return the samples `sample_ids` as a batch, each followed by its companion samples.
@@ -286,17 +296,16 @@ class TokenDataset:
                 digest.update(file.loss_mask[:_PROBE_TOKENS].tobytes() + file.loss_mask[-_PROBE_TOKENS:].tobytes())
         return digest.hexdigest()[:16]
 
-    def _count_file_loss_tokens(self, file_index: int, indices_in_file: Ids) -> int:
-        """Return the number of loss tokens in the samples with the indices `indices_in_file` in the token file with index `file_index`."""
+    def _count_file_loss_tokens(self, file_index: int, indices_in_file: Ids) -> Ids:
+        """Return the number of loss tokens of each of the samples `indices_in_file` of the token file with index `file_index`."""
         mask, sample_index = self.token_files[file_index].loss_mask, self._sample_indexes[file_index]
         if mask is None:
-            return int(sample_index.count_targets(indices_in_file).sum())
-        spans = sample_index.locate_token_spans(indices_in_file)
-        spanned = zip(spans.start.tolist(), spans.count.tolist(), strict=True)
-        return sum(
-            int(np.count_nonzero(mask[start + sample_index.target_shift : start + sample_index.target_shift + count]))
-            for start, count in spanned
-        )
+            return sample_index.count_targets(indices_in_file)
+        spans, counts = sample_index.locate_token_spans(indices_in_file), np.zeros(len(indices_in_file), dtype=np.int64)
+        first_targets = (spans.start + sample_index.target_shift).tolist()
+        for row, start, count in zip(spans.row.tolist(), first_targets, spans.count.tolist(), strict=True):
+            counts[row] += np.count_nonzero(mask[start : start + count])
+        return counts
 
     def _raise_invalid_token(self, sample_ids: Ids) -> None:
         """Raise DataError for the first token outside the vocabulary in the samples `sample_ids`."""
