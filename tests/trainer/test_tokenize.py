@@ -221,9 +221,16 @@ def test_what_cannot_be_tokenized_is_reported(tmp_path: Path, tokenizer: Path) -
     (tmp_path / "a.jsonl.gz").write_bytes(b"")
     (tmp_path / "bad.txt").write_bytes(b"a\xff")
     (tmp_path / "own.bin").write_bytes(b"1")
+    (tmp_path / "array.json").write_text('\ufeff\n [{"text": "a"},\n {"text": "b"}]')
+    for table in ("table.csv", "note.txt"):
+        (tmp_path / table).write_text("p,c\n")
     wrong: list[tuple[str, str, dict[str, Any]]] = [
         (f"{tmp_path}/none*", "no such file", {}),
         (f"{tmp_path}/a.jsonl.gz", "is compressed", {}),
+        (f"{tmp_path}/array.json", r"array\.json: is a JSON array, not JSONL", {}),
+        (f"{tmp_path}/array.json", r"array\.json: is a JSON array, not JSONL", {"on_bad": "skip"}),
+        (f"{tmp_path}/table.csv", r"table\.csv: is a table", {}),
+        (f"{tmp_path}/note.txt", r"note\.txt: is one text, without the fields 'p' and 'c'", {"prompt_key": "p", "completion_key": "c"}),
         (f"{tmp_path}/a.parquet", "has no column text", {}),
         (f"{tmp_path}/b.parquet", "is not a Parquet file", {}),
         (f"{tmp_path}/bad.txt", "bad.txt: is not UTF-8: invalid start byte at byte 1", {}),
@@ -251,6 +258,13 @@ def test_the_end_is_the_tokenizer_s_own(tmp_path: Path, tokenizer: Path) -> None
     assert json.loads((tmp_path / "t.meta.json").read_text())["stop_tokens"] == [1]
     assert not {0, 1} & set(document[:-1])
     assert tokenizer_backends.open_tokenizer(str(tokenizer)).decode(document) == "<|im_end|> a <|endoftext|><|im_end|>"
+
+
+def test_a_byte_order_mark_is_not_a_token(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "text"), ("a.jsonl", '{"text": "text"}')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        pipeline.tokenize_source_files(TokenizeOptions(f"{tmp_path}/{name}.t", "bytes", workers=1), [f"{tmp_path}/{name}"])
+        assert read_documents(tmp_path / f"{name}.t") == [list(b"text")]
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, tokenizer: Path) -> None:

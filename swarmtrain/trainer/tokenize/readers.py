@@ -5,6 +5,7 @@ The content of a shard depends only on the source files, not on the worker proce
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -22,6 +23,7 @@ from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, import_opt
 
 _READ_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1024
+_TABLE_SUFFIXES = {".csv", ".tsv"}
 _COMPRESSED_SUFFIXES = {".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4"}
 
 
@@ -126,7 +128,7 @@ def iterate_records(source_file: SourceFile, part: FilePart, record_keys: Sequen
         yield from _iterate_jsonl_records(source_file, part, record_keys)
     else:
         try:
-            yield SourceRecord(0, {record_keys[0]: Path(source_file.name).read_bytes().decode()})
+            yield SourceRecord(0, {record_keys[0]: Path(source_file.name).read_bytes().decode("utf-8-sig")})
         except UnicodeDecodeError as error:
             yield SourceRecord(0, None, f"is not UTF-8: {error.reason} at byte {error.start}")
 
@@ -160,7 +162,19 @@ def _inspect_source_file(name: str) -> SourceFile:
         raise TrainingError(
             f"{name}: is compressed", place=ERROR_PLACE, hint="decompress it: a compressed file cannot be read by several processes at once"
         )
-    return SourceFile(name, _KIND_OF_SUFFIX.get(suffix, RecordKind.text), size, stamp)
+    kind = _KIND_OF_SUFFIX.get(suffix, RecordKind.text)
+    if suffix in _TABLE_SUFFIXES:
+        raise TrainingError(f"{name}: is a table", place=ERROR_PLACE, hint="convert it to JSONL or Parquet, for instance with pandas")
+    if kind is RecordKind.lines and _read_first_character(name) == b"[":
+        hint = f"write each of its elements in a line: jq -c '.[]' {name} > {Path(name).with_suffix('.jsonl')}"
+        raise TrainingError(f"{name}: is a JSON array, not JSONL", place=ERROR_PLACE, hint=hint)
+    return SourceFile(name, kind, size, stamp)
+
+
+def _read_first_character(name: str) -> bytes:
+    """Return the first character of a file that is not a space, nor a byte order mark; empty if there is none in the first MiB."""
+    with Path(name).open("rb") as file:
+        return file.read(_READ_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
 
 def _compute_file_fingerprint(name: str) -> str:
@@ -170,6 +184,10 @@ def _compute_file_fingerprint(name: str) -> str:
 
 def _iterate_file_parts(file_number: int, source_file: SourceFile, record_keys: Sequence[str], shard_bytes: int) -> Iterator[FilePart]:
     if source_file.kind is RecordKind.text:
+        if len(record_keys) > 1:
+            fields = " and ".join(map(repr, record_keys))
+            hint = "use JSONL or Parquet files, whose records have fields"
+            raise TrainingError(f"{source_file.name}: is one text, without the fields {fields}", place=ERROR_PLACE, hint=hint)
         yield FilePart(file_number, 0, source_file.size, source_file.size)
     elif source_file.kind is RecordKind.lines:
         for first in range(0, source_file.size, shard_bytes):
