@@ -11,7 +11,7 @@ from typing import Any
 
 from swarmtrain.protocol import is_collateral_failure
 
-_MAX_ERROR_LENGTH = 200
+_MAX_ERROR_LENGTH = 400
 # What torch adds to the text of an error: the place in its source code, and its guess at the reason.
 _SOURCE_LOCATION_PATTERN = re.compile(r"\[?(?:/[\w.+-]+)+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:?\s*")
 _TORCH_ADVICE_PATTERN = re.compile(
