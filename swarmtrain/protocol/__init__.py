@@ -434,9 +434,9 @@ class WorldRequest:
     slots: int
     """Number of ranks of the node."""
     address: str
-    """Address at which the other nodes reach rank 0, if it is on this node."""
+    """Address at which the other nodes reach the ranks' store, if rank 0 is on this node."""
     port: int
-    """Free port for rank 0."""
+    """Free port for the ranks' store; with a key, the port of the node's relay (entrypoint.rank_store)."""
     min_nodes: int
     max_nodes: int
 

@@ -7,7 +7,7 @@ any machine in one process, with the same code as in training. A SimulatedRankOb
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,16 +86,15 @@ class SyntheticSamples(TokenDataset):
     def __init__(self, config: Config) -> None:
         architecture = config.transformer_architecture
         self.sequence_length = architecture.sequence_length
-        self.rows_per_sample = config.data.rows_per_sample
+        self.rows_per_sample, self.companion_datasets = config.data.rows_per_sample, []
         self._has_documents = architecture.reset_attention_mask or architecture.reset_position_ids
 
     def build_batch(self, position: int, count: int) -> GlobalBatch:
-        return GlobalBatch(
-            np.arange(position, position + count), self.count_loss_tokens(range(count)), self.compute_loss_denominator(np.arange(count))
-        )
+        ids = np.arange(position, position + count)
+        return GlobalBatch(ids, self.count_loss_tokens(ids), self.compute_loss_denominator(ids))
 
-    def count_loss_tokens(self, ids: Sized) -> int:
-        return self.rows_per_sample * len(ids) * self.sequence_length
+    def count_loss_tokens_by_sample(self, ids: Ids) -> Ids:
+        return np.full(len(ids), self.rows_per_sample * self.sequence_length)
 
     def load_samples(self, ids: Ids) -> TokenBatch:
         tensors: list[Tensor] = [torch.zeros((self.rows_per_sample * len(ids), self.sequence_length), dtype=torch.int64) for _ in range(3)]
