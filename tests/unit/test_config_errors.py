@@ -42,7 +42,7 @@ def test_all_errors_come_at_once_in_file_order() -> None:
 def test_a_key_that_resembles_none_lists_the_known_keys() -> None:
     (problem,) = list_problems("data: {zzz: 1}")
     known = ", ".join(sorted(DataConfig.model_fields))
-    assert known.startswith("blended_dataset, data_prefixes, ")
+    assert known.startswith("allow_different_tokenizers, blended_dataset, ")
     assert problem == f"config data.zzz (line 1): unknown key | known keys: {known}"
 
 
