@@ -15,6 +15,7 @@ import itertools
 import os
 import socket
 import struct
+import sys
 from pathlib import Path
 
 _SOCKET_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -61,7 +62,10 @@ class SourcePort:
             (_RETURN, 0, 0, 0),
         )
         program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in instructions))
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(instructions), ctypes.addressof(program)))
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(instructions), ctypes.addressof(program)))
+        except PermissionError:  # some kernels allow packet filters to root only
+            sys.stderr.write("swarmtrain: this user may not filter packets: other users of this machine can reach the ranks' store\n")
         listener.bind((self._next_address(), port))
         listener.listen(socket.SOMAXCONN)
         return listener
