@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ KEY = create_run_key()
 LOOPBACK = "127.0.0.1"
 WORLD = "b-1/1"
 NOBODY = 65534
+ROOT = Path(__file__).parents[2]
 
 
 def open_store(port: int, *, host: str = LOOPBACK, seconds: float = 20.0) -> TCPStore:
@@ -63,7 +65,9 @@ def test_a_node_may_join_a_world_before_the_leader_knows_it(nodes: tuple[RankSto
     port = other.join_world(WORLD, LOOPBACK, leader.port)
     opener = threading.Timer(0.5, leader.serve_world, [WORLD])
     opener.start()
-    open_store(port).set("key", "value")
+    store = open_store(port)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
     opener.join()
 
 
@@ -147,6 +151,25 @@ def test_other_users_of_this_machine_reach_neither_relay_nor_store(nodes: tuple[
     (address,) = [(host, port) for host, port in list_listeners() if port == ports[0] and host != LOOPBACK]
     assert greet(address, user=NOBODY) == greet(address) == "TimeoutError"
     store.set("key", "value")
+
+
+def test_a_normal_user_has_a_store_and_a_warning_where_only_root_may_filter_packets() -> None:
+    program = (
+        "import os, sys\n"
+        "from datetime import timedelta\n"
+        "from torch.distributed import TCPStore\n"
+        "from swarmtrain.entrypoint.rank_store import RankStore\n"
+        f"os.setuid({NOBODY})\n"
+        f"leader, other = RankStore({KEY!r}, '127.0.0.1'), RankStore({KEY!r}, '127.0.0.1')\n"
+        "ports = leader.serve_world('b-1/1'), other.join_world('b-1/1', '127.0.0.1', leader.port)\n"
+        "stores = [TCPStore('127.0.0.1', port, is_master=False, timeout=timedelta(seconds=20)) for port in ports]\n"
+        "stores[1].set('key', 'value')\n"
+        "print(stores[0].get('key').decode(), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (result.returncode, result.stdout) == (0, "value\n"), result.stderr
+    assert result.stderr in ("", "swarmtrain: this user may not filter packets: other users of this machine can reach the ranks' store\n")
 
 
 @pytest.mark.parametrize("options", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
