@@ -2,30 +2,23 @@
 
 Linux only, IPv4. Two directions:
 - A server that we write accepts a connection and then reads its owner from the kernel's table of connections, /proc/net/tcp.
-- A server that we do not write, such as torch's TCPStore, gets a listening socket with a packet filter (SO_ATTACH_FILTER, as in the
-  kernel's Documentation/networking/filter.rst). It drops each packet that does not come from one source port. This process holds that port
-  on all addresses with SO_REUSEPORT, so that only sockets of its own user can bind it (socket(7)).
+- A server that we do not write, such as torch's TCPStore, gets a listening socket whose packets the kernel signs with a random key
+  (TCP_MD5SIG, RFC 2385), as those of its clients: it drops what is not signed with that key before the server sees a connection.
 """
 
 from __future__ import annotations
 
-import ctypes
-import ipaddress
-import itertools
 import os
+import secrets
 import socket
 import struct
 import sys
 from pathlib import Path
 
 _SOCKET_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_SO_ATTACH_FILTER = 26
-# Instructions of classic BPF: load the half-word at an offset of the TCP header; compare it; return the number of bytes to keep.
-_LOAD_HALF_WORD, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x15, 0x06
-_SOURCE_PORT_OFFSET, _WHOLE_PACKET = 0, 0xFFFFFFFF
-_LOOPBACK_NETWORK = int(ipaddress.IPv4Address("127.0.0.0"))
-_FIRST_SOURCE, _SOURCE_COUNT = 1 << 16, 1 << 23
-"""Source addresses are 127.1.0.0 and above: two connections from one port need two addresses."""
+# Of linux/tcp.h. The key holds for all IPv4 addresses: those that begin like 0.0.0.0/0.
+_TCP_MD5SIG_EXT, _TCP_MD5SIG_FLAG_PREFIX, _PREFIX_BITS = 32, 1, 0
+_KEY_BYTES, _MAX_KEY_BYTES = 32, 80
 
 
 def is_own_connection(connection: socket.socket) -> bool:
@@ -39,51 +32,25 @@ def is_own_connection(connection: socket.socket) -> bool:
     return False
 
 
-class SourcePort:
-    """A source port of this user, and the connections that come from it."""
+class SigningKey:
+    """A random key of this process, which makes sockets that only such sockets can reach."""
 
     def __init__(self) -> None:
-        """Reserve a free port. Raises OSError."""
-        self._reservation = _open_reusable_socket()
-        self._reservation.bind(("", 0))
-        self._port = int(self._reservation.getsockname()[1])
-        self._addresses = itertools.count()
-
-    def bind_listener(self, port: int) -> socket.socket:
-        """Return a socket that listens on `port` of a free loopback address, and that only connections from this source port reach.
-
-        Raises OSError.
-        """
-        listener = socket.socket()
-        instructions = (
-            (_LOAD_HALF_WORD, 0, 0, _SOURCE_PORT_OFFSET),
-            (_JUMP_IF_EQUAL, 0, 1, self._port),
-            (_RETURN, 0, 0, _WHOLE_PACKET),
-            (_RETURN, 0, 0, 0),
-        )
-        program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in instructions))
+        self._option = struct.pack("=H126xBBHi", socket.AF_INET, _TCP_MD5SIG_FLAG_PREFIX, _PREFIX_BITS, _KEY_BYTES, 0)  # struct tcp_md5sig
+        self._option += secrets.token_bytes(_KEY_BYTES).ljust(_MAX_KEY_BYTES, b"\0")
         try:
-            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(instructions), ctypes.addressof(program)))
-        except PermissionError:  # some kernels allow packet filters to root only
-            sys.stderr.write("swarmtrain: this user may not filter packets: other users of this machine can reach the ranks' store\n")
-        listener.bind((self._next_address(), port))
-        listener.listen(socket.SOMAXCONN)
-        return listener
+            self.open_socket().close()
+        except OSError as error:  # a kernel that was built without TCP_MD5SIG, or in FIPS mode
+            self._option = b""
+            warning = f"this kernel does not sign packets ({error.strerror}): other users of this machine can reach the ranks' store"
+            sys.stderr.write(f"swarmtrain: {warning}\n")
 
     def open_socket(self) -> socket.socket:
-        """Return a new socket, bound to this source port, for a connection to a loopback address. Raises OSError."""
-        connection = _open_reusable_socket()
-        connection.bind((self._next_address(), self._port))
-        return connection
-
-    def _next_address(self) -> str:
-        return str(ipaddress.IPv4Address(_LOOPBACK_NETWORK + _FIRST_SOURCE + next(self._addresses) % _SOURCE_COUNT))
-
-
-def _open_reusable_socket() -> socket.socket:
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    return connection
+        """Return a new TCP socket with this key, to listen or to connect; without it if the kernel does not sign packets."""
+        new_socket = socket.socket()
+        if self._option:
+            new_socket.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, self._option)
+        return new_socket
 
 
 def _format_table_address(address: tuple[str, int]) -> str:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import TCPStore
 
 from swarmtrain.entrypoint.coordinator.strangers import RefusedRequests, UnverifiedConnections
-from swarmtrain.entrypoint.own_connections import SourcePort, is_own_connection
+from swarmtrain.entrypoint.own_connections import SigningKey, is_own_connection
 from swarmtrain.protocol.distributed_env import LOOPBACK
 from swarmtrain.protocol.run_key import build_signed_message, open_signed_message
 
@@ -37,6 +37,7 @@ _CONNECT_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 1 << 14
 _BACKLOG = 4096
+_STORE_HOST = "127.0.0.2"
 _Result = TypeVar("_Result")
 
 
@@ -54,7 +55,7 @@ class RankStore:
     def __init__(self, key: bytes, address: str) -> None:
         """Listen for the other nodes of the run with the key `key`, which reach this node at `address`. Raises OSError."""
         self._key = key
-        self._source_port = SourcePort()
+        self._store_key = SigningKey()
         self._store: TCPStore | None = None
         self._rank_listener: asyncio.Server | None = None
         self._relayed_connections: set[_Connection] = set()
@@ -72,8 +73,10 @@ class RankStore:
         listener = socket.create_server((LOOPBACK, 0))
         port = int(listener.getsockname()[1])
         # The same port at another loopback address: the constructor of a TCPStore connects to this port itself, through the relay.
-        store_socket = self._source_port.bind_listener(port)
-        store_address = store_socket.getsockname()
+        store_address = (_STORE_HOST, port)
+        store_socket = self._store_key.open_socket()
+        store_socket.bind(store_address)
+        store_socket.listen(_BACKLOG)
         self._run(self._enter_world(listener, lambda: self._connect_to_store(store_address)))
         timeout = timedelta(seconds=_CONNECT_SECONDS)
         self._store = TCPStore(LOOPBACK, port, None, True, timeout, False, master_listen_fd=store_socket.detach())
@@ -166,7 +169,7 @@ class RankStore:
         return node
 
     async def _connect_to_store(self, store_address: tuple[str, int]) -> _Connection:
-        connection = self._source_port.open_socket()
+        connection = self._store_key.open_socket()
         await self._loop.sock_connect(connection, store_address)
         return _Connection(*await asyncio.open_connection(sock=connection, limit=_CHUNK_BYTES))
 

@@ -153,39 +153,44 @@ def test_other_users_of_this_machine_reach_neither_relay_nor_store(nodes: tuple[
     store.set("key", "value")
 
 
-def test_a_normal_user_has_a_store_and_a_warning_where_only_root_may_filter_packets() -> None:
+def test_a_normal_user_has_a_store_that_other_users_do_not_reach() -> None:
+    user = 65533
     program = (
         "import os, sys\n"
         "from datetime import timedelta\n"
         "from torch.distributed import TCPStore\n"
         "from swarmtrain.entrypoint.rank_store import RankStore\n"
-        f"os.setuid({NOBODY})\n"
+        f"os.setuid({user})\n"
         f"leader, other = RankStore({KEY!r}, '127.0.0.1'), RankStore({KEY!r}, '127.0.0.1')\n"
         "ports = leader.serve_world('b-1/1'), other.join_world('b-1/1', '127.0.0.1', leader.port)\n"
         "stores = [TCPStore('127.0.0.1', port, is_master=False, timeout=timedelta(seconds=20)) for port in ports]\n"
         "stores[1].set('key', 'value')\n"
-        "print(stores[0].get('key').decode(), flush=True)\n"
+        "print(stores[0].get('key').decode(), *ports, flush=True)\n"
+        "sys.stdin.read()\n"
         "os._exit(0)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (result.returncode, result.stdout) == (0, "value\n"), result.stderr
-    assert result.stderr in ("", "swarmtrain: this user may not filter packets: other users of this machine can reach the ranks' store\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout
+        value, *ports = process.stdout.readline().split() or process.communicate()
+        assert value == "value"
+        addresses = [(host, port) for host, port in list_listeners() if str(port) in ports]
+        assert len(addresses) == 3
+        assert STORE_ANSWER not in greet_stores(addresses, user=NOBODY)
+        assert greet_stores(addresses, user=user).count(STORE_ANSWER) == 2
+        assert process.communicate("") == ("", "")
 
 
-@pytest.mark.parametrize("options", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
-def test_another_user_cannot_bind_the_source_port(options: tuple[int, ...]) -> None:
-    source = own_connections.SourcePort()
-    with source.open_socket() as connection:
-        port = connection.getsockname()[1]
-        program = (
-            "import os, socket\n"
-            f"os.setuid({NOBODY})\n"
-            "connection = socket.socket()\n"
-            f"for option in {tuple(map(int, options))}: connection.setsockopt(socket.SOL_SOCKET, option, 1)\n"
-            f"connection.bind(('127.77.0.1', {port}))\n"
-        )
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "Address already in use" in result.stderr
+def test_without_signatures_of_the_kernel_the_store_works_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(own_connections, "_TCP_MD5SIG_EXT", 999)
+    open_store(RankStore(KEY, LOOPBACK).serve_world(WORLD)).set("key", "value")
+    expected = (
+        "swarmtrain: this kernel does not sign packets (Protocol not available): other users of this machine can reach the ranks' store\n"
+    )
+    assert capfd.readouterr().err == expected
 
 
 def test_the_owner_of_a_connection_is_read_for_both_kinds_of_sockets() -> None:
