@@ -22,19 +22,22 @@ class BadRecordPolicy(Enum):
 def tokenize_files(
     files: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="JSONL, Parquet, or plain text (one document per file); also globs such as 'data/**'."),
+        typer.Argument(
+            metavar="FILE...",
+            help="JSONL, JSON, CSV, TSV, Parquet, or texts (one document per file), also compressed; globs such as 'data/**'.",
+        ),
     ],
     *,
     output_prefix: Annotated[
         str, typer.Option("--to", metavar="PREFIX", help="Prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.meta.json.")
     ],
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", metavar="FILE", help="Path of a tokenizer.json; or bytes, for one token per byte.")
+        str, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json or its folder; or bytes, for one token per byte.")
     ],
     text_key: Annotated[
         str | None,
         typer.Option(
-            "--key", help="Field with the text of a JSONL or Parquet record. Default: text; messages with --chat.", show_default=False
+            "--key", help="Field with the text or the messages of a record. Default: text; with --chat, found.", show_default=False
         ),
     ] = None,
     prompt_key: Annotated[
@@ -60,6 +63,15 @@ def tokenize_files(
         str | None, typer.Option("--eos-token", metavar="TEXT", help="Token to append to each document.", show_default=False)
     ] = None,
     append_eos: Annotated[bool, typer.Option("--append-eos", help="Append the tokenizer's EOS token to each document.")] = False,
+    special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--special-tokens/--no-special-tokens", help="Begin and end each text with the tokens that the tokenizer adds, such as BOS."
+        ),
+    ] = True,
+    split_special_tokens: Annotated[
+        bool, typer.Option("--split-special-tokens", help="The text of a special token in a text is ordinary characters.")
+    ] = False,
     bad_record_policy: Annotated[
         BadRecordPolicy, typer.Option("--on-bad", help="Invalid records: stop at the first, skip and list them, or only count them.")
     ] = BadRecordPolicy.stop,
@@ -72,7 +84,13 @@ def tokenize_files(
 
     arguments = {"prefix": output_prefix, "tokenizer": tokenizer, "on_bad": bad_record_policy.value, "workers": workers}
     records = {"key": text_key, "prompt_key": prompt_key, "completion_key": completion_key, "chat": chat, "chat_template": chat_template}
-    trainer_subprocess.exec_trainer("data", "tokenize", {**arguments, **records, "eos_token": eos_token, "append_eos": append_eos}, files)
+    tokens = {
+        "eos_token": eos_token,
+        "append_eos": append_eos,
+        "special_tokens": special_tokens,
+        "split_special_tokens": split_special_tokens,
+    }
+    trainer_subprocess.exec_trainer("data", "tokenize", {**arguments, **records, **tokens}, files)
 
 
 @app.command("verify")

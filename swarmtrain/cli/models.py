@@ -118,6 +118,7 @@ def generate_text(
         int | None,
         typer.Option("--seed", min=0, help="Random seed: the same seed gives the same text.", show_default=False),
     ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, in the model's chat template.")] = False,
     tokenizer: TokenizerOption = None,
     base_model: BaseModelOption = None,
     ranks: RanksOption = 1,
@@ -133,7 +134,7 @@ def generate_text(
     model_arguments.check_tokenizer_file(tokenizer)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop, "seed": seed, "tokenizer": tokenizer}
     model = {"source": str(model_path), "base": None if base_model is None else str(base_model)}
-    request = {**model, "prompts": prompts, "max_tokens": max_tokens, **options, "json": json}
+    request = {**model, "prompts": prompts, "max_tokens": max_tokens, **options, "chat": chat, "json": json}
     raise typer.Exit(trainer_subprocess.run_trainer_ranks("sample", request, ranks))
 
 
@@ -226,6 +227,9 @@ def evaluate_model(
         Path | None, typer.Option("--task-files", metavar="FOLDER", help="Folder with custom tasks.", show_default=False)
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch", min=1, help="Batch size of tasks, in sequences.")] = 8,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Questions of tasks are conversations, in the model's chat template.")
+    ] = False,
     tokenizer: TokenizerOption = None,
     ranks: RanksOption = 1,
     json: JsonOption = False,
@@ -247,6 +251,7 @@ def evaluate_model(
         "limit": limit,
         "task_files": None if task_files is None else str(task_files),
         "batch_size": batch_size,
+        "apply_chat_template": apply_chat_template,
         "tokenizer": tokenizer,
         "json": json,
     }

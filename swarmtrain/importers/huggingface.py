@@ -12,7 +12,7 @@ _UNMAPPED_KEYS = {
     "model_type": (UnmappedReason.done_differently, "given by the fields of transformer_architecture"),
     "initializer_range": (UnmappedReason.done_differently, "docs/explanation/model.md describes the initialization of parameters"),
     "use_cache": (UnmappedReason.no_counterpart, "the KV cache is for generation, not for training"),
-    "bos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize does not begin documents with a BOS token"),
+    "bos_token_id": (UnmappedReason.done_differently, "swarmtrain data tokenize begins each document as the tokenizer says"),
     "eos_token_id": (
         UnmappedReason.done_differently,
         "swarmtrain data tokenize sets the token that ends a document; with init_from, generation ends with this one, too",

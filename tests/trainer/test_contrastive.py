@@ -305,7 +305,7 @@ def test_an_exported_model_makes_the_same_embeddings(base_config: dict[str, Any]
     texts = ["w1 w2 w3 w4", "w9", "w5 w5 w6 w7 w8 w9 w9 w9 w1"]
     model = load_trained_model(consolidated.find_checkpoint(tmp_path / "run"))
     for before in ("", "<instruction> w3 "):
-        shaper = CompletionBuilder(tokenizer_backends.open_tokenizer(str(tmp_path / "tokenizer.json")), "before", "text", None)
+        shaper = CompletionBuilder(tokenizer_backends.open_tokenizer(str(tmp_path / "tokenizer.json")), "before", "text")
         documents = shaper.build_documents([SourceRecord(0, {"before": before, "text": text}) for text in texts])
         wanted = embed_documents(model, documents, 8, torch.device("cpu")).numpy()
         assert theirs.encode(texts, prompt=before) == pytest.approx(wanted, abs=1e-5)

@@ -15,13 +15,14 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tokenize_helpers import write_tokenizer
 from worlds import LocalWorld, merge_config, read_losses, read_validation_losses, run_training
 
 from swarmtrain.config import Config
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 from swarmtrain.errors import EXIT_ERROR, CheckpointError, TrainingError
 from swarmtrain.trainer.export.checkpoint_export import export_checkpoint
-from swarmtrain.trainer.inference import evaluation, generation, model_source
+from swarmtrain.trainer.inference import evaluation, generation, model_source, sample_command
 from swarmtrain.trainer.inference.generation import SamplingParams, enable_kv_cache
 from swarmtrain.trainer.inference.text_stream import TextStream, decode_continuation
 from swarmtrain.trainer.model.transformer import Transformer
@@ -184,6 +185,35 @@ def test_generation_ends_with_the_stop_tokens_of_data_and_base_model(config: dic
     assert model_source.read_stop_tokens(Config.from_json(json.dumps(own))) == {3, 4, 7, 8}
 
 
+@pytest.mark.usefixtures("_single_process")
+def test_prompts_of_a_hugging_face_model_have_the_tokens_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With BOS, as a text and as a message of a conversation."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    )
+    settings = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=400, max_position_embeddings=64, initializer_range=0.3, **sizes)
+    )
+    model.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    message = [{"role": "user", "content": "a line"}]
+    prompts = {
+        False: tokenizer("a line", return_tensors="pt"),
+        True: tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True),
+    }
+    for chat, prompt in prompts.items():
+        assert prompt["input_ids"][0, 0] == 0
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=12, eos_token_id=1, pad_token_id=0)[0]
+        expected = tokenizer.decode(tokens[prompt["input_ids"].shape[1] :]).removesuffix("<|im_end|>")
+        sample_command.main(build_sample_arguments(tmp_path, "a line", max_tokens=12, tokenizer=None, chat=chat))
+        assert json.loads(capsys.readouterr().out)["samples"][0]["text"] == expected
+
+
 @pytest.fixture(scope="module")
 def trained_run(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("trained")
@@ -193,13 +223,13 @@ def trained_run(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 
 
 def build_sample_arguments(source_path: Path, *prompts: str, **options: Any) -> dict[str, Any]:
-    defaults = {"max_tokens": 20, "temperature": 0, "top_k": 0, "top_p": 1.0, "stop": [], "seed": None, "tokenizer": "bytes", "json": True}
-    return {"source": str(source_path), "base": None, "prompts": list(prompts), **defaults, **options}
+    defaults = {"max_tokens": 20, "temperature": 0, "top_k": 0, "top_p": 1.0, "stop": [], "seed": None, "tokenizer": "bytes"}
+    return {"source": str(source_path), "base": None, "prompts": list(prompts), "chat": False, "json": True, **defaults, **options}
 
 
 def build_evaluate_arguments(config: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:
     defaults = {"tasks": [], "num_fewshot": None, "limit": None, "task_files": None, "batch_size": 3, "tokenizer": "bytes", "json": True}
-    return {"config": json.dumps(config), "model": str(folder / "run"), **defaults, **options}
+    return {"config": json.dumps(config), "model": str(folder / "run"), "apply_chat_template": False, **defaults, **options}
 
 
 def run_sample(folder: Path, arguments: dict[str, Any], size: int) -> dict[str, Any]:

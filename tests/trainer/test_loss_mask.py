@@ -134,8 +134,10 @@ def test_prompts_and_completions(
     expected, masks = [], []
     for prompt, completion in pairs:
         tokens, mask = _tokenize_by_hand(tokenizer if own else None, prompt + completion, range(len(prompt), len(prompt + completion)))
-        expected.append([*tokens, *([0 if own else 256] if end else [])])
-        masks.append([*mask, *([1] if end else [])])
+        begin, last = [0] if own and tokens[0] != 0 else [], [0 if own else 256] if end else []
+        last = [] if tokens[-1:] == last else last
+        expected.append([*begin, *tokens, *last])
+        masks.append([*(0 for _ in begin), *mask, *(1 for _ in last)])
     assert read_documents(folder / "t") == expected
     assert read_masks(folder / "t") == masks
     assert meta["loss_tokens"] == sum(map(sum, masks))
@@ -145,16 +147,13 @@ def test_prompts_and_completions(
     assert "count in the loss; hashes of t.bin t.mask.bin t.idx as recorded" in str(verify_token_files(folder / "t"))
 
 
-def _tokenize_by_hand(
-    tokenizer: Path | None, chat_text: str, completion_positions: Sequence[int], *, special: bool = False
-) -> tuple[list[int], list[int]]:
+def _tokenize_by_hand(tokenizer: Path | None, chat_text: str, completion_positions: Sequence[int]) -> tuple[list[int], list[int]]:
     if tokenizer is None:
         pieces = [(character.encode(), int(place in completion_positions)) for place, character in enumerate(chat_text)]
         return [byte for part, _ in pieces for byte in part], [counted for part, counted in pieces for _ in part]
     library = tokenizers.Tokenizer.from_file(str(tokenizer))
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = not special
     encoding = library.encode(chat_text, add_special_tokens=False)
     return encoding.ids, [int(any(place in completion_positions for place in range(*offsets))) for offsets in encoding.offsets]
 
@@ -187,7 +186,7 @@ def test_conversations(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path
             if message["role"] == "assistant":
                 said += range(len(whole), len(whole + until))
             whole += f"{until}\n"
-        tokens, mask = _tokenize_by_hand(tokenizer if own else None, whole, said, special=True)
+        tokens, mask = _tokenize_by_hand(tokenizer if own else None, whole, said)
         expected.append(tokens)
         masks.append(mask)
     name = write_lines(folder / "a.jsonl", records)
@@ -202,22 +201,34 @@ def build_chat(*roles: str) -> dict[str, Any]:
 
 
 INVALID_CHATS = {
-    "two users": (build_chat("user", "user", "assistant"), "message 2 has the role user, and after user the role must be assistant"),
-    "assistant first": (
-        build_chat("assistant", "user", "assistant"),
-        "message 1 has the role assistant, and at the beginning the role must be system or user",
-    ),
-    "late system": (
-        build_chat("user", "assistant", "system"),
-        "message 3 has the role system, and after assistant the role must be user or tool",
-    ),
-    "no answer": (build_chat("system", "user"), "ends with a message of user, but must end with a message of assistant"),
+    "no answer": (build_chat("system", "user"), "has no message of the role assistant that is trained"),
     "nothing": ({"messages": []}, "has no list of messages"),
     "a text": ({"messages": "hello"}, "has no list of messages"),
-    "no content": ({"messages": [{"role": "user"}]}, "message 1 does not have a role and a content"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 1 has neither a text as content nor tool_calls"),
+    "another layout": ({"dialog": []}, "has no list of messages under messages or conversations; its keys: 'dialog'"),
     "special": (
         {"messages": [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "b"}]},
         "message 1 has <|im_end|>, which only the template may write",
+    ),
+    "a weight": (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]},
+        "message 2 has weight 0.5, and only 0 and 1 are supported",
+    ),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "b"}]},
+        "message 1 has a part of type image, and only text can be trained",
+    ),
+    "tools": (
+        {"tools": [{"name": "f"}], "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        "has tools, which the chat template does not write",
+    ),
+    "a call": (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": {"name": "find"}}]}]},
+        "message 2 calls find, which the chat template does not write",
+    ),
+    "another speaker": (
+        {"conversations": [{"from": "narrator", "value": "a"}]},
+        "message 1 is from 'narrator', which is not one of human,",
     ),
 }
 
@@ -240,7 +251,7 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
         "A:{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
         "{% else %}[{{ m.content }}]{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
     )
-    settings_of = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template}
+    settings_of = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of))
     path = write_lines(tmp_path / "a.jsonl", [build_chat("user", "assistant", "user", "assistant")])
     asked = TokenizeOptions(f"{tmp_path}/t", f"{tmp_path}/tokenizer.json", chat=True, workers=1)
@@ -257,7 +268,8 @@ def test_templates(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixtur
         ("loss", "assistant says<|im_end|>"),
     ]
     for source, said in {
-        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "renders it differently if others follow",
+        "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}": "writes the messages before it differently",
+        "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}": "content of message 2, of the role assistant, is omitted",
         "{{ raise_exception('only weather') }}": "the chat template: only weather",
         "{{ messages[0].a.b }}": "the chat template: ",
         "{% for %}": "is not a valid template",
@@ -272,8 +284,9 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
     plain = TokenizeOptions(f"{tmp_path}/t", "bytes", workers=1)
     for changes, said in (
         ({"prompt_key": "p"}, "must be used together"),
-        ({"prompt_key": "p", "completion_key": "c", "chat": True}, "without --chat"),
-        ({"chat": True, "append_eos": True}, "the template ends each message"),
+        ({"prompt_key": "p", "completion_key": "c", "key": "text"}, "without --key"),
+        ({"chat": True, "append_eos": True}, "the template writes all special tokens"),
+        ({"chat": True, "split_special_tokens": True}, "the template writes all special tokens"),
         ({"chat_template": "a.jinja"}, "needs --chat"),
         ({"chat": True, "chat_template": f"{tmp_path}/none.jinja"}, "has no chat template"),
     ):

@@ -36,7 +36,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "the format of tokens": ("data.bin", lambda path: formats.detect_token_file_format(path.with_suffix(""))),
     "a tokenizer": ("tokenizer.json", lambda path: tokenizer_backends.open_tokenizer(str(path))),
     "an exported tokenizer": ("tokenizer.json", checkpoint_export._find_tokenizer_files),
-    "a chat template": ("chat.jinja", lambda path: chat_template._load_template_source(ByteTokenizer(), str(path), {})),
+    "a chat template": ("chat.jinja", lambda path: chat_template._load_template(ByteTokenizer(), str(path))),
     "texts": ("texts.jsonl", lambda path: readers.find_source_files([str(path)])),
     "prompts": ("prompts.txt", lambda path: model_arguments.read_prompts([], path)),
     "a dashboard's token": ("token", access_policy._read_token),

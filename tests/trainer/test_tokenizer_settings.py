@@ -13,6 +13,7 @@ from tokenize_helpers import write_tokenizer
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
+from swarmtrain.trainer.tokenize.conversations import Conversation
 
 START, END = "<|im_start|>", "<|im_end|>"
 NAMED = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": "DEFAULT {{ bos_token }}"}]
@@ -35,6 +36,9 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "list": {"tokenizer_config.json": {"chat_template": NAMED, "bos_token": START}},
     "dict": {"tokenizer_config.json": {"chat_template": {"default": "DEFAULT", "rag": "RAG"}}},
     "list and file": {"tokenizer_config.json": {"chat_template": NAMED}, **FILE},
+    "nothing": {},
+    "new tokens": {"tokenizer_config.json": {"bos_token": "<new>", "eos_token": TOKEN}},
+    "added tokens": {"tokenizer_config.json": {"added_tokens_decoder": {"400": {**TOKEN, "content": "<new>"}}}},
     "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"1": {**TOKEN, "special": True}}, "chat_template": "CONFIG"}},
 }
 
@@ -47,34 +51,51 @@ def write_folder(folder: Path, files: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_special_tokens_and_template_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_tokens_and_template_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     ours = tokenizer_backends.open_tokenizer(write_folder(tmp_path, FOLDERS[name]))
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True, trust_remote_code=False)
-    settings = tokenizer_backends.read_tokenizer_settings(ours.name)
-    for token in ("bos_token", "eos_token", "unk_token"):
-        assert tokenizer_backends.read_token_text(settings, token) == (getattr(reference, token) or "")
+    for role in ("bos_token", "eos_token", "unk_token"):
+        assert ours.token_texts.get(role) == getattr(reference, role)
     if reference.eos_token:
         assert tokenizer_backends.find_eos_token_ids(ours) == {reference.eos_token_id}
+    texts = ["a", " b\n", f"a{START}b{END}", "<new> é", "<|endoftext|>"]
+    for text, encoded in zip(texts, ours.encode(texts), strict=True):
+        assert [*ours.begin_tokens, *encoded.tokens, *ours.end_tokens] == reference(text).input_ids
+        assert ours.decode(encoded.tokens.tolist()) == reference.decode(reference(text, add_special_tokens=False).input_ids)
+    for text, encoded in zip(texts, ours.encode(texts, split_special=True), strict=True):
+        assert encoded.tokens.tolist() == reference(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    vocabulary = {text: number for text, number in reference.get_vocab().items() if text != "[PAD]"}  # transformers adds it for padding
+    assert ours.vocab_size == max(vocabulary.values()) + 1
+    if reference.chat_template is None:
+        return
     template = ChatTemplate(ours, None)
     assert template.source == reference.get_chat_template()
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rendered = reference.apply_chat_template(messages, tokenize=False)
-    assert template._render_text(messages) == rendered
+    prompt = reference.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert template.render_prompt(messages[:1]) == prompt
+
+
+def test_the_template_for_tools_is_used_if_there_are_tools(tmp_path: Path) -> None:
+    loop = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% if tools %}{{ tools }}{% endif %} {% endfor %}"
+    named = [{"name": "tool_use", "template": f"T {loop}"}, {"name": "default", "template": f"D {loop}"}]
+    template = ChatTemplate(
+        tokenizer_backends.open_tokenizer(write_folder(tmp_path, {"tokenizer_config.json": {"chat_template": named}})), None
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert template.render_conversation(Conversation(messages, [1]))[0] == "D user: a assistant: b "
+    assert template.render_conversation(Conversation(messages, [1], tools=["t"]))[0] == "T user: a['t'] assistant: b['t'] "
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({"tokenizer_config.json": {"chat_template": NAMED[:1]}}, "none of which is named default: tool_use"),
-        (
-            {"tokenizer_config.json": {"bos_token": "<new>", "chat_template": "{{ bos_token }}"}},
-            "writes the bos_token '<new>', which is not a",
-        ),
-        ({"added_tokens.json": {"<new>": 400}}, "lacks the token '<new>' with id 400"),
-        ({"tokenizer_config.json": {"added_tokens_decoder": {"400": {"content": "<new>"}}}}, "lacks the token '<new>' with id 400"),
+        ({"tokenizer_config.json": "[1]"}, "cannot be loaded by transformers"),
+        ({"tokenizer_config.json": {"eos_token": 3}}, "cannot be loaded by transformers"),
+        ({"tokenizer_config.json": {"chat_template": "{% for %}"}}, "is not a valid template"),
     ],
 )
-def test_a_folder_to_which_transformers_would_add_tokens_or_whose_template_is_ambiguous_is_refused(
+def test_a_folder_that_transformers_cannot_load_or_whose_template_is_ambiguous_is_refused(
     tmp_path: Path, files: dict[str, Any], message: str
 ) -> None:
     path = write_folder(tmp_path, files)

@@ -76,6 +76,9 @@ class SamplingConfig(Section):
         le=1,
         description="Nucleus sampling: sample from the most likely tokens with this cumulative probability. 1: from all tokens.",
     )
+    chat: bool = Field(
+        False, description="Each prompt is a user's message: it is rendered with the chat template of the data, else of the tokenizer."
+    )
     tokenizer: str | None = Field(
         None,
         description="Path of a tokenizer.json that every node can read, or bytes. null: the tokenizer recorded with "

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from swarmtrain.config.schema.data import Packing
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer import collectives
 from swarmtrain.trainer.checkpoint import SavedCheckpoint, just_in_time
@@ -149,6 +150,12 @@ class ModelLoop(TrainingLoop):
                 "trains on the data of prepare_training(), for trainer.train_iterations steps of topology.global_batch_size samples",
                 place="steps",
                 hint="pass the same data, and set the numbers in the config",
+            )
+        config = self.runtime.config
+        if config.data.packing is Packing.documents and not config.transformer_architecture.reset_attention_mask:
+            self.reporter.report_warning(
+                "data.packing: documents puts several documents into a sample, and they attend to each other; set "
+                "transformer_architecture.reset_attention_mask and reset_position_ids: true"
             )
         while not self.is_done:
             self.progress = self._non_finite_policy.skip_excluded_batches(self.progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.model.loss_targets import IGNORE_INDEX
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize import tokenizer_backends
-from swarmtrain.trainer.tokenize.document_builders import CompletionBuilder
+from swarmtrain.trainer.tokenize.document_builders import AddedTokens, CompletionBuilder
 from swarmtrain.trainer.tokenize.progress import ProgressBar
 from swarmtrain.trainer.tokenize.readers import SourceRecord
 from swarmtrain.trainer.tokenize.shards import Document
@@ -48,13 +48,12 @@ def main(request: Mapping[str, Any]) -> None:
     options = EmbedOptions(**request)
     model = model_source.open_model(Path(options.source), Path(options.base) if options.base else None)
     tokenizer = model.open_tokenizer(options.tokenizer)
-    eos_token = (
-        model.eos_token
-        if options.append_eos is None
-        else tokenizer_backends.resolve_eos_token(tokenizer, None, use_default=options.append_eos)
-    )
+    added_tokens = model.added_tokens or AddedTokens(tuple(tokenizer.begin_tokens), tuple(tokenizer.end_tokens))
+    if options.append_eos is not None:
+        eos_token = tokenizer_backends.resolve_eos_token(tokenizer, None, use_default=options.append_eos)
+        added_tokens = replace(added_tokens, end=() if eos_token is None else (eos_token,))
     records = [SourceRecord(number, {"before": options.instruction, "text": text}) for number, text in enumerate(options.texts)]
-    documents = CompletionBuilder(tokenizer, "before", "text", eos_token).build_documents(records)
+    documents = CompletionBuilder(tokenizer, "before", "text", added_tokens).build_documents(records)
     with open_parallel_model(model, requires_embedding_model=True) as (parallel_model, runtime):
         vectors = embed_documents(
             parallel_model.local_model, documents, options.batch_size, runtime.device, show_progress=runtime.is_rank_zero

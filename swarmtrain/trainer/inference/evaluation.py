@@ -24,6 +24,7 @@ from swarmtrain.trainer.parallelization import parallelize
 from swarmtrain.trainer.runtime import start_runtime
 from swarmtrain.trainer.step import count_validation_samples, evaluate_model
 from swarmtrain.trainer.tokenize import tokenizer_check
+from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
 
 _MAX_EXP_NATS = 700.0
 """Loss in nats above which the perplexity may overflow."""
@@ -49,7 +50,11 @@ def _evaluate_tasks(options: Mapping[str, Any]) -> None:
     tokenizer = model.open_tokenizer(options["tokenizer"])
     with open_parallel_model(model) as (parallel_model, runtime):
         task_folder = Path(options["task_files"]) if options["task_files"] else None
-        harness_model = lm_eval_harness.HarnessModel(parallel_model, tokenizer, options["batch_size"], model.stop_tokens)
+        template = ChatTemplate(tokenizer, source=model.chat_template) if options["apply_chat_template"] else None
+        begin_tokens = model.get_begin_tokens(tokenizer)
+        harness_model = lm_eval_harness.HarnessModel(
+            parallel_model, tokenizer, options["batch_size"], stop_tokens=model.stop_tokens, begin_tokens=begin_tokens, template=template
+        )
         results = lm_eval_harness.run_tasks(
             harness_model, options["tasks"], num_fewshot=options["num_fewshot"], limit=options["limit"], task_folder=task_folder
         )

@@ -15,6 +15,8 @@ from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.model.attention import Attention
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.random_seeds import derive_seed
+from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
+from swarmtrain.trainer.tokenize.document_builders import AddedTokens
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 GatherLogits = Callable[[Tensor], Tensor]
@@ -34,18 +36,33 @@ class SamplingParams:
     seed: int = 0
 
 
-def encode_prompt(tokenizer: BaseTokenizer, text: str, max_length: int, place: str) -> list[int]:
-    """Return the tokens of the prompt `text`. `place`: shown in errors.
+def encode_prompt(
+    tokenizer: BaseTokenizer,
+    text: str,
+    max_length: int,
+    place: str,
+    *,
+    begin_tokens: Sequence[int] = (),
+    template: ChatTemplate | None = None,
+) -> list[int]:
+    """Return the tokens of the prompt `text`, after `begin_tokens` unless it begins with them. `place`: shown in errors.
 
-    Raises TrainingError if the prompt has no tokens, or has `max_length` tokens or more.
+    `template`: the prompt is the user's message in a conversation. Raises TrainingError if the template cannot render it, and if the
+    prompt has no tokens, or has `max_length` tokens or more.
     """
-    [encoding] = tokenizer.encode([text], allow_special=True)
-    if not len(encoding.tokens):
+    if template:
+        try:
+            text, begin_tokens = template.render_prompt([{"role": "user", "content": text}]), ()
+        except ValueError as error:
+            raise TrainingError(f"a prompt {error}", place=place) from None
+    [encoding] = tokenizer.encode([text])
+    tokens, _, _ = AddedTokens(tuple(begin_tokens)).add_to(encoding.tokens)
+    if not len(tokens):
         raise TrainingError("a prompt is empty", place=place, hint="use at least one character")
-    if len(encoding.tokens) >= max_length:
-        reason = f"a prompt has {len(encoding.tokens)} tokens, but the model supports {max_length} at most"
+    if len(tokens) >= max_length:
+        reason = f"a prompt has {len(tokens)} tokens, but the model supports {max_length} at most"
         raise TrainingError(reason, place=place, hint="shorten it")
-    return [int(token) for token in encoding.tokens]
+    return [int(token) for token in tokens]
 
 
 def build_logits_gather(group: dist.ProcessGroup) -> GatherLogits:

@@ -21,6 +21,8 @@ from swarmtrain.trainer.inference.generation import SamplingParams, build_logits
 from swarmtrain.trainer.inference.text_stream import TextStream
 from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.tokenize import tokenizer_backends
+from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
+from swarmtrain.trainer.tokenize.document_builders import AddedTokens
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 _DEFAULT_MAX_TOKENS = 256
@@ -35,8 +37,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
     All ranks must make the same calls in the same order.
     """
 
-    def __init__(self, model: ParallelModel, tokenizer: BaseTokenizer, batch_size: int, stop_tokens: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        tokenizer: BaseTokenizer,
+        batch_size: int,
+        *,
+        stop_tokens: Collection[int] = (),
+        begin_tokens: Sequence[int] = (),
+        template: ChatTemplate | None = None,
+    ) -> None:
         """`batch_size`: sequences per batch. `stop_tokens`: tokens that end a completion, like the tokenizer's EOS token.
+
+        `begin_tokens`: tokens with which each text begins. `template`: the chat template, if questions are conversations.
 
         The model's architecture must mask attention across documents.
         """
@@ -46,18 +59,40 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # TemplateLM is not typed
         self._eos_tokens = {
             token for token in tokenizer_backends.find_eos_token_ids(tokenizer) if token < model.local_model.architecture.vocab_size
         }
-        self._stop_tokens = {*self._eos_tokens, *stop_tokens}
+        self._stop_tokens = {*self._eos_tokens, *stop_tokens, *(template.end_of_turn_tokens if template else ())}
+        self._template = template
+        self._added_tokens = AddedTokens(tuple(begin_tokens))
         self._sequence_length = model.local_model.architecture.sequence_length
 
     @property
     def eot_token_id(self) -> int:
         """Id of the EOS token; if the tokenizer has none, the first token of an encoded newline."""
-        return next(iter(self._eos_tokens), self.tok_encode("\n")[0])
+        return next(iter(self._eos_tokens), self.tok_encode("\n", add_special_tokens=False)[0])
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Id of the token before a text without a context: BOS, or else the EOS token."""
+        return next(iter(self._added_tokens.begin), self.eot_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer, under which the harness may store requests."""
+        return self._tokenizer.name
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the source text of the chat template; empty without one."""
+        return self._template.source if self._template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation. Without `add_generation_prompt`, its last message is the beginning of the answer."""
+        template = self._template or ChatTemplate(self._tokenizer)
+        return template.render_prompt(chat_history, continue_last=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of `string` without added special tokens, as training data is tokenized."""
-        (encoding,) = self._tokenizer.encode([string], allow_special=True)
-        return [int(token) for token in encoding.tokens]
+        """Return the tokens of `string`, after those with which a text begins, unless `add_special_tokens` is False."""
+        (encoding,) = self._tokenizer.encode([string])
+        tokens = encoding.tokens if add_special_tokens is False else self._added_tokens.add_to(encoding.tokens)[0]
+        return [int(token) for token in tokens]
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: list[TokenizedRequest], **kwargs: Any) -> list[tuple[float, bool]]:
@@ -139,6 +174,7 @@ def run_tasks(
             num_fewshot=num_fewshot,
             limit=limit,
             task_manager=_build_task_manager(tasks, task_folder),
+            apply_chat_template=bool(model.chat_template()),
             log_samples=False,
             bootstrap_iters=1000,
         )

@@ -21,6 +21,7 @@ from swarmtrain.trainer.data import formats
 from swarmtrain.trainer.huggingface import pretrained
 from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize import tokenizer_backends
+from swarmtrain.trainer.tokenize.document_builders import AddedTokens
 from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
@@ -39,10 +40,16 @@ class ModelSource:
     load_parameter: Callable[[str, torch.Size], Tensor]
     tokenizer_names: tuple[str, ...]
     """Candidates for the model's tokenizer, the most likely first: paths, or BYTE_TOKENIZER."""
-    eos_token: int | None = None
-    """Id of the EOS token that was appended to each document of the training data; None if there was none, or if unknown."""
+    added_tokens: AddedTokens | None = None
+    """What was added to each text of the training data; None if unknown: then what the tokenizer adds."""
+    chat_template: str | None = None
+    """Source text of the chat template of the training data; None if these are not conversations, or if unknown."""
     stop_tokens: frozenset[int] = frozenset()
     """Ids of the tokens with which the model ends a text, as far as they are recorded."""
+
+    def get_begin_tokens(self, tokenizer: BaseTokenizer) -> Sequence[int]:
+        """Return the tokens with which a prompt begins, as the texts of the training data do."""
+        return tokenizer.begin_tokens if self.added_tokens is None else self.added_tokens.begin
 
     def find_stop_tokens(self, tokenizer: BaseTokenizer) -> set[int]:
         """Return the tokens that end a generated text: the recorded ones, and the EOS token of `tokenizer`."""
@@ -102,7 +109,8 @@ def open_model(path: Path, base_model: Path | None = None) -> ModelSource:
         config.transformer_architecture,
         checkpoint.load_parameter,
         list_tokenizer_candidates(config),
-        _read_recorded_eos_token(config),
+        read_added_tokens(config),
+        read_chat_template(config),
         frozenset(read_stop_tokens(config)),
     )
 
@@ -118,7 +126,7 @@ def read_stop_tokens(config: Config) -> set[int]:
     tokens = read_generation_stop_tokens(config.trainer.init_from) if config.trainer.init_from else set[int]()
     for prefix in config.data.data_prefixes:
         meta = _read_json(formats.build_token_file_path(prefix, "meta.json"))
-        tokens |= set(meta.get("stop_tokens", ())) | ({eos_token} if (eos_token := _read_eos_option(meta)) is not None else set())
+        tokens |= {*meta.get("stop_tokens", ()), *_read_added_tokens(meta).end[-1:]}
     return tokens
 
 
@@ -131,15 +139,24 @@ def read_generation_stop_tokens(folder: Path) -> set[int]:
     return set()
 
 
-def _read_recorded_eos_token(config: Config) -> int | None:
+def read_added_tokens(config: Config) -> AddedTokens | None:
+    """Return what was added to each text of the config's data; None if its files do not record it."""
     metas = [_read_json(formats.build_token_file_path(prefix, "meta.json")) for prefix in config.data.data_prefixes[:1]]
-    return _read_eos_option(metas[0]) if metas else None
+    return _read_added_tokens(metas[0]) if metas and "prepared" in metas[0] else None
 
 
-def _read_eos_option(meta: Mapping[str, Any]) -> int | None:
-    """Return the EOS token that `data tokenize` has appended to each document, according to the metadata of a token file."""
-    token: int | None = meta.get("prepared", {}).get("options", {}).get("eos_token")
-    return token
+def read_chat_template(config: Config) -> str | None:
+    """Return the source text of the chat template with which the config's data was tokenized; None if there is none."""
+    metas = (_read_json(formats.build_token_file_path(prefix, "meta.json")) for prefix in config.data.data_prefixes)
+    sources = (meta.get("prepared", {}).get("options", {}).get("chat_template") for meta in metas)
+    return next(filter(None, sources), None)
+
+
+def _read_added_tokens(meta: Mapping[str, Any]) -> AddedTokens:
+    """Return what `data tokenize` has added to each text, according to the metadata of a token file."""
+    options = meta.get("prepared", {}).get("options", {})
+    end_tokens = options.get("end_tokens", [options["eos_token"]] if options.get("eos_token") is not None else [])  # eos_token: until 0.9
+    return AddedTokens(tuple(meta.get("begin_tokens", ())), tuple(end_tokens))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from swarmtrain.trainer.parallel import ParallelModel
 from swarmtrain.trainer.random_seeds import derive_seed
 from swarmtrain.trainer.runtime import Runtime
 from swarmtrain.trainer.tokenize import tokenizer_backends
+from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
 from swarmtrain.trainer.tokenize.tokenizer_backends import BaseTokenizer
 
 
@@ -70,5 +71,12 @@ class TrainingSampler:
         self._tokenizer = encoder = model_source.open_model_tokenizer(
             tokenizer_names, architecture, place, "trainer.sampling_config.tokenizer"
         )
-        prompts = [encode_prompt(encoder, prompt, architecture.sequence_length, f"{place}.prompts") for prompt in config.prompts]
-        return prompts, tokenizer_backends.find_eos_token_ids(encoder) | model_source.read_stop_tokens(self._runtime.config)
+        added_tokens = model_source.read_added_tokens(self._runtime.config)
+        begin_tokens = encoder.begin_tokens if added_tokens is None else added_tokens.begin
+        template = ChatTemplate(encoder, source=model_source.read_chat_template(self._runtime.config)) if config.chat else None
+        max_length, stop_tokens = architecture.sequence_length, {*(template.end_of_turn_tokens if template else ())}
+        prompts = [
+            encode_prompt(encoder, prompt, max_length, f"{place}.prompts", begin_tokens=begin_tokens, template=template)
+            for prompt in config.prompts
+        ]
+        return prompts, stop_tokens | tokenizer_backends.find_eos_token_ids(encoder) | model_source.read_stop_tokens(self._runtime.config)

@@ -17,6 +17,7 @@ from swarmtrain.trainer.inference.generation import SamplingParams, build_logits
 from swarmtrain.trainer.inference.model_source import ModelSource
 from swarmtrain.trainer.inference.parallel_model import open_parallel_model
 from swarmtrain.trainer.inference.text_stream import TextStream
+from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
 
 _COMMAND = "sample"
 
@@ -35,6 +36,7 @@ class SampleOptions:
     stop: list[str]
     seed: int | None
     tokenizer: str | None
+    chat: bool
     json: bool
 
 
@@ -44,20 +46,25 @@ def main(request: Mapping[str, Any]) -> None:
     options = SampleOptions(**request)
     model = model_source.open_model(Path(options.source), Path(options.base) if options.base else None)
     tokenizer = model.open_tokenizer(options.tokenizer)
-    prompts = [encode_prompt(tokenizer, prompt, model.architecture.sequence_length, f"{_COMMAND} --prompt") for prompt in options.prompts]
+    begin_tokens, max_length, place = model.get_begin_tokens(tokenizer), model.architecture.sequence_length, f"{_COMMAND} --prompt"
+    template = ChatTemplate(tokenizer, source=model.chat_template) if options.chat else None
+    prompts = [
+        encode_prompt(tokenizer, prompt, max_length, place, begin_tokens=begin_tokens, template=template) for prompt in options.prompts
+    ]
+    stop_tokens = {*model.find_stop_tokens(tokenizer), *(template.end_of_turn_tokens if template else ())}
     with open_parallel_model(model) as (parallel_model, runtime):
         seed = collectives.run_on_rank_zero(lambda: secrets.randbits(31)) if options.seed is None else options.seed
         sampling_params = SamplingParams(options.temperature, options.top_k, options.top_p, seed)
         streams = [TextStream(tokenizer, prompt, options.stop) for prompt in prompts]
         stream_output = runtime.is_rank_zero and not options.json and len(prompts) == 1
-        if stream_output:
+        if stream_output and not options.chat:
             _write_stdout(options.prompts[0])
         tokens = generate_tokens(
             parallel_model.local_model,
             prompts,
             sampling_params,
             max_tokens=options.max_tokens,
-            eos_tokens=model.find_stop_tokens(tokenizer),
+            eos_tokens=stop_tokens,
             gather_logits=build_logits_gather(parallel_model.mesh.tensor_group),
             is_done=lambda number: streams[number].stopped,
         )
@@ -85,7 +92,8 @@ def _write_samples(options: SampleOptions, text_streams: Sequence[TextStream], m
     elif stream_output:
         _write_stdout(f"{text_streams[0].flush_text()}\n")
     else:
-        _write_stdout("\n".join(f"{row['prompt']}{row['text']}\n" for row in rows))
+        separator = "\n" if options.chat else ""
+        _write_stdout("\n".join(f"{row['prompt']}{separator}{row['text']}\n" for row in rows))
 
 
 def _write_stdout(text: str) -> None:

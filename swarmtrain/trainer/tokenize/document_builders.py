@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from swarmtrain.errors import TrainingError
 from swarmtrain.trainer.data.token_file import Tokens
-from swarmtrain.trainer.tokenize import chat_template, tokenizer_backends
-from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
+from swarmtrain.trainer.tokenize import chat_template, conversations, tokenizer_backends
+from swarmtrain.trainer.tokenize.chat_template import CharRange, ChatTemplate
 from swarmtrain.trainer.tokenize.readers import SourceRecord
 from swarmtrain.trainer.tokenize.shards import Document, DocumentBuilder
 from swarmtrain.trainer.tokenize.tokenize_options import ERROR_PLACE, TokenizeOptions
@@ -35,25 +36,48 @@ def find_text_problem(record_values: Any, text_key: str) -> str:
     return ""
 
 
-def append_eos_token(tokens: Tokens, eos_token: int | None) -> Tokens:
-    """Return `tokens` followed by `eos_token`. If `eos_token` is None, return `tokens` unchanged."""
-    return tokens if eos_token is None else np.append(tokens.astype(np.uint32), np.uint32(eos_token))
+@dataclass(frozen=True)
+class AddedTokens:
+    """What is added to the tokens of each text: the tokens that the tokenizer adds, and an EOS token."""
+
+    begin: Sequence[int] = ()
+    end: Sequence[int] = ()
+    split_special: bool = False
+    """Whether the text of a special token in a text is encoded as ordinary characters."""
+
+    def add_to(self, tokens: Tokens) -> tuple[Tokens, int, int]:
+        """Return `tokens` with the added tokens, and the number of those at the beginning and at the end.
+
+        What is there already, since the text has it, is not added again.
+        """
+        begin = () if self.begin and tokens[: len(self.begin)].tolist() == list(self.begin) else self.begin
+        end = () if self.end and tokens[-len(self.end) :].tolist() == list(self.end) else self.end
+        if not begin and not end:
+            return tokens, 0, 0
+        return np.concatenate([np.array(begin, np.uint32), tokens, np.array(end, np.uint32)], dtype=np.uint32), len(begin), len(end)
+
+    def list_options(self) -> dict[str, Any]:
+        """Return the options that affect documents."""
+        return {"begin_tokens": list(self.begin), "end_tokens": list(self.end), "split_special_tokens": self.split_special}
+
+
+_NO_TOKENS = AddedTokens()
 
 
 class TextBuilder:
     """Builds one document per text. All tokens contribute to the loss.
 
-    An empty text yields an empty document, without an EOS token.
+    An empty text yields an empty document, without added tokens.
     """
 
     has_loss_mask = False
 
-    def __init__(self, tokenizer: BaseTokenizer, text_key: str, eos_token: int | None) -> None:
+    def __init__(self, tokenizer: BaseTokenizer, text_key: str, added_tokens: AddedTokens = _NO_TOKENS) -> None:
         self.keys: Sequence[str] = (text_key,)
-        self._tokenizer, self._eos_token = tokenizer, eos_token
+        self._tokenizer, self._added_tokens = tokenizer, added_tokens
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.identity_options: Mapping[str, Any] = {"key": text_key, "eos_token": eos_token}
-        self.stop_tokens: Sequence[int] = [] if eos_token is None else [eos_token]
+        self.identity_options: Mapping[str, Any] = {"key": text_key, **added_tokens.list_options()}
+        self.begin_tokens, self.stop_tokens = added_tokens.begin, added_tokens.end[-1:]
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
@@ -62,75 +86,83 @@ class TextBuilder:
     def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
         """Return one document per record."""
         texts = [record.values[self.keys[0]] for record in records if record.values]
-        return [
-            Document(append_eos_token(tokens, self._eos_token) if len(tokens) else tokens)
-            for tokens in tokenizer_backends.encode_without_offsets(self._tokenizer, texts)
-        ]
+        encoded = self._tokenizer.encode_without_offsets(texts, split_special=self._added_tokens.split_special)
+        return [Document(self._added_tokens.add_to(tokens)[0] if len(tokens) else tokens) for tokens in encoded]
 
 
 class CompletionBuilder:
-    """Builds one document per record, from a prompt and its completion. Only the completion and the EOS token contribute to the loss."""
+    """Builds one document per record, from a prompt and its completion.
+
+    Only the completion and the tokens added at the end contribute to the loss.
+    """
 
     has_loss_mask = True
 
-    def __init__(self, tokenizer: BaseTokenizer, prompt_key: str, completion_key: str, eos_token: int | None) -> None:
+    def __init__(self, tokenizer: BaseTokenizer, prompt_key: str, completion_key: str, added_tokens: AddedTokens = _NO_TOKENS) -> None:
         self.keys: Sequence[str] = (prompt_key, completion_key)
-        self._tokenizer, self._eos_token = tokenizer, eos_token
+        self._tokenizer, self._added_tokens = tokenizer, added_tokens
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.identity_options: Mapping[str, Any] = {"prompt_key": prompt_key, "completion_key": completion_key, "eos_token": eos_token}
-        self.stop_tokens: Sequence[int] = [] if eos_token is None else [eos_token]
+        keys = {"prompt_key": prompt_key, "completion_key": completion_key}
+        self.identity_options: Mapping[str, Any] = {**keys, **added_tokens.list_options()}
+        self.begin_tokens, self.stop_tokens = added_tokens.begin, added_tokens.end[-1:]
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
-        return next(filter(None, (find_text_problem(record.values, key) for key in self.keys)), "")
+        values = record.values or {}
+        if any(isinstance(values[key], list) for key in self.keys):
+            return "has a list of messages: use --chat with --prompt-key and --completion-key"
+        return next(filter(None, (find_text_problem(values, key) for key in self.keys)), "")
 
     def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
         """Return one document per record."""
         pairs = [tuple(record.values[key] for key in self.keys) for record in records if record.values]
+        texts = [prompt + completion for prompt, completion in pairs]
         documents = []
         for (prompt, completion), encoded in zip(
-            pairs, self._tokenizer.encode([prompt + completion for prompt, completion in pairs]), strict=True
+            pairs, self._tokenizer.encode(texts, split_special=self._added_tokens.split_special), strict=True
         ):
             loss_mask = chat_template.build_loss_mask(encoded, [(len(prompt), len(prompt) + len(completion))])
-            has_end = self._eos_token is not None and bool(completion)
-            documents.append(
-                Document(
-                    append_eos_token(encoded.tokens, self._eos_token if has_end else None),
-                    np.append(loss_mask, True) if has_end else loss_mask,
-                )
-            )
+            if not completion:
+                documents.append(Document(encoded.tokens, loss_mask))
+                continue
+            tokens, begin, end = self._added_tokens.add_to(encoded.tokens)
+            documents.append(Document(tokens, np.pad(loss_mask, (begin, end), constant_values=((False, True),))))
         return documents
 
 
 class ChatBuilder:
-    """Builds one document per conversation. Only the assistant's turns, including their end-of-turn tokens, contribute to the loss."""
+    """Builds one document per conversation. Only the assistant's turns contribute to the loss."""
 
     has_loss_mask = True
+    keys: Sequence[str] = ()  # the layouts of conversations have other keys
 
-    def __init__(self, tokenizer: BaseTokenizer, messages_key: str, template: ChatTemplate) -> None:
-        self.keys: Sequence[str] = (messages_key,)
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(self, tokenizer: BaseTokenizer, message_keys: Sequence[str], template: ChatTemplate) -> None:
+        """`message_keys`: as in read_conversation."""
+        self._tokenizer, self._message_keys, self._template = tokenizer, message_keys, template
         self.dtype = select_token_dtype(tokenizer.vocab_size)
-        self.identity_options: Mapping[str, Any] = {"key": messages_key, "chat_template": template.source}
-        self.stop_tokens: Sequence[int] = template.find_end_of_turn_tokens()
+        self.identity_options: Mapping[str, Any] = {"keys": list(message_keys), "chat_template": template.source}
+        self.stop_tokens: Sequence[int] = template.end_of_turn_tokens
+        self.begin_tokens: Sequence[int] = template.begin_tokens
+        self._rendered: dict[int, tuple[str, list[CharRange]]] = {}
+        """Texts of the records that were checked, by record, until their documents are built."""
 
     def find_record_problem(self, record: SourceRecord) -> str:
         """Return a description of why `record` cannot become a document; empty if it can."""
-        messages = record.values[self.keys[0]] if record.values else None
-        problem = self._template.find_conversation_problem(messages)
-        if not problem and (text_problem := next(filter(None, (find_text_problem(message, "content") for message in messages or ())), "")):
-            return text_problem
-        if not problem:
-            try:
-                self._template.render_messages(messages or ())
-            except ValueError as error:
-                return str(error)
-        return problem
+        try:
+            conversation = conversations.read_conversation(record.values or {}, self._message_keys)
+            text, ranges = self._template.render_conversation(conversation)
+            text.encode()
+        except UnicodeEncodeError:
+            return "contains a lone surrogate, which is not a valid character"
+        except ValueError as error:
+            return str(error)
+        self._rendered[id(record)] = text, ranges
+        return ""
 
     def build_documents(self, records: Sequence[SourceRecord]) -> list[Document]:
-        """Return one document per record."""
-        rendered = [self._template.render_messages(record.values[self.keys[0]]) for record in records if record.values]
-        encoded = self._tokenizer.encode([text for text, _ in rendered], allow_special=True)
+        """Return one document per record, each of which was checked."""
+        rendered = [self._rendered.pop(id(record)) for record in records]
+        encoded = self._tokenizer.encode([text for text, _ in rendered])
         return [
             Document(each.tokens, chat_template.build_loss_mask(each, ranges)) for each, (_, ranges) in zip(encoded, rendered, strict=True)
         ]
@@ -140,21 +172,26 @@ def select_document_builder(options: TokenizeOptions, tokenizer: BaseTokenizer) 
     """Return the document builder that `options` select. Raises TrainingError if `options` contradict each other."""
     eos_token = tokenizer_backends.resolve_eos_token(tokenizer, options.eos_token, use_default=options.append_eos)
     pair_keys = options.prompt_key, options.completion_key
-    if any(pair_keys) and (not all(pair_keys) or options.chat):
-        hint = "use --prompt-key prompt --completion-key completion, or --chat with messages under --key"
-        raise TrainingError("--prompt-key and --completion-key must be used together, and without --chat", place=ERROR_PLACE, hint=hint)
-    if options.chat and eos_token is not None:
+    if any(pair_keys) and (not all(pair_keys) or options.key):
+        hint = "use --prompt-key prompt --completion-key completion, also with --chat"
+        raise TrainingError("--prompt-key and --completion-key must be used together, and without --key", place=ERROR_PLACE, hint=hint)
+    if options.chat and (eos_token is not None or options.split_special_tokens or not options.special_tokens):
         raise TrainingError(
-            "--append-eos and --eos-token cannot be used with --chat: the template ends each message",
+            "--append-eos, --eos-token, --no-special-tokens and --split-special-tokens cannot be used with --chat: the template writes "
+            "all special tokens",
             place=ERROR_PLACE,
-            hint="omit --append-eos and --eos-token",
+            hint="omit them",
         )
     if options.chat_template and not options.chat:
         raise TrainingError("--chat-template needs --chat", place=ERROR_PLACE, hint="add --chat")
     if options.chat:
         template = ChatTemplate(tokenizer, options.chat_template)
         sys.stderr.write(f"chat template: {template.name}\n")
-        return ChatBuilder(tokenizer, options.key or "messages", template)
+        return ChatBuilder(tokenizer, [key for key in (options.key, *pair_keys) if key], template)
+    begin, end = (tokenizer.begin_tokens, tokenizer.end_tokens) if options.special_tokens else ((), ())
+    if eos_token is not None and list(end[-1:]) != [eos_token]:
+        end = (*end, eos_token)
+    added_tokens = AddedTokens(tuple(begin), tuple(end), options.split_special_tokens)
     if options.prompt_key and options.completion_key:
-        return CompletionBuilder(tokenizer, options.prompt_key, options.completion_key, eos_token)
-    return TextBuilder(tokenizer, options.key or "text", eos_token)
+        return CompletionBuilder(tokenizer, options.prompt_key, options.completion_key, added_tokens)
+    return TextBuilder(tokenizer, options.key or "text", added_tokens)

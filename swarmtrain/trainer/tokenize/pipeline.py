@@ -188,6 +188,7 @@ def _merge_shards(
         "skipped_records_sha256": _hash_skipped_records(shard_stats),
         "sha256": hashes,
         "tokenizer_identity": tokenizer_identity,
+        "begin_tokens": list(builder.begin_tokens),
         "stop_tokens": list(builder.stop_tokens),
         "prepared": dict(job_identity),
     }

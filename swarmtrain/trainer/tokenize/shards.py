@@ -59,12 +59,14 @@ class DocumentBuilder(Protocol):
     """Interface of a document builder, which builds documents from records."""
 
     keys: Sequence[str]
-    """Keys of the values that the builder needs from each record."""
+    """Keys of the values that the builder needs from each record; empty: it needs all values."""
     has_loss_mask: bool
     """True if the documents have a loss mask, since some tokens do not contribute to the loss."""
     dtype: str
     identity_options: Mapping[str, Any]
     """The options that affect the built documents."""
+    begin_tokens: Sequence[int]
+    """The tokens with which each document begins, as the tokenizer says: a prompt of a model that was trained on them begins so, too."""
     stop_tokens: Sequence[int]
     """The tokens that end a document, or a turn of the assistant: a model that was trained on the documents stops with them."""
 
@@ -166,7 +168,7 @@ def _iterate_record_batches(
         source, batch, size = source_files[part.file_number], list[SourceRecord](), 0
         for record in readers.iterate_records(source, part, builder.keys):
             batch.append(record)
-            size += sum(len(str(record.values[key])) for key in builder.keys) if record.values else 0
+            size += sum(len(str(record.values[key])) for key in builder.keys or record.values) if record.values else 0
             if size >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
                 yield part.file_number, batch
                 batch, size = [], 0

@@ -17,9 +17,9 @@ class TokenizeOptions:
 
     prefix: str
     tokenizer: str
-    """Path of a tokenizer.json, or BYTE_TOKENIZER."""
+    """Path of a tokenizer.json or of its folder, or BYTE_TOKENIZER."""
     key: str | None = None
-    """Key of the text or the messages of each record. None: "text", or "messages" for conversations."""
+    """Key of the text or the messages of each record. None: "text"; for conversations, the keys of their layouts."""
     prompt_key: str | None = None
     completion_key: str | None = None
     chat: bool = False
@@ -30,6 +30,10 @@ class TokenizeOptions:
     """Text of the special token that is appended to each document; None: `append_eos` decides."""
     append_eos: bool = False
     """Whether to append the tokenizer's own EOS token to each document."""
+    special_tokens: bool = True
+    """Whether to add the tokens with which the tokenizer begins and ends a text, such as BOS."""
+    split_special_tokens: bool = False
+    """Whether the text of a special token in a text is encoded as ordinary characters."""
     on_bad: str = "stop"
     """How to handle invalid records: "stop" with an error, "skip" and list them, or "count" (skip, and report their number)."""
     workers: int = 0

@@ -1,13 +1,13 @@
-"""Tokenizers: encode texts as tokens with a Hugging Face tokenizer.json, or as one token per byte.
+"""Tokenizers: encode texts as tokens with a Hugging Face tokenizer, as transformers loads it, or as one token per byte.
 
-If a text contains the characters of a special token, they are encoded as ordinary characters. Only chat templates may write special tokens
-as text; messages that contain the text of a special token are rejected.
+The characters of a special token in a text are that token, as in transformers, unless an option says otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from swarmtrain.trainer.data.token_file import Tokens
 from swarmtrain.trainer.tokenize.tokenize_options import BYTE_TOKENIZER, ERROR_PLACE, import_optional_dependency
 
 _COMMON_EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,24 @@ class BaseTokenizer(Protocol):
     name: str
     sha256: str
     vocab_size: int
-    """Highest token id plus one."""
+    """Highest token id that a text can have, plus one."""
+    begin_tokens: Sequence[int]
+    """Tokens that the tokenizer puts before each text, such as BOS."""
+    end_tokens: Sequence[int]
+    """Tokens that the tokenizer puts after each text."""
+    token_texts: Mapping[str, str]
+    """Texts of the tokens with a role, by role: bos_token, eos_token, pad_token and others."""
+    chat_template: str | Mapping[str, str] | None
+    """The chat template of the tokenizer; if it has several, each by its name."""
 
-    def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
-        """Return the tokens and character offsets of each text. `allow_special`: encode the text of a special token as this token."""
+    def encode(self, texts: Sequence[str], *, split_special: bool = False) -> list[EncodedText]:
+        """Return the tokens and character offsets of each text, without `begin_tokens` and `end_tokens`.
+
+        `split_special`: encode the text of a special token as ordinary characters.
+        """
+
+    def encode_without_offsets(self, texts: Sequence[str], *, split_special: bool = False) -> list[Tokens]:
+        """Return the tokens of each text, like `encode`, in about 25 % less time."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, including special tokens."""
@@ -60,7 +75,10 @@ class BaseTokenizer(Protocol):
 
 
 def open_tokenizer(name: str) -> BaseTokenizer:
-    """Return the tokenizer `name`: BYTE_TOKENIZER, or the path of a tokenizer.json. Raises TrainingError if it cannot be read."""
+    """Return the tokenizer `name`: BYTE_TOKENIZER, or the path of a tokenizer.json or of its folder.
+
+    Raises TrainingError if it cannot be read.
+    """
     return ByteTokenizer() if name == BYTE_TOKENIZER else HuggingFaceTokenizer(name)
 
 
@@ -88,14 +106,22 @@ class ByteTokenizer:
     """Byte tokenizer: one token per byte of the UTF-8 text, and one EOS token."""
 
     name, sha256, identity = BYTE_TOKENIZER, "", BYTE_TOKENIZER
-    special_tokens: list[str] = [_COMMON_EOS_TOKENS[0]]  # noqa: RUF012  # never modified
+    special_tokens = [_COMMON_EOS_TOKENS[0]]  # noqa: RUF012  # never modified
+    token_texts: Mapping[str, str] = {}  # never modified
 
     def __init__(self) -> None:
         self.vocab_size = 256
+        self.begin_tokens: Sequence[int] = ()
+        self.end_tokens: Sequence[int] = ()
+        self.chat_template: str | Mapping[str, str] | None = None
 
-    def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
-        del allow_special  # the text of the EOS token is always encoded as bytes
+    def encode(self, texts: Sequence[str], *, split_special: bool = False) -> list[EncodedText]:
+        del split_special  # the text of the EOS token is always encoded as bytes
         return [_encode_bytes(text) for text in texts]
+
+    def encode_without_offsets(self, texts: Sequence[str], *, split_special: bool = False) -> list[Tokens]:
+        del split_special
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         pieces = [bytes([token]) if token < 256 else _COMMON_EOS_TOKENS[0].encode() for token in tokens]
@@ -109,33 +135,30 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of Hugging Face's library `tokenizers`, without post-processing, truncation and padding."""
+    """A Hugging Face tokenizer, as transformers loads it from its folder, without truncation and padding."""
 
-    def __init__(self, tokenizer_path: str) -> None:
-        library = import_optional_dependency("tokenizers")
+    def __init__(self, path: str) -> None:
+        file = Path(path) / _TOKENIZER_FILE if Path(path).is_dir() else Path(path)
         try:
-            content = read_regular_file(Path(tokenizer_path))
-            settings = json.loads(content)
-            plain_settings = {**settings, "truncation": None, "padding": None, "post_processor": None}
-            self._tokenizer: Any = library.Tokenizer.from_str(json.dumps(plain_settings))
+            content = read_regular_file(file)
         except OSError as error:
             raise TrainingError(
-                f"{tokenizer_path}: {describe_os_error(error)}",
+                f"{file}: {describe_os_error(error)}",
                 place=f"{ERROR_PLACE} --tokenizer",
-                hint="pass the path of a tokenizer.json, or the word bytes",
+                hint="pass the path of a tokenizer.json or of its folder, or the word bytes",
             ) from None
-        except Exception as error:  # noqa: BLE001  # the library raises plain Exception
-            raise TrainingError(f"{tokenizer_path}: is not a valid tokenizer.json: {error}", place=f"{ERROR_PLACE} --tokenizer") from None
-        self.name, self.sha256 = tokenizer_path, hashlib.sha256(content).hexdigest()
+        loaded = _load_with_transformers(file)
+        self._tokenizer: Any = _remove_padding_token(loaded, content)
+        self.begin_tokens: Sequence[int]
+        self.end_tokens: Sequence[int]
+        self.begin_tokens, self.end_tokens = _find_added_tokens(self._tokenizer)
+        self._tokenizer.post_processor = None
+        self.name, self.sha256 = str(file), hashlib.sha256(content).hexdigest()
+        self.token_texts: Mapping[str, str] = {name: str(text) for name, text in loaded.special_tokens_map.items() if isinstance(text, str)}
+        self.chat_template: str | Mapping[str, str] | None = loaded.chat_template
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.special_tokens = [token["content"] for token in settings.get("added_tokens", ()) if token.get("special")]
-        for text, number in read_tokenizer_settings(tokenizer_path)["added_tokens"].items():
-            if self.token_to_id(text) != number:  # transformers would add it
-                raise TrainingError(
-                    f"{tokenizer_path}: lacks the token {text!r} with id {number}, which tokenizer_config.json or added_tokens.json adds",
-                    place=f"{ERROR_PLACE} --tokenizer",
-                    hint="load the folder with transformers' AutoTokenizer, and save it again: tokenizer.json then has all tokens",
-                )
+        added_tokens = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = [token.content for token in added_tokens if token.special]
 
     @cached_property
     def identity(self) -> str:
@@ -145,13 +168,12 @@ class HuggingFaceTokenizer:
         relevant["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
         return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
-    def encode(self, texts: Sequence[str], *, allow_special: bool = False) -> list[EncodedText]:
-        self._tokenizer.encode_special_tokens = not allow_special
+    def encode(self, texts: Sequence[str], *, split_special: bool = False) -> list[EncodedText]:
+        self._tokenizer.encode_special_tokens = split_special
         return [_convert_huggingface_encoding(each) for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
-    def encode_without_offsets(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text without character offsets, which takes about 25 % less time than with offsets."""
-        self._tokenizer.encode_special_tokens = True
+    def encode_without_offsets(self, texts: Sequence[str], *, split_special: bool = False) -> list[Tokens]:
+        self._tokenizer.encode_special_tokens = split_special
         return [np.array(each.ids, dtype=np.uint32) for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -172,13 +194,6 @@ def find_eos_token_ids(tokenizer: BaseTokenizer) -> set[int]:
     return set() if token_id is None else {token_id}
 
 
-def encode_without_offsets(tokenizer: BaseTokenizer, texts: Sequence[str]) -> list[Tokens]:
-    """Return the tokens of each text, without character offsets."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.encode_without_offsets(texts)
-    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-
-
 def _encode_bytes(text: str) -> EncodedText:
     widths = [len(character.encode()) for character in text]
     starts = np.repeat(np.arange(len(text)), widths)
@@ -191,7 +206,7 @@ def _convert_huggingface_encoding(encoding: Any) -> EncodedText:
 
 
 def _find_eos_token_text(tokenizer: BaseTokenizer) -> str:
-    if eos_token := read_token_text(read_tokenizer_settings(tokenizer.name), "eos_token"):
+    if eos_token := tokenizer.token_texts.get("eos_token"):
         return eos_token
     for text in _COMMON_EOS_TOKENS:
         if tokenizer.token_to_id(text) is not None:
@@ -201,25 +216,51 @@ def _find_eos_token_text(tokenizer: BaseTokenizer) -> str:
     )
 
 
-def read_tokenizer_settings(tokenizer_path: str) -> dict[str, Any]:
-    """Return the settings next to the tokenizer.json at `tokenizer_path`; empty if there are none.
+def _remove_padding_token(loaded: Any, content: bytes) -> Any:
+    """Return the tokenizer of the library `tokenizers` that transformers has loaded from the `content` of a file, without truncation.
 
-    As in transformers, tokens in special_tokens_map.json replace those in tokenizer_config.json, and added_tokens.json adds to both.
+    If the file sets padding, but has no padding token, transformers adds one, for which a model has no embedding.
     """
-    settings = _read_sidecar(tokenizer_path, "tokenizer_config.json") | _read_sidecar(tokenizer_path, "special_tokens_map.json")
-    added_tokens = {str(token["content"]): int(number) for number, token in settings.get("added_tokens_decoder", {}).items()}
-    return settings | {"added_tokens": added_tokens | _read_sidecar(tokenizer_path, "added_tokens.json")}
+    tokenizer = loaded.backend_tokenizer
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings = json.loads(content)
+    known = {token["content"] for token in settings.get("added_tokens", ())}
+    if (
+        loaded.pad_token
+        and settings.get("padding")
+        and loaded.pad_token not in known
+        and loaded.pad_token not in settings["model"]["vocab"]
+    ):
+        settings = json.loads(tokenizer.to_str())
+        settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] != loaded.pad_token]
+        return type(tokenizer).from_str(json.dumps(settings))
+    return tokenizer
 
 
-def read_token_text(settings: Mapping[str, Any], name: str) -> str:
-    """Return the text of the token `name`, such as eos_token, in the settings of a tokenizer; empty if it has none."""
-    token = settings.get(name)
-    return str(token["content"] if isinstance(token, dict) else token or "")
+def _find_added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer of the library `tokenizers` puts before and after each text."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    text_tokens = [number for number, is_added in enumerate(encoding.special_tokens_mask) if not is_added] or [len(encoding.ids)]
+    return encoding.ids[: text_tokens[0]], encoding.ids[text_tokens[-1] + 1 :]
 
 
-def _read_sidecar(tokenizer_path: str, name: str) -> dict[str, Any]:
+def _load_with_transformers(file: Path) -> Any:
+    """Return the tokenizer that transformers loads from the folder of `file`; if it has another name than there, from the file alone.
+
+    Never runs code of that folder. Raises TrainingError.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    transformers = import_optional_dependency("transformers")
     try:
-        content: dict[str, Any] = json.loads(read_regular_file(Path(tokenizer_path).with_name(name)))
-    except (OSError, ValueError):
-        return {}
-    return content
+        if file.name == _TOKENIZER_FILE:
+            loaded = transformers.AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True, trust_remote_code=False)
+        else:
+            loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # noqa: BLE001  # an error of any type in files of a stranger
+        reason = f"{file}: cannot be loaded by transformers {transformers.__version__}: {' '.join(str(error).split())}"
+        raise TrainingError(reason, place=f"{ERROR_PLACE} --tokenizer") from None
+    if not loaded.is_fast:
+        reason = f"{file}: transformers loads it as {type(loaded).__name__}, which does not tell where in the text a token is"
+        raise TrainingError(reason, place=f"{ERROR_PLACE} --tokenizer", hint="use a tokenizer with a fast version")
+    return loaded
