@@ -30,14 +30,22 @@ class RecordedTokenizer:
     owner: str
     name: str
     sha256: str
-    identity: str
-    """As BaseTokenizer.identity; empty if it is unknown."""
+    recorded_identity: str = ""
+    """As BaseTokenizer.identity; empty if it is not recorded."""
+    is_of_model: bool = False
+    """Whether it was found in the folder of a model, and not recorded with token files."""
 
     def is_same(self, other: RecordedTokenizer) -> bool:
-        """Return whether both assign the same tokens to texts; for two files without a known identity, whether they are equal."""
-        if self.identity and other.identity:
-            return self.identity == other.identity
-        return self.sha256 == other.sha256
+        """Return whether both assign the same tokens to texts.
+
+        Where that cannot be computed on this machine: whether two recorded files are equal; True for the file of a model.
+        """
+        if self.sha256 == other.sha256 and not (self.recorded_identity and other.recorded_identity):
+            return True
+        identities = [each.recorded_identity or _compute_identity(each.name, each.sha256) for each in (self, other)]
+        if all(identities):
+            return identities[0] == identities[1]
+        return self.sha256 == other.sha256 or self.is_of_model or other.is_of_model
 
 
 def check_tokenizers(config: Config, files: Sequence[MemoryMap], evaluated_model: Path | None = None) -> None:
@@ -67,7 +75,7 @@ def _read_recorded_tokenizer(owner: str, meta: Mapping[str, Any]) -> RecordedTok
     if not record:
         return None
     name, sha256 = str(record["name"]), str(record["sha256"])
-    return RecordedTokenizer(owner, name, sha256, str(meta.get("tokenizer_identity", "")) or _compute_identity(name, sha256))
+    return RecordedTokenizer(owner, name, sha256, str(meta.get("tokenizer_identity", "")))
 
 
 def _read_model_tokenizers(folder: Path) -> list[RecordedTokenizer]:
@@ -76,8 +84,7 @@ def _read_model_tokenizers(folder: Path) -> list[RecordedTokenizer]:
     try:
         if tokenizer_path.exists():
             name, sha256 = str(tokenizer_path), hashlib.sha256(read_regular_file(tokenizer_path)).hexdigest()
-            identity = _compute_identity(name, sha256)
-            return [RecordedTokenizer(f"the model in {folder}", name, sha256, identity)] if identity else []
+            return [RecordedTokenizer(f"the model in {folder}", name, sha256, is_of_model=True)]
         prefixes = [Path(prefix) for prefix in _read_checkpoint_config(folder).get("data", {}).get("data_prefixes", ())]
         metas = [json.loads(read_regular_file(formats.build_token_file_path(prefix, "meta.json"))) for prefix in prefixes]
     except (OSError, ValueError, TrainingError):
