@@ -26,8 +26,6 @@ class FieldMapping:
 
     hf_key: str
     config_path: str
-    default: Any = None
-    """Value of the key if it is missing in config.json."""
     to_hf: Callable[[TransformerArchitectureConfig], Any] | None = None
     """Computes the key's value in config.json from an architecture. None: the value of the field is used."""
     from_hf: Callable[[Any, ConfigJson], Any] | None = None
@@ -42,7 +40,7 @@ class FieldMapping:
 
         Raises KeyError, TypeError, ValueError or ZeroDivisionError if the value in config.json is invalid.
         """
-        value = config_json.get(self.hf_key, self.default)
+        value = config_json.get(self.hf_key)
         return self.from_hf(value, config_json) if self.from_hf else value
 
 
@@ -58,7 +56,9 @@ class ModelFamily:
     fixed_values: ConfigJson
     """Fields of `transformer_architecture` that are constant in this family, by path."""
     required_values: ConfigJson
-    """Other keys of config.json and their allowed values; None allows a missing key."""
+    """Other keys of config.json and their allowed values."""
+    defaults: ConfigJson
+    """Values of keys that are missing in config.json: the defaults of the family's configuration class."""
     output_bias_follows_attention: bool = True
     """Whether attention's output projection has a bias if and only if the query projection has one."""
     has_sliding_window: bool = False
@@ -111,25 +111,22 @@ _COMMON_MAPPINGS = (
     FieldMapping("num_attention_heads", "num_attention_heads"),
     FieldMapping("intermediate_size", "mlp_factor", to_hf=lambda architecture: architecture.mlp_width, from_hf=_compute_mlp_factor),
     FieldMapping("max_position_embeddings", "sequence_length"),
-    FieldMapping("tie_word_embeddings", "weight_tying", default=False),
-    FieldMapping("attention_dropout", "dropout_attention_probs", default=0.0),
+    FieldMapping("tie_word_embeddings", "weight_tying"),
+    FieldMapping("attention_dropout", "dropout_attention_probs"),
 )
 _ROPE_SCALING_MAPPING = (FieldMapping("rope_scaling", "rotary_scaling", to_hf=_export_rope_scaling, from_hf=_import_rope_scaling),)
 _LLAMA_MAPPINGS = (
     *_COMMON_MAPPINGS,
     *_ROPE_SCALING_MAPPING,
-    FieldMapping("rope_theta", "rotary_embedding_base", default=10000.0),
+    FieldMapping("rope_theta", "rotary_embedding_base"),
     FieldMapping("num_key_value_heads", "attention_num_kv_heads", to_hf=lambda architecture: architecture.kv_heads),
     FieldMapping("head_dim", "attention_head_size", to_hf=lambda architecture: architecture.head_size, from_hf=_normalize_head_size),
-    FieldMapping("rms_norm_eps", "layernorm.layernorm_epsilon", default=1e-6),
+    FieldMapping("rms_norm_eps", "layernorm.layernorm_epsilon"),
 )
 _LM_HEAD_SUFFIX = re.compile("ForCausalLM|LMHeadModel")
 _ATTENTION_BIAS_MAPPING, _MLP_BIAS_MAPPING = (
-    FieldMapping("attention_bias", "attention_bias", default=False),
-    FieldMapping("mlp_bias", "mlp_bias", default=False),
-)
-_QWEN3_HEAD_DIM_MAPPING = FieldMapping(
-    "head_dim", "attention_head_size", default=128, to_hf=lambda architecture: architecture.head_size, from_hf=_normalize_head_size
+    FieldMapping("attention_bias", "attention_bias"),
+    FieldMapping("mlp_bias", "mlp_bias"),
 )
 _SLIDING_WINDOW_MAPPING = FieldMapping(
     "sliding_window",
@@ -155,6 +152,66 @@ _GPT_FIXED_VALUES = {
     "mlp_bias": True,
 }
 _SILU_REQUIRED_VALUES = {"hidden_act": "silu", "use_sliding_window": (None, False), "quantization_config": None}
+# The values of transformers 5.23.
+_LLAMA_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+}
+_QWEN_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_MISTRAL_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_NEOX_DEFAULTS = {
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5,
+    "rotary_emb_base": 10000.0,
+    "rotary_pct": 0.25,
+    "use_parallel_residual": True,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+_GPT2_DEFAULTS = {
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+}
 
 FAMILIES = (
     ModelFamily(
@@ -163,6 +220,7 @@ FAMILIES = (
         (*_LLAMA_MAPPINGS, _ATTENTION_BIAS_MAPPING, _MLP_BIAS_MAPPING),
         _LLAMA_FIXED_VALUES,
         _SILU_REQUIRED_VALUES,
+        _LLAMA_DEFAULTS,
     ),
     ModelFamily(
         "qwen2",
@@ -170,14 +228,16 @@ FAMILIES = (
         _LLAMA_MAPPINGS,
         {**_LLAMA_FIXED_VALUES, "attention_bias": True, "mlp_bias": False},
         _SILU_REQUIRED_VALUES,
+        _QWEN_DEFAULTS,
         output_bias_follows_attention=False,
     ),
     ModelFamily(
         "qwen3",
         "Qwen3ForCausalLM",
-        (*_LLAMA_MAPPINGS, _QWEN3_HEAD_DIM_MAPPING, _ATTENTION_BIAS_MAPPING),
+        (*_LLAMA_MAPPINGS, _ATTENTION_BIAS_MAPPING),
         {**_LLAMA_FIXED_VALUES, "key_query_norm": True, "mlp_bias": False},
         _SILU_REQUIRED_VALUES,
+        {**_QWEN_DEFAULTS, "head_dim": 128},
     ),
     ModelFamily(
         "mistral",
@@ -185,6 +245,7 @@ FAMILIES = (
         (*_LLAMA_MAPPINGS, _SLIDING_WINDOW_MAPPING),
         {**_LLAMA_FIXED_VALUES, "attention_bias": False, "mlp_bias": False},
         _SILU_REQUIRED_VALUES,
+        _MISTRAL_DEFAULTS,
         has_sliding_window=True,
     ),
     ModelFamily(
@@ -193,19 +254,18 @@ FAMILIES = (
         (
             *_COMMON_MAPPINGS,
             *_ROPE_SCALING_MAPPING,
-            FieldMapping("rotary_emb_base", "rotary_embedding_base", default=10000.0),
-            FieldMapping("rotary_pct", "rotary_percentage", default=0.25),
-            FieldMapping("layer_norm_eps", "layernorm.layernorm_epsilon", default=1e-5),
-            FieldMapping("attention_bias", "attention_bias", default=True),
-            FieldMapping("use_parallel_residual", "parallel_residual", default=True),
-            FieldMapping(
-                "hidden_act", "activation_function", to_hf=_export_activation, from_hf=lambda name, _: _ACTIVATIONS[name or "gelu"]
-            ),
-            FieldMapping("hidden_dropout", "dropout_after_attention", default=0.0),
-            FieldMapping("hidden_dropout", "dropout_after_mlp", default=0.0),
+            FieldMapping("rotary_emb_base", "rotary_embedding_base"),
+            FieldMapping("rotary_pct", "rotary_percentage"),
+            FieldMapping("layer_norm_eps", "layernorm.layernorm_epsilon"),
+            FieldMapping("attention_bias", "attention_bias"),
+            FieldMapping("use_parallel_residual", "parallel_residual"),
+            FieldMapping("hidden_act", "activation_function", to_hf=_export_activation, from_hf=lambda name, _: _ACTIVATIONS[name]),
+            FieldMapping("hidden_dropout", "dropout_after_attention"),
+            FieldMapping("hidden_dropout", "dropout_after_mlp"),
         ),
         {**_GPT_FIXED_VALUES, "relative_position_embedding_type": "rotary"},
         {"quantization_config": None},
+        _NEOX_DEFAULTS,
     ),
     ModelFamily(
         "gpt2",
@@ -217,18 +277,18 @@ FAMILIES = (
             FieldMapping("n_head", "num_attention_heads"),
             FieldMapping("n_inner", "mlp_factor", to_hf=lambda architecture: architecture.mlp_width, from_hf=_compute_mlp_factor),
             FieldMapping("n_positions", "sequence_length"),
-            FieldMapping("tie_word_embeddings", "weight_tying", default=True),
-            FieldMapping("layer_norm_epsilon", "layernorm.layernorm_epsilon", default=1e-5),
+            FieldMapping("tie_word_embeddings", "weight_tying"),
+            FieldMapping("layer_norm_epsilon", "layernorm.layernorm_epsilon"),
             FieldMapping(
                 "activation_function",
                 "activation_function",
                 to_hf=_export_activation,
-                from_hf=lambda name, _: _ACTIVATIONS[name or "gelu_new"],
+                from_hf=lambda name, _: _ACTIVATIONS[name],
             ),
-            FieldMapping("embd_pdrop", "dropout_embedding", default=0.1),
-            FieldMapping("attn_pdrop", "dropout_attention_probs", default=0.1),
-            FieldMapping("resid_pdrop", "dropout_after_attention", default=0.1),
-            FieldMapping("resid_pdrop", "dropout_after_mlp", default=0.1),
+            FieldMapping("embd_pdrop", "dropout_embedding"),
+            FieldMapping("attn_pdrop", "dropout_attention_probs"),
+            FieldMapping("resid_pdrop", "dropout_after_attention"),
+            FieldMapping("resid_pdrop", "dropout_after_mlp"),
         ),
         {
             **_GPT_FIXED_VALUES,
@@ -243,6 +303,7 @@ FAMILIES = (
             "add_cross_attention": (None, False),
             "quantization_config": None,
         },
+        _GPT2_DEFAULTS,
     ),
 )
 
@@ -300,8 +361,9 @@ def read_architecture_values(config_json: ConfigJson, location: str) -> dict[str
 
     Raises SwarmtrainError, with the file name `location`, if values are invalid or not supported.
     """
-    model_family, config_json = read_model_family(config_json, location), flatten_rope_parameters(config_json)
+    model_family = read_model_family(config_json, location)
     try:
+        config_json = {**model_family.defaults, **flatten_rope_parameters(config_json)}
         if unsupported := _list_unsupported_settings(config_json, model_family):
             reason = f"is a {model_family.model_type} variant that is not supported: {'; '.join(unsupported)}"
             raise SwarmtrainError(reason, place=location, hint="train it with a custom script: see docs/how-to/custom-script.md")
@@ -334,25 +396,37 @@ def read_architecture(config_json: ConfigJson, location: str) -> TransformerArch
 
 
 def flatten_rope_parameters(config_json: ConfigJson) -> dict[str, Any]:
-    """Return config.json with `rope_parameters` converted to the older keys rope_theta, rotary_pct and rope_scaling."""
-    rope = config_json.get("rope_parameters")
+    """Return config.json with the rotary settings that transformers uses, under its older keys rope_theta, rotary_pct and rope_scaling.
+
+    Of several settings, the first counts: in rope_scaling, if it is set; in rope_parameters; next to them (transformers'
+    RotaryEmbeddingConfigMixin).
+    """
+    rope = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         return dict(config_json)
-    neox = config_json.get("model_type") == "gpt_neox"
-    renamed = {"rotary_emb_base" if neox else "rope_theta": rope.get("rope_theta"), "rotary_pct": rope.get("partial_rotary_factor")}
-    scaling = None if rope.get("rope_type", "default") == "default" else rope
-    return {**{key: value for key, value in renamed.items() if value is not None}, "rope_scaling": scaling, **config_json}
+    is_neox = config_json.get("model_type") == "gpt_neox"
+    theta_key, partial_key = ("rotary_emb_base", "rotary_pct") if is_neox else ("rope_theta", "partial_rotary_factor")
+    partial = rope.get("partial_rotary_factor", config_json.get(partial_key))
+    flat = {theta_key: rope.get("rope_theta", config_json.get(theta_key)), "rotary_pct": partial}
+    scaling = dict(rope) if rope.get("rope_type", rope.get("type", "default")) != "default" else None
+    if scaling:
+        own_length = scaling.get("original_max_position_embeddings", config_json.get("max_position_embeddings"))
+        scaling["original_max_position_embeddings"] = config_json.get("original_max_position_embeddings", own_length)
+    others = {key: value for key, value in config_json.items() if key not in (theta_key, "rotary_pct", "partial_rotary_factor")}
+    return {**others, **{key: value for key, value in flat.items() if value is not None}, "rope_scaling": scaling}
 
 
 def _list_unsupported_settings(config_json: ConfigJson, model_family: ModelFamily) -> list[str]:
     """Return the settings of a config.json that `transformer_architecture` does not support."""
     allowed_values = {key: value if isinstance(value, tuple) else (value,) for key, value in model_family.required_values.items()}
     unsupported = [f"{key} is {config_json.get(key)!r}" for key, allowed in allowed_values.items() if config_json.get(key) not in allowed]
+    if model_family.model_type != "gpt_neox" and config_json.get("rotary_pct", 1.0) != 1.0:
+        unsupported.append(f"partial_rotary_factor is {config_json['rotary_pct']!r}")
     rope = config_json.get("rope_scaling") or {}
     if rope and (scaling := rope.get("rope_type", rope.get("type"))) != "llama3":
         unsupported.append(f"the RoPE scaling type is {scaling!r}")
     if model_family.model_type in ("gpt_neox", "gpt2"):
-        name = config_json.get("hidden_act" if model_family.model_type == "gpt_neox" else "activation_function") or "gelu"
+        name = config_json["hidden_act" if model_family.model_type == "gpt_neox" else "activation_function"]
         unsupported += [] if name in _ACTIVATIONS else [f"the activation function is {name!r}"]
     return unsupported
 

@@ -65,6 +65,8 @@ def build_parameter_loader(
     _check_tensor_names_and_shapes(
         folder, tensors, mapping, headless=architecture.has_tied_embeddings or architecture.embedding_head_config is not None
     )
+    if architecture.has_tied_embeddings and architecture.embedding_head_config is None:
+        _check_tied_head(folder, tensors, mapping)
     return lambda name, _: mapping.extract_parameter(name, tensors)
 
 
@@ -156,6 +158,17 @@ def _check_tensor_names_and_shapes(folder: Path, tensors: Mapping[str, Tensor], 
             f"does not have the tensors that its {CONFIG_FILE} requires: {'; '.join(mismatches[:_MAX_SHOWN_DIFFERENCES])}{more}",
             place=f"config trainer.init_from {folder}",
             hint="check that the folder is complete",
+        )
+
+
+def _check_tied_head(folder: Path, tensors: Mapping[str, Tensor], mapping: TensorMapping) -> None:
+    """Raise IncompatibleCheckpoint if a model with tied embeddings has a language model head of its own, which transformers would use."""
+    head, embeddings = tensors.get(mapping.head_name), tensors.get(mapping.embeddings_name)
+    if head is not None and embeddings is not None and not torch.equal(head, embeddings):
+        raise IncompatibleCheckpoint(
+            f"has tied embeddings according to its {CONFIG_FILE}, but its {mapping.head_name} is another one than its embeddings",
+            place=f"config trainer.init_from {folder}",
+            hint=f"set tie_word_embeddings: false in {folder / CONFIG_FILE}, and transformer_architecture.weight_tying: false",
         )
 
 

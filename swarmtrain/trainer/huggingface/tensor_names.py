@@ -100,6 +100,11 @@ class TensorMapping:
         return f"{self._names.top_level['head']}.weight"
 
     @property
+    def embeddings_name(self) -> str:
+        """Name of the weight of the token embeddings."""
+        return f"{self._names.top_level['embedding']}.weight"
+
+    @property
     def position_embeddings_name(self) -> str | None:
         """Name of the learned position embeddings; None if there are none. This tensor may have more positions than a training sample."""
         return next((huggingface_name for huggingface_name, our_names in self.sources.items() if our_names == ["positions.weight"]), None)
