@@ -9,7 +9,6 @@ message, up to the special token after it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import threading
@@ -264,7 +263,6 @@ class ChatTemplate:
         return {**self._tokenizer.token_texts, **conversation.template_values, **given}
 
     def _compile_template(self, source: str) -> Any:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         import_optional_dependency("jinja2")
         utils = import_optional_dependency("transformers.utils.chat_template_utils")
         try:

@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_tokenize_command(option_values: dict[str, Any], path_patterns: Sequence[str]) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker pool runs in parallel already
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn that torch is not installed, which is not needed
     options = TokenizeOptions(**option_values)
     options = replace(options, workers=options.workers or len(os.sched_getaffinity(0)))
     try:

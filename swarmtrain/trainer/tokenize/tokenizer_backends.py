@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -250,7 +249,6 @@ def _load_with_transformers(file: Path) -> Any:
 
     Never runs code of that folder. Raises TrainingError.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     transformers = import_optional_dependency("transformers")
     try:
         if file.name == _TOKENIZER_FILE:
