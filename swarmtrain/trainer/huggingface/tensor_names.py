@@ -6,70 +6,14 @@ In some families, the query, key and value weights are fused into one tensor, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swarmtrain.config.huggingface_config import ModelFamily
+from swarmtrain.config.families.family import ModelFamily
 from swarmtrain.config.schema.transformer_architecture import TransformerArchitectureConfig
 
-_FUSED_QKV = ("query", "key", "value")
 _BUFFER_SUFFIXES = ("inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-
-
-@dataclass(frozen=True)
-class _FamilyNames:
-    """Names of a model family's modules, by the names of swarmtrain's modules."""
-
-    top_level: Mapping[str, str]
-    layer_prefix: str
-    per_layer: Mapping[str, str]
-
-
-_LLAMA_NAMES = _FamilyNames(
-    {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
-    "model.layers",
-    {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.output": "self_attn.o_proj",
-        "attention.query_norm": "self_attn.q_norm",
-        "attention.key_norm": "self_attn.k_norm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    },
-)
-_NAMES_BY_FAMILY = {
-    "gpt_neox": _FamilyNames(
-        {"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
-        "gpt_neox.layers",
-        {
-            "attention_norm": "input_layernorm",
-            "mlp_norm": "post_attention_layernorm",
-            **{f"attention.{one}": "attention.query_key_value" for one in _FUSED_QKV},
-            "attention.output": "attention.dense",
-            "mlp.up": "mlp.dense_h_to_4h",
-            "mlp.down": "mlp.dense_4h_to_h",
-        },
-    ),
-    "gpt2": _FamilyNames(
-        {"embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},
-        "transformer.h",
-        {
-            "attention_norm": "ln_1",
-            "mlp_norm": "ln_2",
-            **{f"attention.{one}": "attn.c_attn" for one in _FUSED_QKV},
-            "attention.output": "attn.c_proj",
-            "mlp.up": "mlp.c_fc",
-            "mlp.down": "mlp.c_proj",
-        },
-    ),
-}
 
 
 class TensorMapping:
@@ -79,8 +23,7 @@ class TensorMapping:
         self, family: ModelFamily, architecture: TransformerArchitectureConfig, parameter_shapes: Mapping[str, Sequence[int]]
     ) -> None:
         """`parameter_shapes`: shapes of swarmtrain's parameters, by name."""
-        self._names, self._shape, self._sizes = _NAMES_BY_FAMILY.get(family.model_type, _LLAMA_NAMES), architecture, parameter_shapes
-        self._interleaves_heads, self._transposes = family.model_type == "gpt_neox", family.model_type == "gpt2"
+        self._names, self._shape, self._sizes = family.tensor_names, architecture, parameter_shapes
         self.sources: dict[str, list[str]] = {}
         """For each tensor of the family, the swarmtrain parameters that it consists of: a single one, or query, key and value."""
         for name in parameter_shapes:
@@ -122,7 +65,7 @@ class TensorMapping:
 
     def fuse_parameters(self, huggingface_name: str, parameters: Sequence[Tensor]) -> Tensor:
         """Return the family's tensor `huggingface_name`, built from the swarmtrain `parameters` that it consists of."""
-        if self._interleaves_heads and len(parameters) > 1:
+        if self._names.interleaves_heads and len(parameters) > 1:
             heads, size = self._shape.num_attention_heads, self._shape.head_size
             return torch.stack([parameter.reshape(heads, size, *parameter.shape[1:]) for parameter in parameters], dim=1).flatten(0, 2)
         tensor = torch.cat(list(parameters)) if len(parameters) > 1 else parameters[0]
@@ -132,7 +75,7 @@ class TensorMapping:
         """Return the swarmtrain parameter `name`, extracted from the family's `tensors`; a view of a tensor if possible."""
         huggingface_name, index = self._locations[name]
         tensor, count = tensors[huggingface_name], len(self.sources[huggingface_name])
-        if self._interleaves_heads and count > 1:
+        if self._names.interleaves_heads and count > 1:
             size = self._shape.head_size
             return tensor.reshape(self._shape.num_attention_heads, count, size, *tensor.shape[1:])[:, index].flatten(0, 1)
         tensor = tensor.T if self._is_transposed(huggingface_name) else tensor
@@ -141,7 +84,7 @@ class TensorMapping:
     def _is_transposed(self, huggingface_name: str) -> bool:
         """Return whether the family stores the tensor `huggingface_name` transposed."""
         return (
-            self._transposes
+            self._names.transposes
             and huggingface_name.startswith(self._names.layer_prefix)
             and len(self._sizes[self.sources[huggingface_name][0]]) > 1
         )
