@@ -55,7 +55,10 @@ def export_model(
     ] = None,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of each file.")] = "5GiB",
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json to copy into the folder.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--tokenizer", metavar="FILE", help="A tokenizer.json or its folder, to copy. Default: that of init_from.", show_default=False
+        ),
     ] = None,
     base_model: BaseModelOption = None,
     adapter_only: Annotated[

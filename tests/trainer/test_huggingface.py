@@ -240,6 +240,27 @@ def test_initialized_from_an_export_it_is_the_same_model(
         assert divided == pytest.approx(alone, rel=1e-6), kind
 
 
+def test_an_export_keeps_the_tokenizer_and_the_length_of_its_base_model(
+    trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, config = trained_runs["qwen2"]
+    base = tmp_path / "base"
+    export_checkpoint(folder / "run", base, dtype=None, shard_bytes=GIB)
+    values = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**values, "max_position_embeddings": 4096}))
+    write_tokenizer(base / "tokenizer.json")
+    (base / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    run_training(tmp_path / "run", merge_config(config, trainer={"init_from": str(base), "train_iterations": 0}))
+    export_checkpoint(tmp_path / "run" / "run", tmp_path / "out", dtype=None, shard_bytes=GIB)
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (exported["max_position_embeddings"], exported["eos_token_id"]) == (4096, 1)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    export_checkpoint(tmp_path / "run" / "run", tmp_path / "other", dtype=None, shard_bytes=GIB, tokenizer=base)
+    assert (tmp_path / "other" / "chat_template.jinja").exists()
+
+
 def test_a_killed_export_is_not_in_the_way(trained_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     left = tmp_path / ".out.partial"
     left.mkdir()

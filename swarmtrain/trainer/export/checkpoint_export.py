@@ -28,8 +28,17 @@ from swarmtrain.trainer.model.transformer import Transformer
 from swarmtrain.trainer.tokenize import tokenizer_backends
 from swarmtrain.trainer.tokenize.progress import ProgressBar
 
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_TOKENIZER_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILE, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_TOKENIZER_FILES = (
+    _TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_LENGTH_KEY = "max_position_embeddings"
 
 
 def export_checkpoint(
@@ -38,15 +47,19 @@ def export_checkpoint(
     """Export the checkpoint `source`, or the newest complete checkpoint in the save_dir `source`, to the folder `output`.
 
     `dtype`: dtype of the exported tensors; None: the dtype in the checkpoint. `shard_bytes`: maximum size of the tensors in a file, unless
-    a single tensor is larger. `tokenizer`: path of a tokenizer.json, which is copied with its sidecar files. `base_model`: folder of the
-    base model, if it was moved. LoRA weights are merged into their layers. For an embedding model, the module files of
-    sentence-transformers are also written.
+    a single tensor is larger. `tokenizer`: path of a tokenizer.json or of its folder, which is copied with its sidecar files; None: that
+    of the base model, if it has one. `base_model`: folder of the base model, if it was moved. LoRA weights are merged into their layers.
+    For an embedding model, the module files of sentence-transformers are also written.
 
     Return a report with checkpoint, step, model family, number of parameters and files. Raises CheckpointError if there is no checkpoint,
     if it is corrupt, or if `output` exists or cannot be written; SwarmtrainError if no model family matches the architecture.
     """
     tokenizer_files = _find_tokenizer_files(tokenizer) if tokenizer else []
     checkpoint = consolidated.find_checkpoint(source, base_model)
+    base_folder = base_model or checkpoint.config.trainer.init_from
+    if tokenizer is None and base_folder and (base_folder / _TOKENIZER_FILE).is_file():
+        tokenizer = base_folder / _TOKENIZER_FILE
+        tokenizer_files = _find_tokenizer_files(tokenizer)
     architecture = checkpoint.config.transformer_architecture
     model_family = find_model_family(architecture)
     sizes = {name: parameter.shape for name, parameter in Transformer(architecture, 0).named_parameters() if not is_peft_parameter(name)}
@@ -68,6 +81,8 @@ def export_checkpoint(
 
     with write_folder_atomically(output) as staging:
         config_json = build_config_json(architecture, str(export_dtype).removeprefix("torch."))
+        if _LENGTH_KEY in config_json and base_folder:  # training on shorter samples does not change what the model supports
+            config_json[_LENGTH_KEY] = max(config_json[_LENGTH_KEY], _read_base_length(base_folder))
         if stop_tokens := _find_stop_tokens(checkpoint.config, tokenizer):
             generation_config = {"eos_token_id": stop_tokens if len(stop_tokens) > 1 else stop_tokens[0]}
             config_json |= generation_config
@@ -134,6 +149,7 @@ def _load_merged_parameter(checkpoint: ConsolidatedCheckpoint, name: str, size: 
 
 def _find_tokenizer_files(path: Path) -> list[Path]:
     """Return the paths of a tokenizer.json and its sidecar files. Raises CheckpointError if `path` is not a tokenizer.json."""
+    path = path / _TOKENIZER_FILE if path.is_dir() else path
     try:
         json.loads(read_regular_file(path))["model"]
     except OSError as error:
@@ -143,6 +159,14 @@ def _find_tokenizer_files(path: Path) -> list[Path]:
     except (ValueError, LookupError, TypeError):
         raise CheckpointError("is not a valid tokenizer", place=str(path), hint="pass a tokenizer.json with --tokenizer") from None
     return [path, *(file for name in _TOKENIZER_FILES if (file := path.with_name(name)).exists())]
+
+
+def _read_base_length(folder: Path) -> int:
+    """Return the maximum sequence length of the Hugging Face model in `folder`; 0 if there is none."""
+    try:
+        return int(json.loads(read_regular_file(folder / "config.json")).get(_LENGTH_KEY) or 0)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
 
 
 def _find_stop_tokens(config: Config, tokenizer: Path | None) -> list[int]:
