@@ -34,19 +34,19 @@ def test_nothing_to_prepare(error_case: ErrorCase) -> None:
 
 
 def test_bad_conversations(error_case: ErrorCase) -> None:
-    """Conversation roles in the wrong order
+    """Conversation that the chat template cannot write
 
-    Roles must alternate, and the last message must be the assistant's.
+    A conversation needs an answer of the assistant, and the template must write all of it: ChatML, for instance, has no place for calls.
     """
-    said = [{"role": role, "content": "Yes."} for role in ("user", "user", "assistant")]
-    error_case.write_file("chats.jsonl", f"{json.dumps({'messages': said})}\n", show=False)
-    error_case(
-        "swarmtrain data tokenize chats.jsonl --to tokens --tokenizer bytes --chat", allowed_changes=r"tokens\.parts", start_pattern="error"
-    )
-    error_case.write_file("chats.jsonl", f"{json.dumps({'messages': said[:1]})}\n", show=False)
-    error_case(
-        "swarmtrain data tokenize chats.jsonl --to tokens --tokenizer bytes --chat", allowed_changes=r"tokens\.parts", start_pattern="error"
-    )
+    question = {"role": "user", "content": "Where is node 3?"}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "find_node", "arguments": {"number": 3}}}]}
+    for messages in ([question], [question, call]):
+        error_case.write_file("chats.jsonl", f"{json.dumps({'messages': messages})}\n", show=False)
+        error_case(
+            "swarmtrain data tokenize chats.jsonl --to tokens --tokenizer bytes --chat",
+            allowed_changes=r"tokens\.parts",
+            start_pattern="error",
+        )
 
 
 def test_tokens_that_are_not_as_they_were(error_case: ErrorCase) -> None:
