@@ -19,6 +19,7 @@ from swarmtrain.images.image_client import follow_build_output
 from swarmtrain.lab import Lab
 from swarmtrain.launchers.common.docker_engine import DockerEngine
 from swarmtrain.launchers.swarm import cluster_state
+from swarmtrain.protocol import PROTOCOL_VERSION
 
 STUB_ENTRYPOINT = """
 import os, signal, sys, time
@@ -35,7 +36,8 @@ def wait(seconds):
 # The number of restarts says how the run ends: 77 well, 78 badly, and otherwise not at all.
 verdict = {"77": '"status": "done", "reason": "all steps", "exit_code": 0', "78": '"status": "failed", "reason": "no luck", "exit_code": 9'}
 if sys.argv[1] == "rendezvous":
-    print('{"event": "coordinator", "time": 1.0, "run": "any", "run_id": "%s"}' % os.environ["SWARMTRAIN_RUN_ID"], flush=True)
+    event = '{"event": "coordinator", "time": 1.0, "run": "any", "run_id": "%s", "protocol": PROTOCOL_VERSION}'
+    print(event % os.environ["SWARMTRAIN_RUN_ID"], flush=True)
     wait(2)
     if os.environ["SWARMTRAIN_MAX_RESTARTS"] in verdict:
         print('{"event": "outcome", "time": 2.0, %s}' % verdict[os.environ["SWARMTRAIN_MAX_RESTARTS"]], flush=True)
@@ -44,7 +46,7 @@ if sys.argv[1] == "rendezvous":
 for step in range(10**6):
     print(f"[rank 0] step {step} of {os.environ.get('SWARMTRAIN_NODE')}" + "." * (40_000 if step == 1 else 0), flush=True)
     wait(0.3)
-"""
+""".replace("PROTOCOL_VERSION", str(PROTOCOL_VERSION))
 RUN = "demo"
 NODES = ("node0", "node1", "node2")
 DISCARD: Callable[[str], None] = lambda line: None  # noqa: E731

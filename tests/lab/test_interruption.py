@@ -91,7 +91,7 @@ def test_scale_stop_and_down_can_be_repeated(project: Path, engine: DockerEngine
     assert run_swarmtrain("deploy", f"{RUN}.yml", "--detach", cwd=project).returncode == 0
     # The stub never forms a world, so the command is interrupted here.
     ended = interrupt_at_line("waiting for a world", "scale", "--nodes", "3", cwd=project)
-    assert (ended.code, f"interrupted: {RUN} continues" in ended.err) == (130, True)
+    assert (ended.code, f"interrupted: {RUN} continues" in ended.err) == (130, True), ended.err
     assert len(cluster_state.list_services(engine, RUN)) == 4
     for command in ("stop", "down"):
         for ended in interrupt_at_each_event(CHANGES, command, cwd=project):

@@ -185,7 +185,7 @@ def test_the_commands_of_the_readme_on_four_machines(create_lab: Callable[..., L
 
 def wait_until_training(engine: DockerEngine, run: str, ranks: int) -> dict[str, set[str]]:
     """Wait until a world of `ranks` has formed; return the ids of the tasks."""
-    launcher, end = SwarmLauncher(engine.address), time.monotonic() + 120
+    launcher, end = SwarmLauncher(engine.address), time.monotonic() + 300
     while not any(event.kind == protocol.EVENT_WORLD_FORMED and event.data["world_size"] == ranks for event in launcher.read_events(run)):
         assert time.monotonic() < end, launcher.list_tasks(run)
         time.sleep(0.5)
