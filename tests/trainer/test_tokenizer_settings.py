@@ -16,11 +16,12 @@ from swarmtrain.trainer.tokenize.chat_template import ChatTemplate
 from swarmtrain.trainer.tokenize.conversations import Conversation
 
 START, END = "<|im_start|>", "<|im_end|>"
-NAMED = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": "DEFAULT {{ bos_token }}"}]
+LOOP = "{% for message in messages %}{{ message.content }}{% endfor %}"
+NAMED = [{"name": "tool_use", "template": f"TOOLS{LOOP}"}, {"name": "default", "template": f"DEFAULT {{{{ bos_token }}}}{LOOP}"}]
 TOKEN = {"__type": "AddedToken", "content": END, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-FILE = {"chat_template.jinja": "FILE"}
+FILE = {"chat_template.jinja": f"FILE{LOOP}"}
 FOLDERS: dict[str, dict[str, Any]] = {
-    "config": {"tokenizer_config.json": {"bos_token": START, "eos_token": TOKEN, "chat_template": "CONFIG {{ bos_token }}"}},
+    "config": {"tokenizer_config.json": {"bos_token": START, "eos_token": TOKEN, "chat_template": f"CONFIG {{{{ bos_token }}}}{LOOP}"}},
     "map": {"special_tokens_map.json": {"bos_token": START, "eos_token": TOKEN}, **FILE},
     "map and config": {
         "tokenizer_config.json": {"eos_token": START},
@@ -32,14 +33,14 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "special_tokens_map.json": {"eos_token": END},
         **FILE,
     },
-    "file and config": {"tokenizer_config.json": {"chat_template": "CONFIG"}, **FILE},
+    "file and config": {"tokenizer_config.json": {"chat_template": f"CONFIG{LOOP}"}, **FILE},
     "list": {"tokenizer_config.json": {"chat_template": NAMED, "bos_token": START}},
-    "dict": {"tokenizer_config.json": {"chat_template": {"default": "DEFAULT", "rag": "RAG"}}},
+    "dict": {"tokenizer_config.json": {"chat_template": {"default": f"DEFAULT{LOOP}", "rag": "RAG"}}},
     "list and file": {"tokenizer_config.json": {"chat_template": NAMED}, **FILE},
     "nothing": {},
     "new tokens": {"tokenizer_config.json": {"bos_token": "<new>", "eos_token": TOKEN}},
     "added tokens": {"tokenizer_config.json": {"added_tokens_decoder": {"400": {**TOKEN, "content": "<new>"}}}},
-    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"1": {**TOKEN, "special": True}}, "chat_template": "CONFIG"}},
+    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"1": {**TOKEN, "special": True}}, "chat_template": f"CONFIG{LOOP}"}},
 }
 
 
