@@ -57,7 +57,7 @@ def export_model(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            "--tokenizer", metavar="FILE", help="A tokenizer.json or its folder, to copy. Default: that of init_from.", show_default=False
+            "--tokenizer", metavar="FILE", help="A tokenizer.json or its folder, to copy. Default: the base model's.", show_default=False
         ),
     ] = None,
     base_model: BaseModelOption = None,

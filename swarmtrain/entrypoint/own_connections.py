@@ -2,8 +2,8 @@
 
 Linux only, IPv4. Two directions:
 - A server that we write accepts a connection and then reads its owner from the kernel's table of connections, /proc/net/tcp.
-- A server that we do not write, such as torch's TCPStore, gets a listening socket whose packets the kernel signs with a random key
-  (TCP_MD5SIG, RFC 2385), as those of its clients: it drops what is not signed with that key before the server sees a connection.
+- A server that we do not write, such as torch's TCPStore, gets a listening socket with a random key, and so do its clients. The kernel
+  signs every packet with the key (TCP_MD5SIG, RFC 2385), and drops a packet without this signature before the server sees a connection.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ BAD_FILES: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
-def test_what_is_not_read_has_an_error_with_its_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_an_unreadable_file_is_an_error_with_its_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     for workers in (1, 2):
         with pytest.raises(TrainingError, match=message):

@@ -155,7 +155,8 @@ def read_chat_template(config: Config) -> str | None:
 def _read_added_tokens(meta: Mapping[str, Any]) -> AddedTokens:
     """Return what `data tokenize` has added to each text, according to the metadata of a token file."""
     options = meta.get("prepared", {}).get("options", {})
-    end_tokens = options.get("end_tokens", [options["eos_token"]] if options.get("eos_token") is not None else [])  # eos_token: until 0.9
+    earlier_option = options.get("eos_token")  # in files that were written before begin_tokens and end_tokens were recorded
+    end_tokens = options.get("end_tokens", [] if earlier_option is None else [earlier_option])
     return AddedTokens(tuple(meta.get("begin_tokens", ())), tuple(end_tokens))
 
 

@@ -98,9 +98,9 @@ class ChatTemplate:
                     tails.append(text[self._find_changed_part(conversation, shown, 1, text)[1] :])
             except ValueError:
                 return []
-        found = [token for token in self._special_tokens if token in tails[0]]
-        found = found or [token for token in self._special_tokens if tails[1].startswith(token)]
-        return [number for token in found if (number := self._tokenizer.token_to_id(token)) is not None]
+        end_tokens = [token for token in self._special_tokens if token in tails[0]]
+        end_tokens = end_tokens or [token for token in self._special_tokens if tails[1].startswith(token)]
+        return [number for token in end_tokens if (number := self._tokenizer.token_to_id(token)) is not None]
 
     @cached_property
     def begin_tokens(self) -> Sequence[int]:
